@@ -43,33 +43,19 @@ WAYS: dict[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train.
-
-    Args:
-        subject: its name.
-        stages: number of them.
-        chunks: microbatches.
-        checkpoint: of SplitPipe.
-        backward: of SplitPipe.
-        schedule: its name; None: the drop-in.
-        own: whether the caller is on streams of its own, not on the default ones.
-        parts: whether the devices are streams, two on each device, of one class and the other.
-        given: where the batch and the target come from: where they belong, the CPU, its pinned memory, another device.
-        rows: of the batch; None: so many a microbatch.
-        autocast: whether the module runs under it, to bfloat16.
-    """
+    """One way to train."""
 
     subject: str
     stages: int
     chunks: int
     checkpoint: Any
     backward: Any
-    schedule: str | None
-    own: bool
-    parts: bool = False
-    given: str = "there"
-    rows: int | None = None
-    autocast: bool = False
+    schedule: str | None  # None: the drop-in.
+    own: bool  # Whether the caller is on streams of its own, not on the default ones.
+    parts: bool = False  # Whether the devices are streams, two on each device, of one class and the other.
+    given: str = "there"  # Whether batch and target are where they belong, on the CPU, pinned, or elsewhere.
+    rows: int | None = None  # Of the batch; None: ROWS a microbatch.
+    autocast: bool = False  # To bfloat16.
 
     @property
     def double(self) -> bool:
@@ -106,12 +92,7 @@ def some(
 ) -> Iterator[Case]:
     """Cases that have every combination of each group of options, and of each option and subject.
 
-    Args:
-        subjects: their names.
-        groups: names of options, and "subject".
-        stages: number of them.
-        chunks: microbatches.
-        axes: values of an option, if they are not all.
+    ``axes`` has the values of an option where they are not all.
     """
     def possible(subject: str, **way: Any) -> bool:
         return Case(subject, stages, chunks, **way).possible
@@ -165,15 +146,10 @@ def cases() -> dict[str, list[Case]]:
 
 
 class Outcome(NamedTuple):
-    """What a case has shown.
+    """What a case has shown."""
 
-    Attributes:
-        hazards: accesses to memory without an order, which the fake runtime finds.
-        faults: what differs from the unwrapped module.
-    """
-
-    hazards: list[str]
-    faults: list[str]
+    hazards: list[str]  # Accesses to memory without an order, which the fake runtime finds.
+    faults: list[str]  # What differs from the unwrapped module.
 
 
 def wrong(them: Iterable[Case]) -> dict[Case, Outcome]:
@@ -264,15 +240,9 @@ def _steps(
     case: Case, model: nn.Module, batch: Any, target: Tensor, device: torch.device,
     others: Sequence[torch.Stream] | None = None,
 ) -> list[dict[str, Tensor | None]]:
-    """Trains; gives all there is after each step.
+    """Trains the pipeline or what it is compared with; gives all there is after each step.
 
-    Args:
-        case: what says how.
-        model: the pipeline, or what it is compared with.
-        batch: its input, on the CPU.
-        target: where it is given.
-        device: of the first stage.
-        others: streams that others compute on meanwhile; None: of what is compared with, whose batch is on the device.
+    On ``others`` somebody else computes meanwhile; None: of what is compared with, whose batch is on the device.
     """
     given = "there" if others is None else case.given
     scheduled = isinstance(model, SplitPipe) and case.schedule is not None

@@ -1,7 +1,6 @@
 """Modules with cuts on three devices, trained drop-in and by a schedule."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,24 +9,11 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 
-from .modules import WIDTH, Module, cuts
+from .modules import WIDTH, cuts
 from .subjects import mean
 
 DEVICES = ["cuda:0", "cuda:1", "cuda:2"]
 BOTH = pytest.mark.parametrize("way", [{}, {"schedule": "1f1b", "loss_fn": mean}], ids=["drop-in", "1f1b"])
-
-
-class Of(Module):
-    """Three blocks, with a forward of a test's own, and buffers."""
-
-    def __init__(self, forward: Callable[..., Any], **buffers: Tensor) -> None:
-        super().__init__(3)
-        self.own = forward
-        for name, x in buffers.items():
-            self.register_buffer(name, x)
-
-    def forward(self, *values: Tensor, **named: Tensor) -> Any:
-        return self.own(self, *values, **named)
 
 
 def wrapped(module: nn.Module, **options: Any) -> SplitPipe:

@@ -14,26 +14,15 @@ softcuda: Any = sys.modules.get("softcuda")
 
 
 class Launch(NamedTuple):
-    """One entry of the log.
-
-    Attributes:
-        kind: an op of the device, a copy to another device, a record of an event, or a wait for one.
-        device: that the stream is of.
-        stream: its number, among those of all devices.
-        priority: of the stream; lower ones first.
-        event: of a record and of its waits, the number of that record.
-        multiplications: of a matrix product or a convolution; 0 for other ops.
-        bytes: that a copy moves.
-        name: of the op.
-    """
+    """One entry of the log: an op, a copy to another device, a record of an event, or a wait for one."""
 
     kind: Kind
     device: int
-    stream: int
-    priority: int
-    event: int
-    multiplications: float
-    bytes: int
+    stream: int  # Its number, among those of all devices.
+    priority: int  # Of the stream; lower ones first.
+    event: int  # Of a record and of its waits, the number of that record.
+    multiplications: float  # Of a matrix product or a convolution; 0 for other ops.
+    bytes: int  # That a copy moves.
     name: str
 
 

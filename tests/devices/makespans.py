@@ -21,26 +21,15 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Way:
-    """A way to take a step.
-
-    Args:
-        devices: number of them.
-        chunks: microbatches.
-        copy: how long a copy takes, in units.
-        schedule: its name; None: the drop-in.
-        backward: of SplitPipe.
-        own: whether the devices are streams of their own.
-        limit: of the stash, in bytes; 0: weight gradients are computed at once.
-        checkpoint: of SplitPipe.
-    """
+    """A way to take a step."""
 
     devices: int
     chunks: int
-    copy: float = 0.0
-    schedule: str | None = None
+    copy: float = 0.0  # How long a copy takes, in units.
+    schedule: str | None = None  # None: the drop-in.
     backward: Any = "split"
-    own: bool = False
-    limit: int | None = None
+    own: bool = False  # Whether the devices are streams of their own.
+    limit: int | None = None  # Of the stash, in bytes; 0: weight gradients are computed at once.
     checkpoint: Any = "never"
 
     def planned(self) -> float:

@@ -106,11 +106,7 @@ def _function(code: CodeType) -> str:
 
 @contextmanager
 def watched(without: str | None = None) -> Iterator[dict[str, int]]:
-    """Counts the calls of each place inside the block; those of one place have no effect.
-
-    Args:
-        without: that place, or ``READS`` for what weight gradients may still be reading.
-    """
+    """Counts the calls of each place inside the block; those of one place have no effect, or ``READS`` has none."""
     counts: dict[str, int] = {}
     patches = []
     for verb, nothing in VERBS.items():

@@ -160,26 +160,19 @@ def _rows(size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """Something to train.
+    """Something to train, for so many stages, with a batch of so many rows.
 
-    Args:
-        make: the module, for so many stages.
-        value: a batch of so many rows.
-        options: of SplitPipe.
-        measure: what it is to equal: "module", the unwrapped one; "cpu", the same pipeline there, where microbatches
-            are normalised apart; "never", the same pipeline without checkpointing, where random numbers are drawn.
-        differentiable: whether the batch requires grad.
-        cuts: where the module is cut, for so many stages; None: by layers.
-        dim: along which the batch's first tensor has its rows.
+    It is to equal the unwrapped "module"; the same pipeline on the "cpu", where microbatches are normalised apart; or
+    the same pipeline that "never" checkpoints, where random numbers are drawn.
     """
 
     make: Callable[[int], nn.Module]
     value: Callable[[int], Any] = _rows
     options: dict[str, Any] = field(default_factory=dict)
     measure: Literal["module", "cpu", "never"] = "module"
-    differentiable: bool = True
-    cuts: Callable[[int], list[str]] | None = None
-    dim: int = 0
+    differentiable: bool = True  # Whether the batch requires grad.
+    cuts: Callable[[int], list[str]] | None = None  # None: by layers.
+    dim: int = 0  # Along which the batch's first tensor has its rows.
 
     def rows(self, batch: Any) -> int:
         """The rows of a batch."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.segments.stages import CodeRun
-from tests.devices.cut import BOTH, DEVICES, Of, assert_same_gradients, batch, trained, wrapped
-from tests.devices.modules import WIDTH, Carried, Module, Recomputing, Tied
+from tests.devices.cut import BOTH, DEVICES, assert_same_gradients, batch, trained, wrapped
+from tests.devices.modules import WIDTH, Carried, Module, Of, Recomputing, Tied
 from tests.devices.subjects import mean
 from tests.helpers.twin import Note
 from tests.segments import test_parts as parts

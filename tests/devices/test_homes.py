@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe
-from tests.devices.cut import BOTH, DEVICES, Of, assert_same_gradients, batch, homes, trained, wrapped
+from tests.devices.cut import BOTH, DEVICES, assert_same_gradients, batch, homes, trained, wrapped
 from tests.devices.log import failing
-from tests.devices.modules import WIDTH, Carried, Module, Tied, cuts
+from tests.devices.modules import WIDTH, Carried, Module, Of, Tied, cuts
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
 

@@ -41,11 +41,7 @@ class Slow(nn.Module):
 
 
 class Hungry(nn.Module):
-    """The tensor; asks for more memory than there is where it is told to.
-
-    Attributes:
-        at: "forward", "backward", or nowhere: None.
-    """
+    """The tensor; asks for more memory than there is where it is told to: forward, backward, or nowhere."""
 
     at: str | None = None
 
@@ -89,15 +85,7 @@ def slow(stages: int, *more: Callable[[], nn.Module]) -> nn.Sequential:
 def wrapped(
     module: nn.Sequential, devices: int, schedule: str | None = None, part: Any = torch.device, **options: Any
 ) -> SplitPipe:
-    """The module as a pipeline of a stage a layer.
-
-    Args:
-        module: what it is made of.
-        devices: how many different ones, in turn.
-        schedule: its name; None: the drop-in.
-        part: the class of what the stages are on, devices or streams of them.
-        options: more of SplitPipe.
-    """
+    """A pipeline of a stage a layer, on so many devices in turn, or on streams of them: of that class."""
     rows = len(module) // 2 if schedule == "zb-v" else len(module)
     places = [torch.device("cuda", number % devices) for number in range(rows)]
     if part is not torch.device:

@@ -30,51 +30,29 @@ MOST = 20
 
 @dataclass(frozen=True)
 class Part:
-    """What to run, and how.
-
-    Args:
-        name: by which it is chosen.
-        command: what to run; it leaves JSON, or JUnit's XML, in a file whose name comes last.
-        limit: seconds.
-        environment: variables on top of this process's own.
-        skipped: what it can't try here, and why.
-    """
+    """What to run, and how."""
 
     name: str
-    command: tuple[str, ...]
-    limit: float
-    environment: dict[str, str] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
+    command: tuple[str, ...]  # It leaves JSON, or JUnit's XML, in a file whose name comes last.
+    limit: float  # Seconds.
+    environment: dict[str, str] = field(default_factory=dict)  # On top of this process's own.
+    skipped: tuple[str, ...] = ()  # What it can't try here, and why.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part.
-
-    Attributes:
-        part: its name.
-        result: in a few words.
-        seconds: that it took.
-        wrong: a sentence for each fault.
-        skipped: what it could not try, and why.
-        more: numbers.
-    """
+    """What became of a part: in a few words, and a sentence for each fault and for what it could not try."""
 
     part: str
     result: str
     seconds: float
     wrong: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    more: Any = None
+    more: Any = None  # Numbers.
 
 
 def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
-    """All but the first, which has told what there is.
-
-    Args:
-        told: see ``found``.
-        steps: of the soak, and on memory that is used again; None: 200, 20 on slow devices.
-    """
+    """All but the first, which has told what there is; ``steps``: None: 200, 20 on slow devices."""
     quick = min(its["TFLOP/s"] for its in told["devices"]) < SLOW
     preset = "quick" if quick else "large" if told["devices"][0]["GiB"] > LARGE else "small"
     count = steps or (20 if quick else 200)
@@ -109,12 +87,7 @@ def cuda_files() -> list[str]:
 
 
 def run(part: Part, room: Path) -> Outcome:
-    """Runs a part; a crash, a hang, or nothing to be found after it is an outcome, too.
-
-    Args:
-        part: what to run.
-        room: the folder for what it prints and leaves.
-    """
+    """Runs a part, in a folder for what it prints and leaves; a crash, a hang or nothing left is an outcome, too."""
     if not part.command:
         return Outcome(part.name, "not run", 0.0, skipped=list(part.skipped))
     said, left = room / f"{part.name}.txt", room / f"{part.name}.left"

@@ -25,10 +25,7 @@ Way = Callable[[], Step]
 def ways(checkpoint: str, preset: str, every: bool = False) -> tuple[dict[str, Way], list[str]]:
     """How to train, by name, and what is missing, with the reason; on two devices, or twice on the only one.
 
-    Args:
-        checkpoint: of all of them.
-        preset: the size of the GPT.
-        every: by cuts, too, and by schedules, where nothing is checkpointed.
+    ``every``: by cuts, too, and by schedules, where nothing is checkpointed.
     """
     def made(way: Callable[..., Any], **options: Any) -> Step:
         model, step = way(case(Subject("gpt", preset, CHUNKS, "cuda"), splitpipe.skip), **options)

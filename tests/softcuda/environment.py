@@ -18,13 +18,7 @@ INSTALLED = "extras.json"  # In its folder: the extras that are installed.
 def ready(torch: Path, cache: Path, extras: Sequence[str]) -> Path:
     """The environment's folder; what is missing of it is made now. Torch can't be imported before ``use``.
 
-    Args:
-        torch: the package's folder.
-        cache: where environments are kept: one for each torch, Python, checkout, constraints.txt and setup.cfg.
-        extras: of setup.cfg, which are to be installed.
-
-    Raises:
-        Missing: pip can't install something.
+    There is one for each torch (the package's folder), Python, checkout, constraints.txt and setup.cfg.
     """
     # Not this process's own environment, which may be gone tomorrow.
     key = hashlib.sha256(f"{torch} {sys.base_prefix} {sys.version} {ROOT}".encode())

@@ -58,14 +58,9 @@ def sources() -> list[Path]:
 
 
 def built(torch: Path, cache: Path) -> Path:
-    """The folder with the libraries, built now unless they were before: a minute or two.
+    """The folder with the libraries, built now unless they were before: one for each torch, compiler and source.
 
-    Args:
-        torch: the package's folder in the unpacked wheel, whose parent's name says which one it is.
-        cache: where such folders are kept, one for each torch, compiler and source.
-
-    Raises:
-        Missing: there is no compiler, or no nm, or they fail.
+    ``torch`` is the package's folder in the unpacked wheel, whose parent's name says which one it is.
     """
     compiler, _ = tools()
     key = hashlib.sha256(f"{torch.parent.name} {_said(compiler, '--version')}".encode())
@@ -126,15 +121,7 @@ def stub(name: str, error: int) -> str:
 
 
 def stubbed(library: str, names: set[str], room: Path, compiler: str, beside: Sequence[Path]) -> None:
-    """Builds one library of CUDA's.
-
-    Args:
-        library: its name.
-        names: what it exports, beside functions of the fake's own.
-        room: where it goes.
-        compiler: for C++.
-        beside: sources of those functions that are not stubs.
-    """
+    """Builds one library of CUDA's, which exports these names: of these sources, or stubs."""
     first, error = library == softcuda.RUNTIME, LIBRARIES[library][1]
     version = {owner: name for name, owner in VERSIONS.items()}.get(library, library)
     if library == "libcuda.so.1":
@@ -159,20 +146,12 @@ def ops(torch: Path, room: Path, compiler: str) -> None:
 
 
 def compiled(compiler: str, *words: str) -> None:
-    """Compiles and links a shared library.
-
-    Raises:
-        Missing: the compiler's errors.
-    """
+    """Compiles and links a shared library."""
     _said(compiler, "-std=c++20", "-fPIC", "-shared", "-w", *words)
 
 
 def tools() -> tuple[str, str]:
-    """Where the compiler is, and nm.
-
-    Raises:
-        Missing: nowhere.
-    """
+    """Where the compiler is, and nm."""
     names = os.environ.get("CXX", "g++"), "nm"
     found = [shutil.which(name) for name in names]
     lacking = [name for name, path in zip(names, found) if path is None]

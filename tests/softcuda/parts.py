@@ -27,21 +27,13 @@ DESELECTED = {"PYTEST_ADDOPTS": " ".join(f"--deselect={test}" for test in WITHOU
 
 @dataclass(frozen=True)
 class Part:
-    """What to run.
-
-    Args:
-        about: in a few words.
-        command: arguments of Python.
-        variables: of its environment.
-        extras: of setup.cfg, without which it can't run.
-        skipped: what is left out of it, and why.
-    """
+    """What to run."""
 
     about: str
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # Arguments of Python.
     variables: dict[str, str] = field(default_factory=dict)
-    extras: tuple[str, ...] = ("test",)
-    skipped: dict[str, str] = field(default_factory=dict)
+    extras: tuple[str, ...] = ("test",)  # Of setup.cfg, without which it can't run.
+    skipped: dict[str, str] = field(default_factory=dict)  # What is left out of it, and why.
 
 
 def parts() -> dict[str, Part]:
