@@ -4,7 +4,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
 from splitpipe.core import stream
-from tests.gpu.checks import exact
+from tests.gpu.checks import callers, exact
 from tests.helpers.covering import covering, pairs
 from tests.helpers.twin import fresh
 from tests.promise.test_transparency import AXES
@@ -157,22 +157,6 @@ def wrong(them: Iterable[Case]) -> dict[Case, Outcome]:
     return {case: found for case in them if any(found := run(case))}
 
 
-@contextmanager
-def _streams(devices: Sequence[torch.device]) -> Iterator[list[torch.Stream]]:
-    """The caller on streams of its own; the default ones."""
-    before = [torch.accelerator.current_stream(device) for device in dict.fromkeys(devices)]
-    try:
-        for each in before:
-            torch.accelerator.set_stream(torch.Stream(device=each.device))
-        torch.accelerator.set_device_index(0)
-        yield before
-    finally:
-        for each in before:
-            torch.accelerator.synchronize(each.device)  # Others look at what was computed there.
-            torch.accelerator.set_stream(each)
-        torch.accelerator.set_device_index(0)
-
-
 def run(case: Case) -> Outcome:
     """Trains for some steps, as the unwrapped module is trained on the CPU."""
     with exact() if case.double else nullcontext(), warnings.catch_warnings():
@@ -200,7 +184,7 @@ def run(case: Case) -> Outcome:
             first, last = plain.devices[0], plain.devices[-1]
         torch.manual_seed(1)
         model = SplitPipe(module, **options)
-        with _streams(model.devices) if case.own else nullcontext([]) as others:
+        with callers(torch.cuda.device_count()) if case.own else nullcontext([]) as others:
             settle()
             steps = _steps(case, model, batch, _put(target, case.given, model.devices[-1]), model.devices[0], others)
             hazards = softcuda.hazards() if softcuda is not None else []
@@ -238,7 +222,7 @@ def _same(found: Tensor | None, expected: Tensor | None, close: dict[str, float]
 
 def _steps(
     case: Case, model: nn.Module, batch: Any, target: Tensor, device: torch.device,
-    others: Sequence[torch.Stream] | None = None,
+    others: Sequence[stream.Stream] | None = None,
 ) -> list[dict[str, Tensor | None]]:
     """Trains the pipeline or what it is compared with; gives all there is after each step.
 

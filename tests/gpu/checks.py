@@ -106,13 +106,16 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor, schedule: str | None = None)
 
 
 @contextmanager
-def callers(devices: int) -> Iterator[None]:
-    """The caller on streams of its own."""
-    own = [torch.cuda.Stream(device) for device in range(devices)]
+def callers(devices: int) -> Iterator[list[stream.Stream]]:
+    """The caller on streams of its own; those that it had."""
+    places = [torch.device("cuda", number) for number in reversed(range(devices))]  # The last one is current then.
+    had, own = [stream.current(place) for place in places], [stream.new(place) for place in places]
     synchronize(devices)
-    with stream.use(*own[::-1]):  # The first device's last: that one is current then.
-        yield
-    synchronize(devices)
+    with stream.use(*own):
+        try:
+            yield had
+        finally:
+            synchronize(devices)  # Others look at what was computed there.
 
 
 def synchronize(devices: int) -> None:
@@ -130,9 +133,11 @@ def press(devices: int) -> None:
 def gradients(model: nn.Module, plain: nn.Module, what: str) -> None:
     """Those of both are equal but for rounding, wherever they are."""
     for (name, one), other in zip(model.named_parameters(), plain.parameters()):
-        assert one.grad is not None and other.grad is not None, name
-        said = f"{what}: the gradient of {name}"
-        torch.testing.assert_close(one.grad, other.grad.to(one.grad.device), msg=lambda text: f"{said}: {text}")  # noqa: B023
+        where = f"{what}: the gradient of {name}"
+        assert one.grad is not None and other.grad is not None, where
+        torch.testing.assert_close(
+            one.grad, other.grad, check_device=False, msg=lambda text, where=where: f"{where}: {text}"
+        )
 
 
 def allocated(devices: int) -> list[int]:

@@ -1,7 +1,7 @@
 // Cells of recurrent networks, which torch has no kernel of on the CPU: it asks other devices for them fused.
 //
-// What they give and keep for backward: of an LSTM the gates (in, forget, cell, out), of a GRU the gates (reset, update,
-// new), the state that was given and the hidden part of the new gate.
+// What they give and keep for backward: of an LSTM the gates (in, forget, cell, out), of a GRU the gates (reset,
+// update, new), the state that was given and the hidden part of the new gate.
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/core/stack.h>
@@ -55,7 +55,8 @@ Values gru_backward(const Values& its) {
   auto kept = its[1].toTensor().chunk(5, 1);
   auto reset = kept[0], update = kept[1], fresh = kept[2], h = kept[3], hidden = kept[4];
   auto grad_fresh = behind_tanh(grad * (1 - update), fresh);
-  auto grad_reset = behind_sigmoid(grad_fresh * hidden, reset), grad_update = behind_sigmoid(grad * (h - fresh), update);
+  auto grad_reset = behind_sigmoid(grad_fresh * hidden, reset);
+  auto grad_update = behind_sigmoid(grad * (h - fresh), update);
   auto grad_in = at::cat({grad_reset, grad_update, grad_fresh}, 1);
   auto grad_hidden = at::cat({grad_reset, grad_update, grad_fresh * reset}, 1);
   auto has_bias = its[2].toBool();

@@ -10,7 +10,7 @@ namespace {
 
 struct Dim3 { unsigned x, y, z; };
 
-// By the address of the host's stub. Made when first used: libraries register theirs before this one's statics are made.
+// By the address of the host's stub. Made when first used: libraries register theirs before this one's statics are.
 std::unordered_map<const void*, std::string>& names() {
   static auto* its = new std::unordered_map<const void*, std::string>;
   return *its;
@@ -21,7 +21,7 @@ std::unordered_map<const void*, long>& launches() {
 }
 std::atomic<long> launched{0};
 bool by_name() {
-  static const bool its = setting("SOFTCUDA_NUMBERS", 1) != 0;  // Without numbers all would be named, which takes time.
+  static const bool its = setting("SOFTCUDA_NUMBERS", 1) != 0;  // Else all of torch's kernels run, and are timed.
   return its;
 }
 
