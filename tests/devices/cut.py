@@ -34,8 +34,9 @@ def trained(model: SplitPipe, *values: Tensor, target: Any = DEVICES[-1]) -> Non
 
 
 def homes(model: nn.Module) -> dict[str, str]:
-    """Where each parameter and buffer is."""
-    return {name: str(x.device) for name, x in (*model.named_parameters(), *model.named_buffers())}
+    """Where each parameter and buffer is, under each of its names."""
+    named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+    return {name: str(x.device) for name, x in named}
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:

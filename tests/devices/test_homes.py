@@ -215,16 +215,10 @@ def test_a_shared_buffer_stays_one() -> None:
 def told(model: Any) -> dict[str, str]:
     """By its device map, where each parameter and buffer is."""
     found = {}
-    for name in everywhere(model):
+    for name in homes(model):
         keys = [key for key in model.hf_device_map if f"{name}.".startswith(f"{key}.")]
         found[name] = str(model.hf_device_map[max(keys, key=len)])
     return found
-
-
-def everywhere(model: nn.Module) -> dict[str, str]:
-    """As ``homes``, under each of its names."""
-    named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
-    return {name: str(x.device) for name, x in named}
 
 
 @pytest.mark.parametrize("kind", [Tied, Spare])
@@ -234,8 +228,8 @@ def test_hf_device_map_has_the_device_of_every_parameter(kind: type[Module]) -> 
     assert type(model.hf_device_map) is dict and next(iter(model.hf_device_map.values())).index == 0
     before = told(model)
     model(batch())
-    assert kind is Spare or before == everywhere(model)
-    assert told(model) == everywhere(model)
+    assert kind is Spare or before == homes(model)
+    assert told(model) == homes(model)
     assert {f"blocks.{j}": torch.device(DEVICES[j]) for j in range(3)}.items() <= model.hf_device_map.items()
     again = copy.deepcopy(model)
     again.hf_device_map.clear()
@@ -248,7 +242,7 @@ def test_hf_device_map_has_the_device_of_every_parameter(kind: type[Module]) -> 
 
 def test_hf_device_map_of_a_sequential_names_its_layers() -> None:
     model = SplitPipe(sequential(), [2, 1, 2], devices=DEVICES)
-    assert told(model) == everywhere(model) and len(model.hf_device_map) == 5
+    assert told(model) == homes(model) and len(model.hf_device_map) == 5
 
 
 def test_a_layer_put_in_goes_to_its_stages_device() -> None:
