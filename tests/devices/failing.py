@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import itertools
 import json
 import os
 from collections import Counter
@@ -19,71 +20,52 @@ from splitpipe import SplitPipe
 from tests.helpers.covering import covering, pairs
 from tests.tools.covered import measured
 
-from .log import softcuda
-from .subjects import WIDTH, mean
+from .log import failing
+from .subjects import WIDTH, linear, mean
 
 #: Seconds that one way may take: one that hangs says where.
 LIMIT = 300
+Tensors = dict[str, Tensor]
 
 
 def ways() -> dict[str, dict[str, Any]]:
     """Options of a SplitPipe, by name."""
-    found = {}
     axes = {"schedule": (None, "1f1b", "zb-h1"), "backward": ("split", "autograd"), "checkpoint": ("never", "always")}
-    for schedule, backward, checkpoint in covering(axes, pairs([*axes])):
-        options: dict[str, Any] = {"backward": backward, "checkpoint": checkpoint}
-        if schedule is not None:
-            options |= {"schedule": schedule, "loss_fn": mean}
-        found[f"{schedule or 'drop-in'}, {backward}, {checkpoint}"] = options
-    return found
-
-
-def failing() -> dict[str, dict[str, Any]]:
-    """For each way: how many allocations a step has, and what was wrong when one of them failed, and how often."""
     found = {}
-    for way, options in ways().items():
-        faulthandler.dump_traceback_later(LIMIT, exit=True)
-        found[way] = _each(options)
-        faulthandler.cancel_dump_traceback_later()
+    for schedule, backward, checkpoint in covering(axes, pairs([*axes])):
+        more = {} if schedule is None else {"schedule": schedule, "loss_fn": mean}
+        found[f"{schedule}, {backward}, {checkpoint}"] = {"backward": backward, "checkpoint": checkpoint, **more}
     return found
 
 
-def _each(options: dict[str, Any]) -> dict[str, Any]:
-    scheduled = "schedule" in options
+def tried(options: dict[str, Any]) -> dict[str, Any]:
+    """How many allocations a step has, and what was wrong when one of them failed, and how often."""
     torch.manual_seed(0)
-    module = nn.Sequential(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH)
-    )
+    module = nn.Sequential(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), nn.Tanh()), linear())
     model = SplitPipe(module, [1, 1], devices=["cuda:0", "cuda:1"], chunks=2, deferred_batch_norm=True, **options)
     x, y = torch.randn(4, WIDTH, device="cuda:0"), torch.randn(4, device="cuda:1")
+
+    def step() -> None:
+        loss = model(x, target=y) if "schedule" in options else mean(model(x), y)
+        loss.backward()
+
     before = _buffers(model)
     for _ in range(2):  # What is kept from call to call, as buffers for recomputations, is there after the second.
         _held(model, before)
-        _step(model, x, y, scheduled)
+        step()
     after, expected = _buffers(model), _gradients(model)
-    faults: Counter[str] = Counter()
-    number, held = 0, _held(model, before)
-    while True:
-        number += 1
-        softcuda.fail_at(number)
-        start = softcuda.asked()
-        try:
-            _step(model, x, y, scheduled)
-            if softcuda.asked() - start < number:
-                break
-            faults["no error"] += 1
-        except torch.OutOfMemoryError:
-            pass
-        except BaseException as error:
-            faults[repr(error)] += 1
-        finally:
-            softcuda.fail_at(0)
+    held, faults = _held(model, before), Counter[str]()
+    for number in itertools.count(1):
+        raised = failing(number, step)
+        if raised is None:
+            break
+        faults[raised or "no error"] += raised != "no memory"
         # As of plain autograd: what has a gradient has all of it.
         faults.update(f"{name}.grad" for name, grad in _gradients(model).items() if not _same(grad, expected[name]))
         if not any(all(_same(x, its[name]) for name, x in _buffers(model).items()) for its in (before, after)):
             faults["buffers"] += 1
         _held(model, before)
-        _step(model, x, y, scheduled)
+        step()
         for found, right in (_buffers(model), after), (_gradients(model), expected):
             faults.update(f"{name}, next" for name in right if not _same(found.get(name), right[name]))
         del found
@@ -91,20 +73,15 @@ def _each(options: dict[str, Any]) -> dict[str, Any]:
     return {"failures": number - 1, "faults": +faults}
 
 
-def _step(model: SplitPipe, x: Tensor, y: Tensor, scheduled: bool) -> None:
-    loss = mean(model(x), y) if not scheduled else model(x, target=y)
-    loss.backward()
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
+def _gradients(model: nn.Module) -> Tensors:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
+def _buffers(model: nn.Module) -> Tensors:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def _held(model: nn.Module, buffers: dict[str, Tensor]) -> list[int]:
+def _held(model: nn.Module, buffers: Tensors) -> list[int]:
     """Bytes of each device, of a model that is put back to where it was."""
     model.zero_grad()
     for name, buffer in model.named_buffers():
@@ -117,9 +94,18 @@ def _same(x: Tensor | None, y: Tensor) -> bool:
     return x is not None and torch.allclose(x, y)
 
 
+def main() -> None:
+    """Tries each way."""
+    found = {}
+    for way, options in ways().items():
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        found[way] = tried(options)
+    print(json.dumps(found), flush=True)
+
+
 if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # The collector, which is called all the time, need not look through what was imported.
     with measured():
-        print(json.dumps(failing()), flush=True)
+        main()
     os._exit(0)

@@ -1,7 +1,8 @@
-"""What streams were given, in the order in which the host gave it: the fake runtime's log."""
+"""The fake runtime, if it is there: what streams were given, in the order in which the host gave it; failures."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,26 +14,15 @@ softcuda: Any = sys.modules.get("softcuda")
 
 
 class Launch(NamedTuple):
-    """One entry of the log.
-
-    Attributes:
-        kind: an op of the device, a copy to another device, a record of an event, or a wait for one.
-        device: that the stream is of.
-        stream: its number, among those of all devices.
-        priority: of the stream; lower ones first.
-        event: of a record and of its waits, the number of that record.
-        multiplications: of a matrix product or a convolution; 0 for other ops.
-        bytes: that a copy moves.
-        name: of the op.
-    """
+    """One entry of the log: an op, a copy to another device, a record of an event, or a wait for one."""
 
     kind: Kind
     device: int
-    stream: int
-    priority: int
-    event: int
-    multiplications: float
-    bytes: int
+    stream: int  # Its number, among those of all devices.
+    priority: int  # Of the stream; lower ones first.
+    event: int  # Of a record and of its waits, the number of that record.
+    multiplications: float  # Of a matrix product or a convolution; 0 for other ops.
+    bytes: int  # That a copy moves.
     name: str
 
 
@@ -44,12 +34,23 @@ def settle() -> None:
         softcuda.forget_hazards()
 
 
+def failing(number: int, step: Callable[[], object]) -> str | None:
+    """Takes a step whose allocation of that number fails: what it raises, "" if nothing. None: it has fewer."""
+    softcuda.fail_at(number)
+    start, raised = softcuda.asked(), ""
+    try:
+        step()
+    except BaseException as error:
+        raised = repr(error) if not isinstance(error, torch.OutOfMemoryError) else "no memory"
+    finally:
+        softcuda.fail_at(0)
+    return raised if raised or softcuda.asked() - start >= number else None
+
+
 def launches() -> list[Launch]:
     """The log since the last ``softcuda.log``."""
-    return [_read(*line.split(" ", 7)) for line in softcuda.launches()]
-
-
-def _read(
-    kind: str, device: str, stream: str, priority: str, event: str, work: str, size: str, name: str
-) -> Launch:
-    return Launch(_KINDS[kind], int(device), int(stream), int(priority), int(event), float(work), int(size), name)
+    found = []
+    for line in softcuda.launches():
+        kind, *places, work, size, name = line.split(" ", 7)
+        found.append(Launch(_KINDS[kind], *map(int, places), float(work), int(size), name))
+    return found

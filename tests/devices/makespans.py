@@ -21,35 +21,16 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Way:
-    """A way to take a step.
-
-    Args:
-        devices: number of them.
-        chunks: microbatches.
-        copy: how long a copy takes, in units.
-        schedule: its name; None: the drop-in.
-        backward: of SplitPipe.
-        own: whether the devices are streams of their own.
-        limit: of the stash, in bytes; 0: weight gradients are computed at once.
-        checkpoint: of SplitPipe.
-    """
+    """A way to take a step."""
 
     devices: int
     chunks: int
-    copy: float = 0.0
-    schedule: str | None = None
+    copy: float = 0.0  # How long a copy takes, in units.
+    schedule: str | None = None  # None: the drop-in.
     backward: Any = "split"
-    own: bool = False
-    limit: int | None = None
+    own: bool = False  # Whether the devices are streams of their own.
+    limit: int | None = None  # Of the stash, in bytes; 0: weight gradients are computed at once.
     checkpoint: Any = "never"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.schedule or 'drop-in'}, {self.backward}, {self.devices} devices, {self.chunks} chunks, "
-            f"copies {self.copy:g}{', streams of their own' if self.own else ''}"
-            f"{'' if self.limit is None else f', stash_limit={self.limit}'}"
-            f"{'' if self.checkpoint == 'never' else f', {self.checkpoint}'}"
-        )
 
     def planned(self) -> float:
         """What the simulator says."""
@@ -69,11 +50,12 @@ class Way:
         """How long the devices compute in each of some steps."""
         stages = self.devices * (schedule.build(self.schedule, 1, 1).stages if self.schedule else 1)
         options: dict[str, Any] = {} if self.schedule is None else {"schedule": self.schedule, "loss_fn": mean}
-        devices = [f"cuda:{number}" for number in range(self.devices)]
+        devices: list[Any] = [f"cuda:{number}" for number in range(self.devices)]
+        if self.own:
+            devices = [torch.Stream(device=name) for name in devices]
         model = SplitPipe(
-            chain(stages), [1] * stages, devices=[torch.Stream(device=it) for it in devices] if self.own else devices,
-            chunks=self.chunks, checkpoint=self.checkpoint, backward=self.backward,
-            stash_limit=self.limit, **options,
+            chain(stages), [1] * stages, devices=devices, chunks=self.chunks, checkpoint=self.checkpoint,
+            backward=self.backward, stash_limit=self.limit, **options,
         )
         x, y = torch.randn(ROWS * self.chunks, WIDTH), torch.randn(ROWS * self.chunks)
         given, target = x.to(model.devices[0]).requires_grad_(), y.to(model.devices[-1])

@@ -1,6 +1,8 @@
 """Modules with cuts, for some number of stages: what crosses borders by lists, closures, locals, ties and objects."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +47,19 @@ class Module(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(stages))
 
 
+class Of(Module):
+    """Blocks with a forward of their own, and buffers."""
+
+    def __init__(self, forward: Callable[..., Any], stages: int = 3, **buffers: Tensor) -> None:
+        super().__init__(stages)
+        self.own = forward
+        for name, x in buffers.items():
+            self.register_buffer(name, x)
+
+    def forward(self, *values: Tensor, **named: Tensor) -> Any:
+        return self.own(self, *values, **named)
+
+
 class Carried(Module):
     """Lists, locals, a closure, a mask, a table; parameters and buffers used by code between blocks."""
 
@@ -85,45 +100,37 @@ class Tied(Module):
         return self.last(self.blocks[0](x)) + F.linear(x, self.blocks[0].layer.weight)
 
 
-class Filled(Module):
+def filled(net: Of, x: Tensor) -> Tensor:
     """Every stage writes its part into a tensor that the first one has made."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = x.new_zeros(len(self.blocks), *x.shape)
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            made[number] = x
-        return made.sum(0) * made[0]
+    made = x.new_zeros(len(net.blocks), *x.shape)
+    for number, block in enumerate(net.blocks):
+        x = block(x)
+        made[number] = x
+    return made.sum(0) * made[0]
 
 
-class Spread(Module):
+def spread(net: Of, x: Tensor) -> Any:
     """An output from every stage, on its device."""
-
-    def forward(self, x: Tensor) -> Any:
-        found = []
-        for block in self.blocks:
-            x = block(x)
-            found.append(x * 2)
-        return found
+    found = []
+    for block in net.blocks:
+        x = block(x)
+        found.append(x * 2)
+    return found
 
 
-class Held(Module):
+def held(net: Of, x: Tensor) -> Tensor:
     """Blocks are given a tensor of the first stage's inside of an object."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        holder = Holder(x.cos())
-        for block in self.blocks:
-            x = block(x, holder)
-        return x
+    holder = Holder(x.cos())
+    for block in net.blocks:
+        x = block(x, holder)
+    return x
 
 
-class Detached(Module):
+def detached(net: Of, x: Tensor) -> Tensor:
     """Between stages nothing has a gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks[:-1]:
-            x = block(x).detach()
-        return self.blocks[-1](x)
+    for block in net.blocks[:-1]:
+        x = block(x).detach()
+    return net.blocks[-1](x)
 
 
 class Recomputing(Module):
@@ -143,7 +150,7 @@ class Recomputing(Module):
 
 
 #: By name.
-MODULES = {
-    "carried": Carried, "tied": Tied, "filled": Filled, "spread": Spread, "held": Held, "nothing tracked": Detached,
-    "recomputing": Recomputing,
+MODULES: dict[str, Callable[[int], nn.Module]] = {
+    "carried": Carried, "tied": Tied, "recomputing": Recomputing, "filled": partial(Of, filled),
+    "spread": partial(Of, spread), "held": partial(Of, held), "nothing tracked": partial(Of, detached),
 }

@@ -15,6 +15,7 @@ from splitpipe.core.stream import Place
 from splitpipe.planner.choose import choose
 from splitpipe.planner.measure import profile
 from splitpipe.planner.work import Cuttable
+from tests.gpu.checks import squared
 
 WIDTH = 64
 ROWS = 256
@@ -32,11 +33,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
         return y
-
-
-def squared(output: Tensor, target: Tensor) -> Tensor:
-    """The mean squared difference, of ops that every device has."""
-    return (output - target).square().mean()
 
 
 def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:

@@ -47,74 +47,53 @@ class Replayed:
 
 
 def replay(launches: Sequence[Launch], cost: Callable[[Launch], float]) -> Replayed:
-    """Runs a log in virtual time. What was launched before it counts as done.
-
-    Args:
-        launches: the log.
-        cost: how long an op or a copy takes.
-
-    Raises:
-        RuntimeError: some stream waits for ever.
-    """
-    return _Replay(launches, cost).run()
-
-
-class _Replay:
-    """The state at one moment of virtual time."""
-
-    def __init__(self, launches: Sequence[Launch], cost: Callable[[Launch], float]) -> None:
-        self._cost = cost
-        self._queues: dict[_Stream, deque[tuple[int, Launch]]] = {}
-        for number, launch in enumerate(launches):
-            self._queues.setdefault((launch.device, launch.stream), deque()).append((number, launch))
-        #: Events that are to come.
-        self._pending = {launch.event for launch in launches if launch.kind == "record"}
-        #: What engines do, by its end; a stream stands still meanwhile.
-        self._running: list[tuple[float, _Stream, _Engine]] = []
-        self._spans: list[Span] = []
-
-    def run(self) -> Replayed:
-        now = 0.0
-        while True:
-            offers = self._settle()
-            self._begin(now, offers)
-            if not self._running:
-                break
-            now = self._running[0][0]
-            while self._running and self._running[0][0] == now:
-                heapq.heappop(self._running)
-        if left := {stream: queue[0][1] for stream, queue in self._queues.items() if queue}:
-            raise RuntimeError(f"streams wait for ever, each at the launch shown: {left}")
-        return Replayed(tuple(self._spans))
-
-    def _settle(self) -> list[tuple[int, int, Launch, float]]:
-        """Does all that takes no time. What idle streams offer then: priority, number, launch, how long it takes."""
-        standing = {stream for _, stream, _ in self._running}
-        before = -1
-        offers: dict[_Stream, tuple[int, int, Launch, float]] = {}
-        while before != (before := sum(map(len, self._queues.values()))):
-            for stream, queue in self._queues.items():
-                while queue and stream not in standing and stream not in offers:
-                    number, launch = queue[0]
-                    if launch.kind == "wait" and launch.event in self._pending:
-                        break
-                    takes = self._cost(launch) if launch.kind in ("op", "copy") else 0.0
-                    if takes:
-                        offers[stream] = launch.priority, number, launch, takes
-                        break
-                    if launch.kind == "record":
-                        self._pending.discard(launch.event)
-                    queue.popleft()
-        return sorted(offers.values(), key=lambda offer: offer[:2])
-
-    def _begin(self, now: float, offers: list[tuple[int, int, Launch, float]]) -> None:
-        """Gives the best offers to the engines that are free."""
-        taken = {engine for _, _, engine in self._running}
+    """Runs a log in virtual time. What was launched before it counts as done; ``cost`` is of an op or a copy."""
+    queues: dict[_Stream, deque[tuple[int, Launch]]] = {}
+    for number, launch in enumerate(launches):
+        queues.setdefault((launch.device, launch.stream), deque()).append((number, launch))
+    to_come = {launch.event for launch in launches if launch.kind == "record"}
+    #: What engines do, by its end; a stream stands still meanwhile.
+    running: list[tuple[float, _Stream, _Engine]] = []
+    spans: list[Span] = []
+    now = 0.0
+    while True:
+        standing, taken = {stream for _, stream, _ in running}, {engine for _, _, engine in running}
+        offers = _offers({stream: queue for stream, queue in queues.items() if stream not in standing}, to_come, cost)
         for _, _, launch, takes in offers:
             engine: _Engine = launch.device, "copy" if launch.kind == "copy" else "compute"
             if engine not in taken:
                 taken.add(engine)
                 stream = launch.device, launch.stream
-                self._queues[stream].popleft()
-                heapq.heappush(self._running, (now + takes, stream, engine))
-                self._spans.append(Span(*engine, launch.name, now, now + takes))
+                queues[stream].popleft()
+                heapq.heappush(running, (now + takes, stream, engine))
+                spans.append(Span(*engine, launch.name, now, now + takes))
+        if not running:
+            break
+        now = running[0][0]
+        while running and running[0][0] == now:
+            heapq.heappop(running)
+    if left := {stream: queue[0][1] for stream, queue in queues.items() if queue}:
+        raise RuntimeError(f"streams wait for ever, each at the launch shown: {left}")
+    return Replayed(tuple(spans))
+
+
+def _offers(
+    idle: dict[_Stream, deque[tuple[int, Launch]]], to_come: set[int], cost: Callable[[Launch], float]
+) -> list[tuple[int, int, Launch, float]]:
+    """Does all that takes no time. What idle streams offer then: priority, number, launch, how long it takes."""
+    before = -1
+    offers: dict[_Stream, tuple[int, int, Launch, float]] = {}
+    while before != (before := sum(map(len, idle.values()))):
+        for stream, queue in idle.items():
+            while queue and stream not in offers:
+                number, launch = queue[0]
+                if launch.kind == "wait" and launch.event in to_come:
+                    break
+                takes = cost(launch) if launch.kind in ("op", "copy") else 0.0
+                if takes:
+                    offers[stream] = launch.priority, number, launch, takes
+                    break
+                if launch.kind == "record":
+                    to_come.discard(launch.event)
+                queue.popleft()
+    return sorted(offers.values(), key=lambda offer: offer[:2])

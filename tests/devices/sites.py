@@ -16,7 +16,7 @@ from splitpipe.core import stream
 from splitpipe.deferral import streams
 from tests.helpers.covering import pairs
 
-from .cases import WAYS, Case, run, some
+from .cases import WAYS, Case, some
 
 #: What order is made of: each verb, and what it is without effect.
 VERBS: dict[str, Callable[..., Any]] = {
@@ -106,11 +106,7 @@ def _function(code: CodeType) -> str:
 
 @contextmanager
 def watched(without: str | None = None) -> Iterator[dict[str, int]]:
-    """Counts the calls of each place inside the block; those of one place have no effect.
-
-    Args:
-        without: that place, or ``READS`` for what weight gradients may still be reading.
-    """
+    """Counts the calls of each place inside the block; those of one place have no effect, or ``READS`` has none."""
     counts: dict[str, int] = {}
     patches = []
     for verb, nothing in VERBS.items():
@@ -138,10 +134,3 @@ def few(*subjects: str) -> Iterator[Case]:
     groups = [["checkpoint", "backward", "schedule"], *pairs([*WAYS])]
     for case in some(subjects, *groups, chunks=2, checkpoint=("never", "always")):
         yield replace(case, rows=64)
-
-
-def places(case: Case) -> set[str]:
-    """The places that a case comes by."""
-    with watched() as counts:
-        run(case)
-    return {place for place in counts if place}

@@ -6,7 +6,7 @@ are read after the pass. The others are all layers of the transparency grid, eac
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,14 +22,24 @@ from tests.promise.layers import LAYERS, batched_of
 from . import modules
 from .modules import WIDTH
 
+Make = Callable[[], nn.Module]
 
-@skippable(stash=["skip"])
-class Keep(nn.Module):
-    """Stashes what its layer gives."""
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Layered(nn.Module):
+    """Has a layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer = linear()
+
+
+@skippable(stash=["skip"])
+class Keep(Layered):
+    """Stashes what its layer gives."""
 
     def forward(self, x: Tensor) -> Generator[Any, None, Tensor]:
         y = self.layer(x)
@@ -38,36 +48,24 @@ class Keep(nn.Module):
 
 
 @skippable(pop=["skip"])
-class Join(nn.Module):
+class Join(Layered):
     """Adds what was stashed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Generator[Any, Tensor, Tensor]:
         kept = yield pop("skip")
         return self.layer(x) + kept * 3
 
 
-class Pair(nn.Module):
+class Pair(Layered):
     """Two tensors, one of which is a mask that has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Any) -> Any:
         x, mask = value if isinstance(value, tuple) else (value, value.detach() > 0)
         return self.layer(x) * mask, mask
 
 
-class Scaled(nn.Module):
+class Scaled(Layered):
     """A tensor of the batch, and one that all microbatches have whole, with a gradient of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Any) -> Any:
         x, table = value
@@ -81,24 +79,17 @@ class One(nn.Module):
         return value[0].relu_()
 
 
-class Residual(nn.Module):
+class Residual(Layered):
     """Uses its input twice: gradients meet where it came from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh() + self.layer(x)
 
 
-class Elsewhere(nn.Module):
+class Elsewhere(Layered):
     """Computes on a stream of its own, where there are streams, as layers with a communication of their own do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self._own: stream.Stream = None
+    _own: stream.Stream = None
 
     def forward(self, x: Tensor) -> Tensor:
         here = stream.current(x.device)
@@ -112,15 +103,22 @@ class Elsewhere(nn.Module):
         return y
 
 
-class Detached(nn.Module):
+class Detached(Layered):
     """Lets no gradient through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).detach()
+
+
+class Block(Layered):
+    """A norm, a linear layer, a scale: several ops with weights, which are deferred if it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.layer(self.norm(x)).tanh()
 
 
 @skippable(stash=["aside"])
@@ -156,28 +154,25 @@ def _first(value: Any) -> Tensor:
     return tensor
 
 
+def _rows(size: int) -> Tensor:
+    return torch.randn(size, WIDTH)
+
+
 @dataclass(frozen=True)
 class Subject:
-    """Something to train.
+    """Something to train, for so many stages, with a batch of so many rows.
 
-    Args:
-        make: the module, for so many stages.
-        value: a batch of so many rows.
-        options: of SplitPipe.
-        measure: what it is to equal: "module", the unwrapped one; "cpu", the same pipeline there, where microbatches
-            are normalised apart; "never", the same pipeline without checkpointing, where random numbers are drawn.
-        differentiable: whether the batch requires grad.
-        cuts: where the module is cut, for so many stages; None: by layers.
-        dim: along which the batch's first tensor has its rows.
+    It is to equal the unwrapped "module"; the same pipeline on the "cpu", where microbatches are normalised apart; or
+    the same pipeline that "never" checkpoints, where random numbers are drawn.
     """
 
     make: Callable[[int], nn.Module]
-    value: Callable[[int], Any]
-    options: tuple[tuple[str, Any], ...] = ()
+    value: Callable[[int], Any] = _rows
+    options: dict[str, Any] = field(default_factory=dict)
     measure: Literal["module", "cpu", "never"] = "module"
-    differentiable: bool = True
-    cuts: Callable[[int], list[str]] | None = None
-    dim: int = 0
+    differentiable: bool = True  # Whether the batch requires grad.
+    cuts: Callable[[int], list[str]] | None = None  # None: by layers.
+    dim: int = 0  # Along which the batch's first tensor has its rows.
 
     def rows(self, batch: Any) -> int:
         """The rows of a batch."""
@@ -191,109 +186,68 @@ class Subject:
         return {"balance": even(len(layers), stages)}
 
 
-def _rows(size: int) -> Tensor:
-    return torch.randn(size, WIDTH)
+def in_each(*makes: Make) -> Callable[[int], nn.Sequential]:
+    """These layers in every stage."""
+    return lambda stages: nn.Sequential(*(nn.Sequential(*(make() for make in makes)) for _ in range(stages)))
 
 
-def chain(stages: int) -> nn.Sequential:
-    """A linear layer a stage, with an activation."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)))
-
-
-def pairs(stages: int) -> nn.Sequential:
-    """Two tensors between stages; the last one works in place."""
-    return nn.Sequential(*(Pair() for _ in range(stages - 1)), nn.Sequential(Pair(), One()))
-
-
-def tables(stages: int) -> nn.Sequential:
-    """Something that is whole in every stage."""
-    return nn.Sequential(*(Scaled() for _ in range(stages - 1)), nn.Sequential(Scaled(), One()))
+def and_last(make: Make, *makes: Make) -> Callable[[int], nn.Sequential]:
+    """One layer in every stage but the last, which has others."""
+    return lambda stages: nn.Sequential(
+        *(make() for _ in range(stages - 1)), nn.Sequential(*(make() for make in makes))
+    )
 
 
 def skips(stages: int) -> nn.Sequential:
     """A skip from the first stage to the last one."""
-    return nn.Sequential(Keep(), *(nn.Linear(WIDTH, WIDTH) for _ in range(stages - 2)), Join())
+    return nn.Sequential(Keep(), *(linear() for _ in range(stages - 2)), Join())
 
 
-def statistics(stages: int) -> nn.Sequential:
-    """Statistics of the whole batch, in every stage, kept after the pass."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(stages)))
-
-
-def residuals(stages: int) -> nn.Sequential:
-    """Every stage uses its input twice."""
-    return nn.Sequential(*(nn.Sequential(Residual(), Residual()) for _ in range(stages)))
-
-
-class Block(nn.Module):
-    """A norm, a linear layer, a scale: several ops with weights, which are deferred if it is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.layer(self.norm(x)).tanh()
-
-
-def compiled(stages: int) -> nn.Sequential:
-    """Layers that are compiled, in every stage."""
-    return nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(stages)))
-
-
-def users(stages: int) -> nn.Sequential:
-    """Layers that their user has compiled, with a backward that is not split."""
-    layers = compiled(stages)
+def compiled_by_its_user(stages: int) -> nn.Sequential:
+    """With a backward that is not split."""
+    layers = in_each(Block, Block)(stages)
     for layer in layers:
         layer.compile(backend="aot_eager")
     return layers
 
 
-def elsewhere(stages: int) -> nn.Sequential:
-    """Every stage computes on a stream of its own."""
-    return nn.Sequential(*(Elsewhere() for _ in range(stages)))
-
-
-def detached(stages: int) -> nn.Sequential:
-    """Nothing but values without gradient between the first stages."""
-    return nn.Sequential(*(Detached() for _ in range(stages - 1)), nn.Linear(WIDTH, WIDTH))
-
-
 def ties(stages: int) -> nn.Sequential:
     """The first two stages share their layer: they are to be on one device."""
-    shared = nn.Linear(WIDTH, WIDTH)
-    others = (nn.Linear(WIDTH, WIDTH) for _ in range(stages - 2))
-    return nn.Sequential(shared, nn.Sequential(shared, nn.Tanh()), *others)
-
-
-def dropouts(stages: int) -> nn.Sequential:
-    """Random numbers in every stage, and what the layers behind them save."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Tanh()) for _ in range(stages)))
+    shared = linear()
+    return nn.Sequential(shared, nn.Sequential(shared, nn.Tanh()), *(linear() for _ in range(stages - 2)))
 
 
 def _past(name: str) -> Subject:
     make, value = LAYERS[name]
     batched = batched_of(name, "balance")
     dim = batched if isinstance(batched, int) else 0
-    options: tuple[tuple[str, Any], ...] = () if batched is None else (("batched", batched),)
+    options = {} if batched is None else {"batched": batched}
     if dim:  # The output has the batch elsewhere, which a loss can't be told: its mean is by rows.
-        options += (("reduction", "mean"),)
+        options["reduction"] = "mean"
     return Subject(lambda stages: nn.Sequential(Aside(dim), *make(), Beside()), value, options, dim=dim)
 
 
+chain = in_each(linear, nn.Tanh)
 SUBJECTS = {
-    "chain": Subject(chain, _rows), "pairs": Subject(pairs, _rows), "skips": Subject(skips, _rows),
-    "statistics": Subject(statistics, _rows, (("deferred_batch_norm", True),), "cpu"),
-    "residuals": Subject(residuals, _rows), "elsewhere": Subject(elsewhere, _rows),
-    "elsewhere, a batch without grad": Subject(elsewhere, _rows, differentiable=False),
-    "compiled": Subject(compiled, _rows, (("compile", EAGER),)),
-    "compiled by its user": Subject(users, _rows),
-    "detached": Subject(detached, _rows), "ties": Subject(ties, _rows),
-    "dropouts": Subject(dropouts, _rows, (), "never"),
-    "tables": Subject(tables, lambda size: (_rows(size), _rows(WIDTH)[0]), (("batched", (True, False)),)),
-    **{f"module: {name}": Subject(make, _rows, cuts=modules.cuts) for name, make in modules.MODULES.items()},
-    "module: compiled": Subject(modules.MODULES["carried"], _rows, (("compile", EAGER),), cuts=modules.cuts),
+    "chain": Subject(chain),
+    "pairs": Subject(and_last(Pair, Pair, One)),
+    "skips": Subject(skips),
+    "statistics": Subject(
+        in_each(linear, lambda: nn.BatchNorm1d(WIDTH)), options={"deferred_batch_norm": True}, measure="cpu"
+    ),
+    "residuals": Subject(in_each(Residual, Residual)),
+    "elsewhere": Subject(in_each(Elsewhere)),
+    "elsewhere, a batch without grad": Subject(in_each(Elsewhere), differentiable=False),
+    "compiled": Subject(in_each(Block, Block), options={"compile": EAGER}),
+    "compiled by its user": Subject(compiled_by_its_user),
+    "detached": Subject(and_last(Detached, linear)),
+    "ties": Subject(ties),
+    "dropouts": Subject(in_each(linear, nn.Dropout, nn.Tanh), measure="never"),
+    "tables": Subject(
+        and_last(Scaled, Scaled, One), lambda size: (_rows(size), _rows(1)[0]), {"batched": (True, False)}
+    ),
+    **{f"module: {name}": Subject(make, cuts=modules.cuts) for name, make in modules.MODULES.items()},
+    "module: compiled": Subject(modules.Carried, options={"compile": EAGER}, cuts=modules.cuts),
     **{f"layers: {name}": _past(name) for name in LAYERS},
 }
 

@@ -2,8 +2,8 @@
 
     python -m tests.gpu --out gpu
 
-Each part runs in a process of its own, within a time. At the end there are a table, a sentence for each thing that is
-wrong, and one for each that could not be tried, with the reason. Where there is no GPU it ends with status 2:
+Each part runs in a process of its own, within a time, and gets a line. At the end there is a sentence for each thing
+that could not be tried, with the reason, and for each that is wrong. Where there is no GPU it ends with status 2:
 ``python -m tests.softcuda gpu`` runs all of it on torch's CUDA build without one.
 """
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import found, parts
-from .parts import MOST, Outcome, Part
+from . import parts
+from .parts import LIMITS, MOST, Outcome, Part
 
 NAMES = ("tests", "sanitizer", "soak", "memory", "speed")
 
@@ -29,52 +29,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where all that was found goes, as JSON")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the same goes, with all that the parts print")
-    parser.add_argument("--steps", type=int, help="of the soak and on reused memory (200; 20 on devices as "
-                        "slow as a CPU)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where gpu.json goes, and what the parts print")
+    parser.add_argument("--steps", type=int, help="of the soak and on reused memory (200; 20 where a GPU is as slow as "
+                        "a CPU)")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="PART", help=f"of {', '.join(NAMES)} (all)")
     given = parser.parse_args(arguments)
     if given.steps is not None and given.steps < 1:
         parser.error(f"--steps is {given.steps}: expected 1 or more")
-    if given.json is not None and not given.json.absolute().parent.is_dir():
-        parser.error(f"--json is {given.json}, whose folder is not there: expected one that is")
     with tempfile.TemporaryDirectory() as folder:
         room = Path(folder) if given.out is None else given.out
         room.mkdir(parents=True, exist_ok=True)
         told, outcomes = everything(room, given.only or NAMES, given.steps)
-    if told and told["kind"] is None:
-        print("wrong: found no GPU: expected a CUDA or XPU device. Without one, python -m tests.softcuda gpu runs all "
+    if told and not told["devices"]:
+        print("wrong: found no GPU: expected a CUDA device. Without one, python -m tests.softcuda gpu runs all "
               "of it on torch's CUDA build", file=sys.stderr)
         return 2
     wrong = [sentence for outcome in outcomes for sentence in sentences(outcome)]
     report = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "command": " ".join(["python -m tests.gpu", *sys.argv[1:]]),
-        "found": told, "parts": [asdict(outcome) for outcome in outcomes],
-        "wrong": wrong,
+        "found": told, "parts": [asdict(outcome) for outcome in outcomes], "wrong": wrong,
     }
-    for file in (given.json, given.out and given.out / "gpu.json"):
-        if file is not None:
-            file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print("\n" + "\n".join(summed_up(told, outcomes, wrong)))
+    if given.out is not None:
+        (given.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print("", *(f"not tried: {each.part}: {what}" for each in outcomes for what in each.skipped),
+          *([f"wrong: {sentence}" for sentence in wrong] or ["nothing is wrong"]), sep="\n")
     return 1 if wrong else 0
 
 
 def everything(room: Path, names: Sequence[str], steps: int | None) -> tuple[dict[str, Any], list[Outcome]]:
     """What there is, and what became of each part, the first of which looks at what there is."""
-    look = parts.run(Part("devices", (*parts.MEMBER, "devices", "--into"), parts.LIMITS["devices"]), room)
+    look = parts.run(Part("devices", (sys.executable, "-m", "tests.gpu.member", "devices"), LIMITS["devices"]), room)
     if look.wrong:
         return {}, [look]
     told: dict[str, Any] = look.more
-    print(*found.lines(told), sep="\n")
-    if told["kind"] is None:
+    print(json.dumps(told, indent=1))
+    if not told["devices"]:
         return told, []
     outcomes = []
     for part in parts.parts(told, steps):
         if part.name in names:
             print(f"{part.name} ...", flush=True)
             outcomes.append(outcome := parts.run(part, room))
-            print(f"{part.name}: {_judged(outcome)}, {outcome.result}, {outcome.seconds:.0f} s", flush=True)
+            judged = "WRONG, " if outcome.wrong else ""
+            print(f"{part.name}: {judged}{outcome.result}, {outcome.seconds:.0f} s", flush=True)
     return told, outcomes
 
 
@@ -83,20 +80,6 @@ def sentences(outcome: Outcome) -> list[str]:
     lines = [f"{outcome.part}: {what}" for what in outcome.wrong[:MOST]]
     more = len(outcome.wrong) - MOST
     return lines + [f"{outcome.part}: {more} more like these, which stand in the JSON"] * (more > 0)
-
-
-def summed_up(told: dict[str, Any], outcomes: Sequence[Outcome], wrong: Sequence[str]) -> list[str]:
-    """The table, and what is wrong, and what was not tried."""
-    rows = [("part", "is", "seconds", "result")]
-    rows += [(each.part, _judged(each), f"{each.seconds:.0f}", each.result) for each in outcomes]
-    widths = [max(len(row[at]) for row in rows) for at in range(3)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
-    skipped = [f"not tried: {each.part}: {what}" for each in outcomes for what in each.skipped]
-    return [*lines, "", *skipped, *(f"wrong: {sentence}" for sentence in wrong), *["nothing is wrong"] * (not wrong)]
-
-
-def _judged(outcome: Outcome) -> str:
-    return "WRONG" if outcome.wrong else "not run" if outcome.result == "not run" else "right"
 
 
 if __name__ == "__main__":

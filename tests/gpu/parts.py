@@ -16,10 +16,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Begins the command of a part that is none of pytest's.
-MEMBER = (sys.executable, "-m", "tests.gpu.member")
 #: What the tests need beside torch.
-TESTS_NEED = ("pytest", "pytest-timeout", "hypothesis", "numpy")
+NEEDED = ("pytest", "pytest-timeout", "hypothesis", "numpy")
+#: The environment variable with the steps on memory that is used again.
+STEPS = "SPLITPIPE_GPU_STEPS"
 #: Seconds that a part may take; twice as many on slow devices.
 LIMITS = {"devices": 180, "tests": 1800, "sanitizer": 1200, "soak": 900, "memory": 400, "speed": 400}
 #: TFLOP/s below which a device is as slow as a CPU, and GiB of the first one that the large model needs.
@@ -30,84 +30,54 @@ MOST = 20
 
 @dataclass(frozen=True)
 class Part:
-    """What to run, and how.
-
-    Args:
-        name: by which it is chosen.
-        command: what to run; it leaves JSON, or JUnit's XML, in a file whose name comes last.
-        limit: seconds.
-        environment: variables on top of this process's own.
-        skipped: what it can't try here, and why.
-    """
+    """What to run, and how."""
 
     name: str
-    command: tuple[str, ...]
-    limit: float
-    environment: dict[str, str] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
+    command: tuple[str, ...]  # It leaves JSON, or JUnit's XML, in a file whose name comes last.
+    limit: float  # Seconds.
+    environment: dict[str, str] = field(default_factory=dict)  # On top of this process's own.
+    skipped: tuple[str, ...] = ()  # What it can't try here, and why.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part.
-
-    Attributes:
-        part: its name.
-        result: in a few words.
-        seconds: that it took.
-        wrong: a sentence for each fault.
-        skipped: what it could not try, and why.
-        more: numbers.
-    """
+    """What became of a part: in a few words, and a sentence for each fault and for what it could not try."""
 
     part: str
     result: str
     seconds: float
     wrong: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    more: Any = None
+    more: Any = None  # Numbers.
 
 
 def parts(told: dict[str, Any], steps: int | None) -> list[Part]:
-    """All but the first, which has told what there is.
+    """All but the first, which has told what there is; ``steps``: None: 200, 20 on slow devices."""
+    quick = min(its["TFLOP/s"] for its in told["devices"]) < SLOW
+    preset = "quick" if quick else "large" if told["devices"][0]["GiB"] > LARGE else "small"
+    count = steps or (20 if quick else 200)
+    missing = [name for name in NEEDED if told["packages"][name] is None]
 
-    Args:
-        told: see ``found``.
-        steps: of the soak, and on memory that is used again; None: 200, 20 on slow devices.
-    """
-    kind, preset = told["kind"], preset_of(told)
-    count = steps or (20 if preset == "quick" else 200)
-    limit = {name: its * (2 if preset == "quick" else 1) for name, its in LIMITS.items()}
+    def part(name: str, *words: str, **environment: str) -> Part:
+        return Part(name, (sys.executable, "-m", *words), LIMITS[name] * (1 + quick), environment)
 
-    def member(name: str, part: str, steps: int, *skipped: str, **environment: str) -> Part:
-        words = (*MEMBER, part, "--kind", kind, "--steps", str(steps), "--preset", preset, "--into")
-        return Part(name, words, limit[name], environment, skipped)
+    def member(name: str) -> Part:
+        return part(name, "tests.gpu.member", name, "--steps", str(count), "--preset", preset)
 
-    missing = [name for name in TESTS_NEED if told["packages"][name] is None]
-    if kind != "cuda":
-        tests = member("tests", "checks", count)
-    elif missing:
-        why = f"tests marked cuda, but for the checks: {', '.join(missing)} not installed; pip install -e '.[test]'"
-        tests = member("tests", "checks", count, why)
-    else:
-        words = (sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:randomly", *cuda_files(), "--junitxml")
-        tests = Part("tests", words, limit["tests"])
-    if kind == "cuda":
-        # Default streams of all devices have one number, and it asks for the current device's stream alone.
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        more = {"TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": first}
-        sanitizer = member("sanitizer", "checks", max(2, count // 10), **more)
-    else:
-        sanitizer = Part("sanitizer", (), 0, skipped=(f"torch has none for {kind} devices",))
-    return [tests, sanitizer, member("soak", "soak", count), member("memory", "memory", count),
-            member("speed", "speed", count)]
+    def pytest(name: str, steps: int, *words: str, **environment: str) -> Part:
+        if missing:
+            return Part(name, (), 0, skipped=(f"{', '.join(missing)} not installed; pip install -e '.[test]'",))
+        words = ("pytest", "-m", "cuda", "-q", "-p", "no:randomly", *words, "--junitxml")
+        return part(name, *words, **environment, **{STEPS: str(steps)})
 
-
-def preset_of(told: dict[str, Any]) -> str:
-    """The size of the model that is trained for its memory and its speed."""
-    if min(its["TFLOP/s"] for its in told["devices"]) < SLOW:
-        return "quick"
-    return "large" if told["devices"][0]["GiB"] > LARGE else "small"
+    # Default streams of all devices have one number, and the sanitizer asks for the current device's stream alone.
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    sanitizer = pytest(
+        "sanitizer", max(2, count // 10), "-p", "tests.gpu.sanitized", "tests/gpu/test_checks_cuda.py",
+        "tests/devices/test_paths.py", "-k", "not ddp and (checks_cuda or layer or module) and not compiled",
+        TORCH_CUDA_SANITIZER="1", CUDA_VISIBLE_DEVICES=first,
+    )
+    return [pytest("tests", count, *cuda_files()), sanitizer, member("soak"), member("memory"), member("speed")]
 
 
 def cuda_files() -> list[str]:
@@ -117,12 +87,7 @@ def cuda_files() -> list[str]:
 
 
 def run(part: Part, room: Path) -> Outcome:
-    """Runs a part; a crash, a hang, or nothing to be found after it is an outcome, too.
-
-    Args:
-        part: what to run.
-        room: the folder for what it prints and leaves.
-    """
+    """Runs a part, in a folder for what it prints and leaves; a crash, a hang or nothing left is an outcome, too."""
     if not part.command:
         return Outcome(part.name, "not run", 0.0, skipped=list(part.skipped))
     said, left = room / f"{part.name}.txt", room / f"{part.name}.left"

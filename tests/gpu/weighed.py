@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -11,155 +10,106 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import splitpipe.skip
+from benchmarks.harness import contenders, measure
+from benchmarks.harness.subject import Subject, case
+from splitpipe import SplitPipe
+
 CHUNKS = 8
 #: How far losses of the first step may be apart, relatively.
 CLOSE = 2e-2
+Step = Callable[[], Tensor]
+Way = Callable[[], Step]
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to train.
+def ways(checkpoint: str, preset: str, every: bool = False) -> tuple[dict[str, Way], list[str]]:
+    """How to train, by name, and what is missing, with the reason; on two devices, or twice on the only one.
 
-    Args:
-        name: whose it is, and how.
-        make: gives a step of it.
+    ``every``: by cuts, too, and by schedules, where nothing is checkpointed.
     """
-
-    name: str
-    make: Callable[[], Callable[[], Tensor]]
-
-
-def ways(kind: str, checkpoint: str, preset: str, every: bool = False) -> tuple[list[Way], list[str]]:
-    """Who there is, and who is missing, with the reason; all on two devices, or twice on the only one.
-
-    Args:
-        kind: of the devices.
-        checkpoint: of all of them.
-        preset: the size of the GPT.
-        every: by cuts, too, and by schedules, where nothing is checkpointed.
-    """
-    import splitpipe.skip
-    from benchmarks.harness import contenders
-    from benchmarks.harness.subject import Subject, case
-
-    count = torch.accelerator.device_count()
-    subject = Subject("gpt", preset, CHUNKS, f"{kind}:0")
-    devices = [f"{kind}:{index % count}" for index in range(2)]
-
-    def make(way: Callable[..., Any], **options: Any) -> Callable[[], Tensor]:
-        model, step = way(case(subject, splitpipe.skip), checkpoint=checkpoint, **options)
-        parameters = list(model.parameters())
+    def made(way: Callable[..., Any], **options: Any) -> Step:
+        model, step = way(case(Subject("gpt", preset, CHUNKS, "cuda"), splitpipe.skip), **options)
 
         def whole() -> Tensor:
-            for parameter in parameters:
-                parameter.grad = None
+            model.zero_grad()
             loss: Tensor = step()
             return loss
 
         return whole
 
-    def on_devices(way: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            before, contenders.places = contenders.places, lambda device, count: devices[:count]
-            try:
-                return way(*args, **options)
-            finally:
-                contenders.places = before
-
-        return run
-
-    def make_by(schedule: str) -> Callable[[], Tensor]:
-        return make(on_devices(lambda case, checkpoint: contenders.scheduled(case, name=schedule)))
-
-    dropin = on_devices(contenders.dropin)
-    found = [
-        Way("split", lambda: make(dropin, backward_by="split")),
-        Way("autograd", lambda: make(dropin, backward_by="autograd")),
-    ]
+    found: dict[str, Way] = {
+        engine: partial(made, contenders.dropin, backward_by=engine, checkpoint=checkpoint)
+        for engine in ("split", "autograd")
+    }
     if every:
-        found.append(Way("by cuts", lambda: make(on_devices(_by_cuts))))
+        found["by cuts"] = partial(made, _by_cuts, checkpoint=checkpoint)
     if every and checkpoint == "never":
-        found += [Way(name, partial(make_by, name)) for name in ("1f1b", "zb-h1")]
+        found |= {name: partial(made, contenders.scheduled, name=name) for name in ("1f1b", "zb-h1")}
     if find_spec("torchgpipe") is None:
         return found, ["the comparison with torchgpipe, which is not installed"]
-    return [*found, Way("torchgpipe", lambda: make(on_devices(contenders.torchgpipe)))], []
-
-
-def speed(kind: str, preset: str) -> dict[str, Any]:
-    """How long a step takes, in turns in one process; losses are the same."""
-    them, skipped = ways(kind, "never", preset)
-    from benchmarks.harness import measure
-
-    made = {way.name: way.make() for way in them}
-    losses = {name: step().item() for name, step in made.items()}
-    wrong = [
-        f"a GPT's first loss is {loss:.6f} by {name}, {losses['autograd']:.6f} by autograd"
-        for name, loss in losses.items() if not abs(loss - losses["autograd"]) <= CLOSE * abs(losses["autograd"])
-    ]
-    taken = measure.interleaved(made, passes=2 if preset == "quick" else 7, wait=_synchronize)
-    ratios = {
-        f"autograd / {name}": measure.ratio(taken["autograd"].wall, its.wall)
-        for name, its in taken.items() if name != "autograd"
-    }
-    if "torchgpipe" in taken:
-        ratios["torchgpipe / split"] = measure.ratio(taken["torchgpipe"].wall, taken["split"].wall)
-    said = ", ".join(f"{what} {value:.2f}" for what, value in ratios.items())
-    return {
-        "result": f"seconds of a step of a {preset} GPT, by each other: {said}", "wrong": wrong,
-        "skipped": skipped, "more": {"seconds": {name: its.wall for name, its in taken.items()}, "ratios": ratios},
-    }
+    return found | {"torchgpipe": partial(made, contenders.torchgpipe, checkpoint=checkpoint)}, []
 
 
 def _by_cuts(case: Any, *, checkpoint: Any) -> Any:
     """A module with cuts, with the loss outside."""
-    from benchmarks.harness import contenders
-    from splitpipe import SplitPipe
-
-    model = SplitPipe(
-        case.layers, cuts=[str(case.balance(2)[0])], batched={}, devices=contenders.places(case.subject.device, 2),
-        chunks=CHUNKS, checkpoint=checkpoint,
-    )
-    return contenders.outside(case, model)
+    return contenders.outside(case, SplitPipe(
+        case.layers, cuts=[str(case.balance(2)[0])], batched={}, devices=contenders.places("cuda", 2), chunks=CHUNKS,
+        checkpoint=checkpoint,
+    ))
 
 
-def memory(kind: str, preset: str) -> dict[str, Any]:
+def speed(preset: str) -> dict[str, Any]:
+    """How long a step takes, in turns in one process; losses are the same."""
+    them, skipped = ways("never", preset)
+    steps = {name: way() for name, way in them.items()}
+    losses = {name: step().item() for name, step in steps.items()}
+    wrong = [
+        f"a GPT's first loss is {loss:.6f} by {name}, {losses['autograd']:.6f} by autograd"
+        for name, loss in losses.items() if not abs(loss - losses["autograd"]) <= CLOSE * abs(losses["autograd"])
+    ]
+    seconds = {name: its.wall for name, its in measure.interleaved(steps, 2 if preset == "quick" else 7).items()}
+    compared = [("autograd", name) for name in seconds if name != "autograd"]
+    if "torchgpipe" in seconds:
+        compared.append(("torchgpipe", "split"))
+    ratios = {f"{one} / {other}": measure.ratio(seconds[one], seconds[other]) for one, other in compared}
+    said = ", ".join(f"{what} {value:.2f}" for what, value in ratios.items())
+    return {
+        "result": f"seconds of a step of a {preset} GPT, by each other: {said}", "wrong": wrong, "skipped": skipped,
+        "more": {"seconds": seconds, "ratios": ratios},
+    }
+
+
+def memory(preset: str) -> dict[str, Any]:
     """The most bytes that devices reserve and have allocated, beside torchgpipe in the same mode, or else autograd."""
-    rows: list[dict[str, Any]] = []
-    said, skipped = [], []
+    rows, said, skipped = [], [], list[str]()
     for checkpoint in ("never", "except_last", "always"):
-        them, skipped = ways(kind, checkpoint, preset, every=True)
-        found = {way.name: _peaks(kind, way) for way in them}
+        them, skipped = ways(checkpoint, preset, every=True)
+        found = {name: _peaks(way) for name, way in them.items()}
         rows += [{"checkpoint": checkpoint, "way": name, **its} for name, its in found.items()]
         other = found.get("torchgpipe", found["autograd"])
-        shares = {
-            name: [f"{sum(its[what]) / max(1, sum(other[what])):.2f}" for what in ("reserved", "allocated")]
-            for name, its in found.items() if its is not other
-        }
-        said.append(f"{checkpoint}: {', '.join(f'{name} {one} ({two})' for name, (one, two) in shares.items())}")
+        shares = []
+        for name, its in found.items():
+            one, two = (sum(its[what]) / max(1, sum(other[what])) for what in ("reserved", "allocated"))
+            shares += [f"{name} {one:.2f} ({two:.2f})"] * (its is not other)
+        said.append(f"{checkpoint}: {', '.join(shares)}")
     whose = "autograd's" if skipped else "torchgpipe's"
     return {"result": f"bytes reserved (and allocated), by {whose} in the same mode, {'; '.join(said)}", "wrong": [],
             "skipped": skipped, "more": {"peaks": rows}}
 
 
-def _peaks(kind: str, way: Way) -> dict[str, list[int]]:
-    module = torch.get_device_module(kind)
-    count = torch.accelerator.device_count()
+def _peaks(way: Way) -> dict[str, list[int]]:
+    devices = range(torch.cuda.device_count())
     gc.collect()
-    _synchronize()
-    module.empty_cache()
-    for index in range(count):
-        torch.empty(1, device=f"{kind}:{index}")  # An allocator that was never asked has no statistics.
-        module.reset_peak_memory_stats(index)
-    step = way.make()
+    measure.synchronize()
+    torch.cuda.empty_cache()
+    for device in devices:
+        torch.empty(1, device=device)  # An allocator that was never asked has no statistics.
+        torch.cuda.reset_peak_memory_stats(device)
+    step = way()
     for _ in range(4):
         step()
-    _synchronize()
+    measure.synchronize()
     return {
-        "reserved": [module.max_memory_reserved(index) for index in range(count)],
-        "allocated": [module.max_memory_allocated(index) for index in range(count)],
+        "reserved": [torch.cuda.max_memory_reserved(device) for device in devices],
+        "allocated": [torch.cuda.max_memory_allocated(device) for device in devices],
     }
-
-
-def _synchronize() -> None:
-    for index in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(index)

@@ -5,7 +5,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,20 +12,13 @@ from .kept import Missing, alone
 from .wheel import CONSTRAINTS, ROOT, constrained
 
 SETTINGS = ROOT / "setup.cfg"
-#: In its folder: the extras that are installed.
-INSTALLED = "extras.json"
+INSTALLED = "extras.json"  # In its folder: the extras that are installed.
 
 
 def ready(torch: Path, cache: Path, extras: Sequence[str]) -> Path:
     """The environment's folder; what is missing of it is made now. Torch can't be imported before ``use``.
 
-    Args:
-        torch: the package's folder.
-        cache: where environments are kept: one for each torch, Python, checkout, constraints.txt and setup.cfg.
-        extras: of setup.cfg, which are to be installed.
-
-    Raises:
-        Missing: pip can't install something.
+    There is one for each torch (the package's folder), Python, checkout, constraints.txt and setup.cfg.
     """
     # Not this process's own environment, which may be gone tomorrow.
     key = hashlib.sha256(f"{torch} {sys.base_prefix} {sys.version} {ROOT}".encode())
@@ -72,11 +64,9 @@ def _install(folder: Path, torch: Path, extras: Sequence[str]) -> None:
     lines = CONSTRAINTS.read_text(encoding="utf-8") if version == constrained() else f"torch=={version}\n"
     constraints.write_text(lines, encoding="utf-8")
     what = f".[{','.join(extras)}]"
-    print(f"installs {what} ...", flush=True)
-    begun = time.monotonic()
+    print(f"installs {what} into {folder} ...", flush=True)
     _run([sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-compile",
           "-e", what, "-c", str(constraints)], f"can't install {what}")
-    print(f"installs {what}: {time.monotonic() - begun:.0f} s, in {folder}", flush=True)
 
 
 def _run(command: Sequence[str], what: str) -> None:

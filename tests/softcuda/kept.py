@@ -21,14 +21,9 @@ def default() -> Path:
 
 
 def whole(folder: Path, fill: Callable[[Path], None], doing: str) -> Path:
-    """The folder, filled now unless it was before.
+    """The folder, filled now unless it was before, which people are told of.
 
     It gets its name when it is complete: one that was interrupted is begun again.
-
-    Args:
-        folder: its final name.
-        fill: puts into the folder that it is given what belongs there.
-        doing: for people, what takes its time.
     """
     if not folder.exists():
         with alone(folder):

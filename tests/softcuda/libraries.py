@@ -21,7 +21,7 @@ from .kept import Missing, whole
 HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
 #: Of it, what replaces torch's kernels, and needs its headers; what every other library than the runtime has.
-OPS, OTHERS = ("ops.cpp", "cells.cpp", "work.cpp"), "others.cpp"
+OPS, OTHERS = "ops.cpp", "others.cpp"
 #: By its name what each library's functions begin with, where torch names no version, and what a stub returns.
 LIBRARIES = {
     softcuda.RUNTIME: ("cuda", 801),
@@ -46,15 +46,8 @@ TEXTS = re.compile(r"(GetErrorString|GetResultString|GetStatusString|ncclGetLast
 #: In front of a library's stubs. Weak: what runtime/ has of the same name takes a stub's place.
 HEAD = """
 #include <cstdio>
-#include <cstdlib>
 
-static long missing(const char* name, long error) {
-  const char* what = getenv("SOFTCUDA_STUB");  // quiet, abort; else a line for each call
-  if (what != nullptr && *what == 'q') return error;
-  fprintf(stderr, "softcuda: %s is a stub\\n", name);
-  if (what != nullptr && *what == 'a') abort();
-  return error;
-}
+static long missing(const char* name, long error) { return fprintf(stderr, "softcuda: %s is a stub\\n", name), error; }
 #define STUB extern "C" __attribute__((weak, visibility("default")))
 """
 
@@ -65,14 +58,9 @@ def sources() -> list[Path]:
 
 
 def built(torch: Path, cache: Path) -> Path:
-    """The folder with the libraries, built now unless they were before: a minute or two.
+    """The folder with the libraries, built now unless they were before: one for each torch, compiler and source.
 
-    Args:
-        torch: the package's folder in the unpacked wheel, whose parent's name says which one it is.
-        cache: where such folders are kept, one for each torch, compiler and source.
-
-    Raises:
-        Missing: there is no compiler, or no nm, or they fail.
+    ``torch`` is the package's folder in the unpacked wheel, whose parent's name says which one it is.
     """
     compiler, _ = tools()
     key = hashlib.sha256(f"{torch.parent.name} {_said(compiler, '--version')}".encode())
@@ -84,7 +72,7 @@ def built(torch: Path, cache: Path) -> Path:
 
 def own() -> list[Path]:
     """The sources of the runtime itself."""
-    return [file for file in sorted(RUNTIME.glob("*.cpp")) if file.name not in (*OPS, OTHERS)]
+    return [file for file in sorted(RUNTIME.glob("*.cpp")) if file.name not in (OPS, OTHERS)]
 
 
 def build(torch: Path, room: Path, compiler: str) -> None:
@@ -123,72 +111,47 @@ def _owner(name: str) -> str:
     return max(fits)[1] if fits else ""
 
 
-def stubs(library: str, names: set[str]) -> str:
-    """The source of a library's stubs."""
-    error = LIBRARIES[library][1]
-    text = [HEAD]
-    for name in sorted(names):
-        if TEXTS.search(name):
-            text.append(f'STUB const char* {name}(int) {{ return "an error of softcuda\'s stub"; }}')
-        elif error == 0:
-            text.append(f"STUB int {name}() {{ return 0; }}")
-        else:
-            text.append(f'STUB long {name}() {{ return missing("{name}", {error}); }}')
-    return "\n".join(text) + "\n"
+def stub(name: str, error: int) -> str:
+    """The source of what stands for a function that nobody has written."""
+    if TEXTS.search(name):
+        return f'STUB const char* {name}(int) {{ return "an error of softcuda\'s stub"; }}'
+    if error == 0:
+        return f"STUB int {name}() {{ return 0; }}"
+    return f'STUB long {name}() {{ return missing("{name}", {error}); }}'
 
 
 def stubbed(library: str, names: set[str], room: Path, compiler: str, beside: Sequence[Path]) -> None:
-    """Builds one library of CUDA's.
-
-    Args:
-        library: its name.
-        names: what it exports, beside functions of the fake's own.
-        room: where it goes.
-        compiler: for C++.
-        beside: sources of those functions that are not stubs.
-    """
-    first = library == softcuda.RUNTIME
+    """Builds one library of CUDA's, which exports these names: of these sources, or stubs."""
+    first, error = library == softcuda.RUNTIME, LIBRARIES[library][1]
     version = {owner: name for name, owner in VERSIONS.items()}.get(library, library)
     if library == "libcuda.so.1":
         version = ""  # The driver's functions have none.
     exported = "".join(f"{name}; " for name in sorted(names | ({"softcuda_*"} if first else set())))
     with tempfile.TemporaryDirectory() as folder:
         source, script = Path(folder, "stubs.cpp"), Path(folder, "map")
-        source.write_text(stubs(library, names))
+        source.write_text("\n".join([HEAD, *(stub(name, error) for name in sorted(names)), ""]))
         script.write_text(f"{version} {{ {'global: ' * bool(exported)}{exported}local: *; }};\n")
         links = [] if first else [f"-L{room}", f"-l:{softcuda.RUNTIME}", "-Wl,-rpath,$ORIGIN"]
-        compiled(compiler, "-std=c++20", "-O2", *map(str, [source, *beside]), "-o", str(room / library),
+        compiled(compiler, "-O2", *map(str, [source, *beside]), "-o", str(room / library),
                  f"-Wl,-soname,{library}", f"-Wl,--version-script={script}", *links)
 
 
 def ops(torch: Path, room: Path, compiler: str) -> None:
     """Builds what replaces torch's kernels."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "all.cpp")
-        # In one: what takes time is to read torch's headers.
-        source.write_text("".join(f'#include "{file}"\n' for file in (RUNTIME / name for name in OPS)))
-        compiled(
-            compiler, "-std=c++20", "-O1", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include",
-            str(source), "-o", str(room / softcuda.OPS), f"-L{torch}/lib", "-ltorch_cpu", "-lc10", "-lc10_cuda",
-            f"-L{room}", f"-l:{softcuda.RUNTIME}", "-Wl,--allow-shlib-undefined",
-        )
+    compiled(
+        compiler, "-O1", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", str(RUNTIME / OPS),
+        "-o", str(room / softcuda.OPS), f"-L{torch}/lib", "-ltorch_cpu", "-lc10", "-lc10_cuda",
+        f"-L{room}", f"-l:{softcuda.RUNTIME}", "-Wl,--allow-shlib-undefined",
+    )
 
 
 def compiled(compiler: str, *words: str) -> None:
-    """Compiles and links a shared library.
-
-    Raises:
-        Missing: the compiler's errors.
-    """
-    _said(compiler, "-fPIC", "-shared", "-w", *words)
+    """Compiles and links a shared library."""
+    _said(compiler, "-std=c++20", "-fPIC", "-shared", "-w", *words)
 
 
 def tools() -> tuple[str, str]:
-    """Where the compiler is, and nm.
-
-    Raises:
-        Missing: nowhere.
-    """
+    """Where the compiler is, and nm."""
     names = os.environ.get("CXX", "g++"), "nm"
     found = [shutil.which(name) for name in names]
     lacking = [name for name, path in zip(names, found) if path is None]

@@ -15,11 +15,10 @@ from .wheel import ROOT
 #: Accesses that nothing orders are looked for. A query is not a wait then, which would hide some.
 WATCHED = {"SOFTCUDA_HAZARDS": "2", "SOFTCUDA_LAG": "1000"}
 FOUR = {**WATCHED, "SOFTCUDA_DEVICES": "4"}
-_CHECKS = "tests/gpu/test_checks_cuda.py::test_ddp_around_a_pipeline_takes_the_mean"
 #: Tests of what the fake hasn't got, and why.
 WITHOUT = {
-    **{f"{_CHECKS}[{where}-nccl-{backward}]": "NCCL needs hardware"
-       for where in ("on_one_each", "on_two_each") for backward in ("split", "autograd")},
+    **{f"tests/gpu/test_checks_cuda.py::test_ddp_around_a_pipeline_takes_the_mean[{where}-each-nccl-{backward}]":
+       "NCCL needs hardware" for where in ("one", "two") for backward in ("split", "autograd")},
     "tests/training/test_cuda.py::test_the_stream_of_a_green_context_is_a_device": "the driver's functions are stubs",
 }
 #: For pytest, wherever it is started.
@@ -28,21 +27,13 @@ DESELECTED = {"PYTEST_ADDOPTS": " ".join(f"--deselect={test}" for test in WITHOU
 
 @dataclass(frozen=True)
 class Part:
-    """What to run.
-
-    Args:
-        about: in a few words.
-        command: arguments of Python.
-        variables: of its environment.
-        extras: of setup.cfg, without which it can't run.
-        skipped: what is left out of it, and why.
-    """
+    """What to run."""
 
     about: str
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # Arguments of Python.
     variables: dict[str, str] = field(default_factory=dict)
-    extras: tuple[str, ...] = ("test",)
-    skipped: dict[str, str] = field(default_factory=dict)
+    extras: tuple[str, ...] = ("test",)  # Of setup.cfg, without which it can't run.
+    skipped: dict[str, str] = field(default_factory=dict)  # What is left out of it, and why.
 
 
 def parts() -> dict[str, Part]:
@@ -57,8 +48,7 @@ def parts() -> dict[str, Part]:
         ),
         "host": Part(
             "python -m benchmarks.parts.host: the host's time for a step whose kernels take none",
-            ("-m", "benchmarks.parts.host"),
-            {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_KERNELS": "0", "SOFTCUDA_DEVICES": "8"},
+            ("-m", "benchmarks.parts.host"), {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_DEVICES": "8"},
         ),
         "readme": Part("README's examples with cuda devices", ("-m", "tests.softcuda.readme"), WATCHED),
         "clients": Part(

@@ -31,12 +31,7 @@ def main() -> int:
 
 
 def on_cuda(source: str, devices: int) -> str:
-    """The source with these devices, in turn, in each list of CPUs.
-
-    Example:
-        >>> on_cuda('f(devices=["cpu", "cpu"], others=["cpu"] * 3)', 2)
-        'f(devices=["cuda:0", "cuda:1"], others=["cuda:0", "cuda:1", "cuda:0"])'
-    """
+    """The source with these devices, in turn, in each list of CPUs."""
     def named(found: re.Match[str]) -> str:
         names = [f'"cuda:{number % devices}"' for number in range(found[0].count('"cpu"') * int(found[1] or 1))]
         return f"[{', '.join(names)}]"

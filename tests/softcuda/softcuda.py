@@ -75,13 +75,8 @@ def unbound() -> int:
     return int(_runtime.softcuda_unbound())
 
 
-def context(device: int) -> bool:
-    """Whether the device has a context."""
-    return bool(_runtime.softcuda_primary(device))
-
-
 def fail_at(number: int) -> None:
-    """Has an allocation raise torch.OutOfMemoryError: that of this number, counted from the next one; 0: none."""
+    """Has the allocation of this number, counted from the next one, raise torch.OutOfMemoryError; 0: none."""
     _ops.softops_fail_at(ctypes.c_uint64(number))
 
 
@@ -91,10 +86,7 @@ def asked() -> int:
 
 
 def kernels() -> list[str]:
-    """Torch's CUDA kernels that were launched, and so did nothing, each with its count in front.
-
-    None, where all that a program uses is replaced.
-    """
+    """Torch's CUDA kernels that were launched, and so did nothing, each with its count in front."""
     return _lines(_runtime.softcuda_kernels)
 
 

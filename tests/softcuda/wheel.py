@@ -26,16 +26,7 @@ def constrained() -> str:
 
 
 def unpacked(version: str, cache: Path, given: Path | None = None) -> Path:
-    """The folder of the package torch, fetched and unpacked now unless it was before.
-
-    Args:
-        version: of torch.
-        cache: where such folders are kept.
-        given: a wheel of that version that is already there.
-
-    Raises:
-        Missing: pip can't fetch it, or it is another build.
-    """
+    """The folder of the package torch, fetched, unless a wheel is given, and unpacked now unless it was before."""
     folder = cache / f"torch-{version}-{TAG}"
     if not folder.exists():
         fetched = cache / f"wheel-{version}-{TAG}"
@@ -63,11 +54,7 @@ def fetch(version: str, room: Path) -> None:
 
 
 def unpack(wheel: Path, version: str, room: Path) -> None:
-    """Unpacks it, and takes NVIDIA's libraries and Triton out of what it says that it needs.
-
-    Raises:
-        Missing: it is no wheel of torch's CUDA build of that version.
-    """
+    """Unpacks a wheel of that version, and takes NVIDIA's libraries and Triton out of what it says that it needs."""
     found = NAME.fullmatch(wheel.name)
     if found is None or (found["version"], found["tag"]) != (version, TAG):
         raise Missing(f"found {wheel.name}: expected a wheel of torch {version}, {TAG}, for Linux x86-64")
@@ -83,10 +70,5 @@ def unpack(wheel: Path, version: str, room: Path) -> None:
 
 
 def needs_less(metadata: str) -> str:
-    """The metadata without packages that the wheel needs on Linux alone: the fake has them, or nothing uses them.
-
-    Example:
-        >>> needs_less('Requires-Dist: sympy\\nRequires-Dist: triton; platform_system == "Linux"\\n')
-        'Requires-Dist: sympy\\n'
-    """
+    """The metadata without packages that the wheel needs on Linux alone: the fake has them, or nothing uses them."""
     return re.sub(r'^Requires-Dist: .*platform_system == "Linux".*\n', "", metadata, flags=re.MULTILINE)

@@ -41,6 +41,11 @@ int failed(int error) {
   return error;
 }
 
+size_t told(const std::string& text, char* out, size_t size) {
+  snprintf(out, size, "%s", text.c_str());
+  return text.size();
+}
+
 int device_count() {
   static const int count = visible(std::min<long>(kMost, setting("SOFTCUDA_DEVICES", 2)));
   return count;
@@ -77,18 +82,6 @@ API int cudaDriverGetVersion(int* out) { return *out = 13000, kOk; }
 API int cudaRuntimeGetVersion(int* out) { return *out = 13000, kOk; }
 API int cudaDeviceCanAccessPeer(int* out, int device, int peer) { return *out = device != peer, kOk; }
 API int cudaDeviceEnablePeerAccess(int, unsigned) { return kOk; }
-API int cudaDeviceGetPCIBusId(char* out, int size, int device) {
-  return snprintf(out, size, "0000:%02X:00.0", 16 + device), kOk;
-}
-// An H100's, by cudaDeviceAttr's numbers.
-API int cudaDeviceGetAttribute(int* out, int attribute, int) {
-  static const std::map<int, int> its = {
-      {1, 1024}, {2, 1024}, {3, 1024}, {4, 64}, {5, 2147483647}, {6, 65535}, {7, 65535}, {8, 49152}, {10, 32},
-      {12, 65536}, {13, 1980000}, {16, 132}, {31, 1}, {36, 2619000}, {37, 5120}, {38, 52428800}, {39, 2048}, {41, 1},
-      {75, 9}, {76, 0}, {81, 233472}, {82, 65536}, {95, 1}, {97, 232448}, {106, 32}};
-  auto it = its.find(attribute);
-  return *out = it == its.end() ? 0 : it->second, kOk;
-}
 // An H100's, by their places in CUDA 13's cudaDeviceProp, whose header is not needed then.
 API int cudaGetDeviceProperties(char* out, int device) {
   if (device < 0 || device >= device_count()) return failed(kNoSuchDevice);
@@ -115,15 +108,10 @@ API int cudaGetLastError() {
 API int cudaPeekAtLastError() { return last_error; }
 API const char* cudaGetErrorName(int error) { return error == kNoMemory ? "cudaErrorMemoryAllocation" : "cudaError"; }
 API const char* cudaGetErrorString(int error) {
-  switch (error) {
-    case kOk: return "no error";
-    case kInvalid: return "invalid argument";
-    case kNoMemory: return "out of memory";
-    case kNoDevice: return "no CUDA-capable device is detected";
-    case kNoSuchDevice: return "invalid device ordinal";
-    case kInvalidHandle: return "invalid resource handle";
-    case kNotReady: return "device not ready";
-    case kUnsupported: return "softcuda has no such thing";
-  }
-  return "an error of softcuda";
+  static const std::map<int, const char*> its = {
+      {kOk, "no error"}, {kInvalid, "invalid argument"}, {kNoMemory, "out of memory"}, {kNotReady, "device not ready"},
+      {kNoDevice, "no CUDA-capable device is detected"}, {kNoSuchDevice, "invalid device ordinal"},
+      {kInvalidHandle, "invalid resource handle"}};
+  auto it = its.find(error);
+  return it == its.end() ? "softcuda has no such thing" : it->second;
 }

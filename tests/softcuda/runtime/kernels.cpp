@@ -1,7 +1,5 @@
 // Kernels of torch's libraries: counted, and not run.
 #include <atomic>
-#include <cstdio>
-#include <cstring>
 #include <string>
 #include <unordered_map>
 
@@ -12,7 +10,7 @@ namespace {
 
 struct Dim3 { unsigned x, y, z; };
 
-// By the address of the host's stub. Made when first used: libraries register theirs before this one's statics are made.
+// By the address of the host's stub. Made when first used: libraries register theirs before this one's statics are.
 std::unordered_map<const void*, std::string>& names() {
   static auto* its = new std::unordered_map<const void*, std::string>;
   return *its;
@@ -23,7 +21,7 @@ std::unordered_map<const void*, long>& launches() {
 }
 std::atomic<long> launched{0};
 bool by_name() {
-  static const bool its = setting("SOFTCUDA_KERNELS", 1) != 0;
+  static const bool its = setting("SOFTCUDA_NUMBERS", 1) != 0;  // Else all of torch's kernels run, and are timed.
   return its;
 }
 
@@ -53,7 +51,7 @@ thread_local Configuration configuration;
 
 using namespace soft;
 
-// How many kernels were launched; softcuda_kernels has "count name" of each, a line each, or as much as fits.
+// How many kernels were launched; softcuda_kernels has "count name" of each, a line each.
 API long softcuda_launched() { return launched.load(); }
 API size_t softcuda_kernels(char* out, size_t size) {
   Hold hold(lock);
@@ -62,8 +60,7 @@ API size_t softcuda_kernels(char* out, size_t size) {
     auto found = names().find(it.first);
     text += std::to_string(it.second) + " " + (found == names().end() ? "?" : found->second) + "\n";
   }
-  snprintf(out, size, "%s", text.c_str());
-  return text.size();
+  return told(text, out, size);
 }
 API void softcuda_forget_kernels() {
   Hold hold(lock);
@@ -102,27 +99,8 @@ API int __cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handl
 API int cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle stream) {
   return launch(kernel, stream);
 }
-API int cudaLaunchCooperativeKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle stream) {
-  return launch(kernel, stream);
-}
 API int cudaLaunchKernelExC(const void*, const void* kernel, void**) { return launch(kernel, nullptr); }
-// Of cudaFuncAttributes: the most threads of a block, registers, versions, and shared memory.
-API int cudaFuncGetAttributes(char* out, const void*) {
-  const int values[] = {1024, 32, 90, 90}, shared = 49152;
-  memset(out, 0, 144);
-  memcpy(out + 24, values, sizeof values), memcpy(out + 44, &shared, 4);
-  return kOk;
-}
 API int cudaFuncSetAttribute(const void*, int, int) { return kOk; }
-API int cudaKernelSetAttributeForDevice(const void*, int, int, int) { return kOk; }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* out, const void*, int, size_t) { return *out = 2, kOk; }
-API int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* out, const void*, int, size_t, unsigned) {
-  return *out = 2, kOk;
-}
-API int cudaGetDriverEntryPointByVersion(const char*, void** out, unsigned, unsigned long long, int* result) {
-  *out = nullptr;
-  if (result != nullptr) *result = 1;  // There is no such function.
-  return kOk;
-}
 API int cudaProfilerStart() { return kOk; }
 API int cudaProfilerStop() { return kOk; }

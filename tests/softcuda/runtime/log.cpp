@@ -1,6 +1,4 @@
 // What streams were given, in the order in which the host gave it. Off until somebody asks for it.
-#include "log.h"
-
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -12,7 +10,7 @@
 namespace soft {
 namespace {
 
-struct Launch { char kind; int device, stream, priority; unsigned long event; std::string name; double work; size_t bytes; };
+struct Launch { char kind; int stream; unsigned long event; std::string name; double work; size_t bytes; };
 std::vector<Launch>& launches() {
   static auto* its = new std::vector<Launch>;
   return *its;
@@ -28,16 +26,16 @@ bool has_interpreter() {
 
 }  // namespace
 
-void log_work(int device, int stream, int priority, const char* name, double work, size_t bytes) {
-  if (on) launches().push_back({bytes > 0 ? 'c' : 'o', device, stream, priority, 0, name, work, bytes});
+void log_work(int stream, const char* name, double work, size_t bytes) {
+  if (on) launches().push_back({bytes > 0 ? 'c' : 'o', stream, 0, name, work, bytes});
 }
 
 void log_product() {
   if (!bound()) unbound++;
 }
 
-void log_event(char kind, int device, int stream, int priority, unsigned long event) {
-  if (on) launches().push_back({kind, device, stream, priority, event, "event", 0, 0});
+void log_event(char kind, int stream, unsigned long event) {
+  if (on) launches().push_back({kind, stream, event, "event", 0, 0});
   if (has_interpreter()) locked++;
 }
 
@@ -51,18 +49,18 @@ API void softcuda_log() {
   on = true;
   launches().clear();
 }
-// "kind device stream priority event work bytes name" of each, a line each; the length, which may be more than fits.
+// "kind device stream priority event work bytes name" of each, a line each.
 API size_t softcuda_launches(char* out, size_t size) {
   Hold hold(lock);
   std::string text;
   char line[256];
   for (auto& it : launches()) {
-    snprintf(line, sizeof line, "%c %d %d %d %lu %.17g %zu ", it.kind, it.device, it.stream, it.priority, it.event,
-             it.work, it.bytes);
+    auto place = place_of(it.stream);
+    snprintf(line, sizeof line, "%c %d %d %d %lu %.17g %zu ", it.kind, place.device, it.stream, place.priority,
+             it.event, it.work, it.bytes);
     text += line + it.name + "\n";
   }
-  snprintf(out, size, "%s", text.c_str());
-  return text.size();
+  return told(text, out, size);
 }
 // How often a thread that held the interpreter's lock recorded an event, or had a stream wait for one.
 API long softcuda_locked() { return locked; }

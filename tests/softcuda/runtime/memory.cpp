@@ -86,15 +86,6 @@ API int cudaMalloc(void** out, size_t size) { return allocate(out, size, current
 API int cudaFree(void* at) { return release(at); }
 API int cudaHostAlloc(void** out, size_t size, unsigned) { return allocate(out, size, kPinned); }
 API int cudaFreeHost(void* at) { return release(at); }
-API int cudaHostRegister(void* at, size_t size, unsigned) {
-  Hold hold(lock);
-  blocks[static_cast<char*>(at)] = {size, kPinned};
-  return kOk;
-}
-API int cudaHostUnregister(void* at) {
-  Hold hold(lock);
-  return blocks.erase(static_cast<char*>(at)) == 1 ? kOk : failed(kInvalid);
-}
 API int cudaMemGetInfo(size_t* free, size_t* total) {
   Hold hold(lock);
   return *total = memory_size(), *free = memory_size() - used(current_device()), kOk;
@@ -115,22 +106,5 @@ API int cudaMemcpy(void* to, const void* from, size_t size, int) { return copy(t
 API int cudaMemcpyAsync(void* to, const void* from, size_t size, int, Handle stream) {
   return copy(to, from, size, stream, false);
 }
-API int cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, Handle stream) {
-  return copy(to, from, size, stream, false);
-}
-API int cudaMemcpy2DAsync(char* to, size_t step, const char* from, size_t from_step, size_t width, size_t height, int,
-                          Handle stream) {
-  for (size_t k = 0; k < height; k++) copy(to + k * step, from + k * from_step, width, stream, false);
-  return kOk;
-}
-API int cudaMemsetAsync(void* at, int value, size_t size, Handle handle) {
-  memset(at, value, size);
-  auto* stream = stream_of(handle);
-  Hold hold(lock);
-  Access it{at, size, true};
-  access(stream->id, &it, 1, "memset");
-  return kOk;
-}
-API int cudaMemset(void* at, int value, size_t size) { return cudaMemsetAsync(at, value, size, nullptr); }
 API int cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, int) { return kOk; }
 API int cudaGetSymbolAddress(void** out, const void* symbol) { return *out = const_cast<void*>(symbol), kOk; }

@@ -2,8 +2,6 @@
 //
 // One boxed function is in the place of all of torch's CUDA kernels. It hands the op tensors of the CPU that share the
 // memory of those that it was given, and hands back tensors of the device; what was read and written goes to order.cpp.
-#include "cells.h"
-
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -16,6 +14,7 @@
 #include <cstring>
 #include <sstream>
 
+#include "cells.h"
 #include "order.h"
 #include "work.h"
 
@@ -69,7 +68,7 @@ soft::Access extent(const Tensor& tensor, bool writes) {
 struct Kind {
   std::string name;
   std::vector<bool> writes;          // of each argument, whether the op writes to it
-  int generator = -1, device = -1;   // the places of these arguments
+  int generator = -1;                // its place
   bool mixes = false;                // takes tensors of the CPU beside the device's
   bool each = false;                 // works on lists of tensors one by one
   bool tells_host = false;           // has the host wait: the size of its output depends on values
@@ -84,7 +83,6 @@ Kind read(const c10::FunctionSchema& schema) {
     auto type = it.type();
     if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
     if (type->kind() == c10::TypeKind::GeneratorType) kind.generator = k;
-    if (type->kind() == c10::TypeKind::DeviceObjType || it.name() == "device") kind.device = k;
   }
   auto starts = [&](const char* prefix) { return kind.name.rfind(prefix, 0) == 0; };
   kind.each = starts("_foreach");
@@ -92,9 +90,8 @@ Kind read(const c10::FunctionSchema& schema) {
   for (auto* it : {"index", "_index", "_ctc", "_fused_a", "_fused_sgd", "_nested", "_cudnn", "_pack", "_amp"})
     kind.mixes |= starts(it);
   for (auto* it : {"equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive",
-                   "bincount"})
+                   "bincount", "repeat_interleave"})
     kind.tells_host |= kind.name == it;
-  kind.tells_host |= schema.operator_name() == c10::OperatorName("aten::repeat_interleave", "Tensor");
   return kind;
 }
 
@@ -288,11 +285,6 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
   }
   call.check();
   if (call.device_ < 0) call.device_ = current_device();
-  if (kind.device >= 0 && !(*stack)[base + kind.device].isNone()) {
-    auto wanted = (*stack)[base + kind.device].toDevice();
-    if (wanted.has_index()) call.device_ = wanted.index();
-    (*stack)[base + kind.device] = c10::Device(c10::kCPU);
-  }
   if (kind.generator >= 0)
     (*stack)[base + kind.generator] = generator((*stack)[base + kind.generator], call.device_);
   auto given = torch::jit::last(stack, kind.writes.size()).vec();

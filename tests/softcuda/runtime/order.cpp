@@ -8,7 +8,6 @@
 #include <map>
 #include <string>
 
-#include "log.h"
 #include "runtime.h"
 
 namespace soft {
@@ -17,9 +16,9 @@ namespace {
 // 1: looks for them, and says each when it is found; 2: keeps them for who asks.
 const long watches = setting("SOFTCUDA_HAZARDS", 0);
 
-struct Its { int device, priority; Clock clock; };
-std::vector<Its>& streams() {
-  static auto* its = new std::vector<Its>;
+struct Known { Place place; Clock clock; };
+std::vector<Known>& streams() {
+  static auto* its = new std::vector<Known>;
   return *its;
 }
 Clock host;
@@ -56,13 +55,13 @@ bool before(const Point& point, int stream) {
          (size_t(point.stream) < clock.size() && clock[point.stream] >= point.count);
 }
 
-std::string place(int stream) {
-  return "stream " + std::to_string(stream) + " of cuda:" + std::to_string(streams()[stream].device);
+std::string named(int stream) {
+  return "stream " + std::to_string(stream) + " of cuda:" + std::to_string(place_of(stream).device);
 }
 
 void report(const char* kind, const Point& was, const Point& is) {
-  auto text = std::string(kind) + ": " + is.name + " on " + place(is.stream) + " does not wait for " + was.name +
-              " on " + place(was.stream);
+  auto text = std::string(kind) + ": " + is.name + " on " + named(is.stream) + " does not wait for " + was.name +
+              " on " + named(was.stream);
   if (found()[text]++ == 0 && watches == 1) fprintf(stderr, "softcuda: %s\n", text.c_str());
 }
 
@@ -107,16 +106,17 @@ void check(size_t begin, size_t end, const Point& point, bool writes) {
 }  // namespace
 
 int new_stream(int device, int priority) {
-  streams().push_back({device, priority, {}});
+  streams().push_back({{device, priority}, {}});
   return static_cast<int>(streams().size()) - 1;
 }
 
+Place place_of(int stream) { return streams()[stream].place; }
 const Clock& clock_of(int stream) { return streams()[stream].clock; }
 void host_waits(const Clock& clock) { join(host, clock); }
 void host_waits_for(int stream) { join(host, clock_of(stream)); }
 void host_waits_for_device(int device) {
   for (auto& it : streams())
-    if (it.device == device) join(host, it.clock);
+    if (it.place.device == device) join(host, it.clock);
 }
 void host_waits_for_all() {
   for (auto& it : streams()) join(host, it.clock);
@@ -135,16 +135,10 @@ Moment now_on(int stream) {
 bool host_knows(const Moment& moment) {
   return moment.count == 0 || (size_t(moment.stream) < host.size() && host[moment.stream] >= moment.count);
 }
-void recorded(int stream, unsigned long event) {
-  log_event('r', streams()[stream].device, stream, streams()[stream].priority, event);
-}
-void awaited(int stream, unsigned long event) {
-  log_event('w', streams()[stream].device, stream, streams()[stream].priority, event);
-}
 
 void access(int stream, const Access* its, int count, const char* name, double work, size_t bytes) {
   auto& clock = streams()[stream].clock;
-  log_work(streams()[stream].device, stream, streams()[stream].priority, name, work, bytes);
+  log_work(stream, name, work, bytes);
   join(clock, host);
   if (clock.size() <= size_t(stream)) clock.resize(stream + 1);
   Point point{stream, ++clock[stream], ""};
@@ -165,13 +159,12 @@ void forget(const void* at, size_t size) {
 
 }  // namespace soft
 
-// "count text" of each pair found, a line each; the length of all of it, which may be more than fits.
+// "count text" of each pair found, a line each.
 API size_t softcuda_hazards(char* out, size_t size) {
   soft::Hold hold(soft::lock);
   std::string text;
   for (auto& it : soft::found()) text += std::to_string(it.second) + " " + it.first + "\n";
-  snprintf(out, size, "%s", text.c_str());
-  return text.size();
+  return soft::told(text, out, size);
 }
 API void softcuda_forget_hazards() {
   soft::Hold hold(soft::lock);

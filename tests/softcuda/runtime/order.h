@@ -13,8 +13,11 @@ using Clock = std::vector<uint32_t>;
 
 struct Access { const void* at; size_t size; bool writes; };
 
+struct Place { int device, priority; };
+
 // Its number.
 int new_stream(int device, int priority = 0);
+Place place_of(int stream);
 const Clock& clock_of(int stream);
 
 void host_waits(const Clock& clock);
@@ -24,15 +27,12 @@ void host_waits_for_all();
 bool host_knows(const Clock& clock);
 void stream_waits(int stream, const Clock& clock);
 
-// The stream's next piece of work, with all that it reads and writes, and how much it is: see log.h.
+// The stream's next piece of work, with all that it reads and writes, and how much it is.
 void access(int stream, const Access* its, int count, const char* name, double work = 0, size_t bytes = 0);
 // The work so far of a stream, as the host would have to wait for it; whether it has.
 struct Moment { int stream; uint32_t count; };
 Moment now_on(int stream);
 bool host_knows(const Moment& moment);
-// Events of a stream, for the log.
-void recorded(int stream, unsigned long event);
-void awaited(int stream, unsigned long event);
 // The memory is given back: what comes to lie there is something else.
 void forget(const void* at, size_t size);
 

@@ -2,6 +2,7 @@
 // returns, kernels do nothing (ops.cpp runs the CPU's in their place).
 #pragma once
 #include <mutex>
+#include <string>
 
 #include "order.h"
 
@@ -11,7 +12,7 @@ namespace soft {
 
 // CUDA's own numbers.
 enum Error { kOk = 0, kInvalid = 1, kNoMemory = 2, kNoDevice = 100, kNoSuchDevice = 101, kInvalidHandle = 400,
-             kNotReady = 600, kUnsupported = 801 };
+             kNotReady = 600 };
 constexpr int kMost = 64;  // devices
 
 using Handle = void*;  // Of a stream, as torch has it: nullptr, 1 and 2 are default streams.
@@ -25,6 +26,8 @@ using Hold = std::lock_guard<std::recursive_mutex>;
 long setting(const char* name, long otherwise);
 // The error, which cudaGetLastError then knows.
 int failed(int error);
+// Hands out as much of the text as fits; the length of all of it.
+size_t told(const std::string& text, char* out, size_t size);
 int device_count();
 size_t memory_size();
 // The thread's device.
@@ -33,6 +36,14 @@ int current_device();
 void touch(int device);
 // Whether this thread has one.
 bool bound();
+
+// For the log of what streams were given (log.cpp), under the lock.
+// An op, with its multiplications; of a copy to another device, the bytes.
+void log_work(int stream, const char* name, double work, size_t bytes);
+// A product is about to be launched by this thread.
+void log_product();
+// 'r': the stream records the event of that number; 'w': it waits for it.
+void log_event(char kind, int stream, unsigned long event);
 
 // Bytes of blocks on a device.
 size_t used(int device);

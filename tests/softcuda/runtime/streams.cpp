@@ -3,7 +3,6 @@
 
 #include <map>
 
-#include "log.h"
 #include "runtime.h"
 
 namespace soft {
@@ -89,11 +88,8 @@ API int cudaStreamSynchronize(Handle handle) {
 API int cudaStreamWaitEvent(Handle handle, Event* event, unsigned) {
   auto* stream = stream_of(handle);
   Hold hold(lock);
-  if (event->recorded) stream_waits(stream->id, event->clock), awaited(stream->id, event->recorded);
+  if (event->recorded) stream_waits(stream->id, event->clock), log_event('w', stream->id, event->recorded);
   return kOk;
-}
-API int cudaStreamAddCallback(Handle handle, void (*call)(Handle, int, void*), void* data, unsigned) {
-  return call(handle, kOk, data), kOk;
 }
 API int cudaLaunchHostFunc(Handle, void (*call)(void*), void* data) { return call(data), kOk; }
 API int cudaStreamIsCapturing(Handle, int* out) { return *out = 0, kOk; }
@@ -114,7 +110,7 @@ API int cudaEventRecordWithFlags(Event* event, Handle handle, unsigned) {
   if (event->device != stream->device) return failed(kInvalidHandle);  // As a real one does.
   Hold hold(lock);
   event->recorded = ++records, event->asked = 0, event->time = now(), event->clock = clock_of(stream->id);
-  recorded(stream->id, event->recorded);
+  log_event('r', stream->id, event->recorded);
   return kOk;
 }
 API int cudaEventRecord(Event* event, Handle handle) { return cudaEventRecordWithFlags(event, handle, 0); }

@@ -1,0 +1,270 @@
+"""Modules with cuts on several devices: where parameters and buffers live, also after moves and in copies."""
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import splitpipe
+from splitpipe import SplitPipe
+from tests.devices.cut import BOTH, DEVICES, assert_same_gradients, batch, homes, trained, wrapped
+from tests.devices.log import failing
+from tests.devices.modules import WIDTH, Carried, Module, Of, Tied, cuts
+
+pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
+
+
+def counted() -> Of:
+    """Draws, counts, notes."""
+    def forward(net: Any, x: Tensor) -> Tensor:
+        net.calls, net.last = net.calls + 1, x.dtype
+        net.seen.add_(1)
+        net.made = nn.Buffer(torch.rand(1))
+        x = net.norm(x)
+        for block in net.blocks:
+            x = F.dropout(block(x), 0.5)
+        return x
+
+    net = Of(forward, seen=torch.zeros(1))
+    net.norm, net.calls = nn.BatchNorm1d(WIDTH), 0
+    return net
+
+
+class Spare(Tied):
+    """Has a parameter and a buffer of its own, a norm that is defined last and called first, and a spare layer."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__(stages)
+        self.scale, self.spare = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.zeros(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x) * self.scale + self.shift)
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+
+
+def test_hooks_of_parameters_go_along_when_these_move() -> None:
+    model, log = wrapped(Carried(3)), list[str]()
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: log.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda x, name=name: log.append(f"{name}, after"))
+    for _ in range(2):
+        log.clear()
+        trained(model)
+        used = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        assert used and sorted(log) == sorted([*used, *(f"{name}, after" for name in used)])
+        model.zero_grad()
+
+
+@BOTH
+def test_a_gradient_hook_of_a_tied_weight_is_called_once(way: dict[str, Any]) -> None:
+    model, seen = wrapped(Tied(3), sample=batch(), **way), list[Tensor]()
+    model.last.weight.register_hook(seen.append)
+    trained(model)
+    assert [x.device for x in seen] == [model.last.weight.device]
+
+
+@pytest.mark.parametrize("how", ["there", "cpu", "dict", "tuple"])
+def test_a_sample_leaves_no_trace(how: str) -> None:
+    x = batch()
+    module = counted()
+    before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, DEVICES)]
+    state = copy.deepcopy(module.state_dict())
+    model = wrapped(module, sample={"there": x, "cpu": x.cpu(), "dict": {"x": x}, "tuple": (x,)}[how])
+    after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, DEVICES)]
+    assert all(map(torch.equal, before, after))
+    assert module.calls == 0 and not hasattr(module, "last") and not hasattr(module, "made")
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(x.cpu(), state[name]) for name, x in model.state_dict().items())
+    assert homes(model) == {
+        name: DEVICES[int(name.split(".")[1]) if name.startswith("blocks") else 0] for name in homes(model)
+    }
+
+
+def test_the_first_call_runs_nothing_twice() -> None:
+    model = wrapped(counted(), checkpoint="never")
+    calls: list[int] = []
+    model.blocks[1].register_forward_hook(lambda *_: calls.append(1))
+    trained(model)
+    assert (model.calls, float(model.seen), int(model.norm.num_batches_tracked), len(calls)) == (2, 2, 2, 2)
+
+
+@BOTH
+def test_an_optimizer_made_before_the_first_call_keeps_its_parameters(way: dict[str, Any]) -> None:
+    model = wrapped(Tied(3), **way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [*model.parameters()]
+    trained(model)
+    weight = model.last.weight.clone()
+    optimizer.step()
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert model.last.weight is model.blocks[0].layer.weight and not torch.equal(model.last.weight, weight)
+
+
+def test_a_gradient_goes_along() -> None:
+    module = Tied(3)
+    module(batch().cpu()).sum().backward()
+    plain = copy.deepcopy(module)
+    for one, other in zip(plain.parameters(), module.parameters()):
+        one.grad = other.grad.clone()
+    model = wrapped(module, sample=batch())
+    assert_same_gradients(model, plain)
+    assert all(p.grad.device == p.device for p in model.parameters())
+
+
+@pytest.mark.fake
+def test_a_placement_without_memory_is_gone_on_with() -> None:
+    def made() -> SplitPipe:
+        return wrapped(Carried(2), cuts=cuts(2), devices=DEVICES[:2])
+
+    expected = made()
+    trained(expected)
+    for number in itertools.count(2, 2):  # Every second allocation.
+        model = made()
+        model.load_state_dict(expected.state_dict())
+        if failing(number, lambda model=model: trained(model)) is None:
+            break
+        model.zero_grad()
+        trained(model)
+        assert homes(model) == homes(expected)
+        assert_same_gradients(model, expected)
+
+
+def test_what_was_moved_goes_home_again() -> None:
+    model = splitpipe.attach(Tied(3), cuts(3), devices=DEVICES)
+    first, before = model(batch()), homes(model)
+    model.to(DEVICES[2])
+    assert {*homes(model).values()} == {DEVICES[2]}
+    assert torch.equal(model(batch()), first) and homes(model) == before
+    model = splitpipe.attach(Tied(3), cuts(3), devices=[DEVICES[0]] * 3)
+    first = model(batch())
+    assert torch.equal(model.cpu()(batch()), first) and {*homes(model).values()} == {DEVICES[0]}
+
+
+def test_a_parameter_that_another_has_replaced_is_let_go_of() -> None:
+    model = splitpipe.attach(Tied(3), cuts(3), devices=DEVICES)
+    layer = model.blocks[1].layer
+    for _ in range(3):
+        model(batch())
+        old, layer.bias = weakref.ref(layer.bias), nn.Parameter(layer.bias.detach() + 1)
+        model(batch())
+        model(batch())
+        assert old() is None and layer.bias.device == torch.device(DEVICES[1])
+
+
+def test_all_is_on_a_single_device() -> None:
+    model = wrapped(Carried(3), devices=["cuda:2"] * 3)
+    model(batch().to("cuda:2")).sum().backward()
+    assert {*homes(model).values()} == {"cuda:2"}
+    assert model.to("cuda:2") is model
+    with pytest.raises(TypeError, match=r"to\(cuda:1\) on a SplitPipe"):
+        model.to("cuda:1")
+
+
+@BOTH
+def test_a_dtype_may_change_before_and_after(way: dict[str, Any]) -> None:
+    model = wrapped(Tied(3), **way).to(torch.bfloat16)
+    for dtype in torch.bfloat16, torch.float64:
+        trained(model.to(dtype), batch().to(dtype))
+        assert {x.dtype for x in model.parameters()} == {dtype} and len({*homes(model).values()}) == 3
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_copies_pickles_and_states_are_whole(called: bool) -> None:
+    model, file = wrapped(Tied(3)), io.BytesIO()
+    if called:
+        trained(model)
+        model.zero_grad()
+    torch.save(model, file)
+    file.seek(0)
+    others = [copy.deepcopy(model), torch.load(file, weights_only=False), wrapped(Tied(3))]
+    others[-1].load_state_dict(model.state_dict())
+    for other in others:
+        assert torch.equal(other(batch()), model(batch())) and homes(other) == homes(model)
+        assert other.last.weight is other.blocks[0].layer.weight
+        trained(other)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_shared_buffer_stays_one() -> None:
+    def forward(net: Of, x: Tensor) -> Tensor:
+        for block in net.blocks:
+            x = block(x, block.table)
+        return x
+
+    module, table = Of(forward), torch.ones(WIDTH)
+    for block in module.blocks:
+        block.register_buffer("table", table)
+    model = wrapped(module)
+    trained(model)
+    assert all(block.table is model.blocks[0].table for block in model.blocks)
+
+
+def told(model: Any) -> dict[str, str]:
+    """By its device map, where each parameter and buffer is."""
+    found = {}
+    for name in homes(model):
+        keys = [key for key in model.hf_device_map if f"{name}.".startswith(f"{key}.")]
+        found[name] = str(model.hf_device_map[max(keys, key=len)])
+    return found
+
+
+@pytest.mark.parametrize("kind", [Tied, Spare])
+def test_hf_device_map_has_the_device_of_every_parameter(kind: type[Module]) -> None:
+    module = kind(3)
+    model = splitpipe.attach(copy.deepcopy(module), cuts(3), devices=DEVICES)
+    assert type(model.hf_device_map) is dict and next(iter(model.hf_device_map.values())).index == 0
+    before = told(model)
+    model(batch())
+    assert kind is Spare or before == homes(model)
+    assert told(model) == homes(model)
+    assert {f"blocks.{j}": torch.device(DEVICES[j]) for j in range(3)}.items() <= model.hf_device_map.items()
+    again = copy.deepcopy(model)
+    again.hf_device_map.clear()
+    again(batch())
+    called = wrapped(copy.deepcopy(module))
+    called(batch())
+    for other in again, called, wrapped(module, sample=batch()):
+        assert other.hf_device_map == model.hf_device_map
+
+
+def test_hf_device_map_of_a_sequential_names_its_layers() -> None:
+    model = SplitPipe(sequential(), [2, 1, 2], devices=DEVICES)
+    assert told(model) == homes(model) and len(model.hf_device_map) == 5
+
+
+def test_a_layer_put_in_goes_to_its_stages_device() -> None:
+    module = sequential()
+    model = SplitPipe(module, [2, 1, 2], devices=DEVICES)
+    before = homes(model)
+    module[2], module[4] = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    model(batch()).sum().backward()
+    assert homes(model) == before and all(x.grad is not None for x in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", None])
+def test_what_is_detached_goes_to_one_device_or_stays(device: str | None) -> None:
+    for model in (
+        SplitPipe(sequential(), [2, 1, 2], devices=DEVICES), wrapped(Tied(3)),
+        splitpipe.attach(Tied(3), cuts(3), devices=DEVICES),
+    ):
+        with torch.no_grad():  # Torch swaps tensors of such devices, and none that a graph has.
+            expected = model(batch())
+        before, tensors = homes(model), [*model.parameters()]
+        plain = splitpipe.detach(model, device=device)
+        assert homes(plain) == (before if device is None else dict.fromkeys(before, device))
+        assert all(one is other for one, other in zip(plain.parameters(), tensors, strict=True))
+        if device is not None:
+            torch.testing.assert_close(plain(batch().to(device)).cpu(), expected.cpu())
