@@ -52,6 +52,10 @@ class Cross(Identity):
     """The tensor in the part of the graph that another stage makes."""
 
 
+#: Without the question whether torch.func is at work, which takes longer: no pipeline runs inside of it.
+_enter: Any = super(Function, Enter).apply
+
+
 def cross(x: Tensor, ranked: bool = True) -> Tensor:
     """The tensor as used by a stage that did not make it, on the same device; ``ranked``: its gradient goes first."""
     y: Tensor = Cross.apply(x)
@@ -62,7 +66,7 @@ def cross(x: Tensor, ranked: bool = True) -> Tensor:
 
 def enter(x: Tensor) -> Tensor:
     """The tensor as it enters a graph that is one stage's alone."""
-    y: Tensor = Enter.apply(x)
+    y: Tensor = _enter(x)
     return y
 
 

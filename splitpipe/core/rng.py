@@ -20,7 +20,7 @@ run, these states are unknown; a recomputation that draws is then an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -237,41 +237,78 @@ class FirstRun(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+#: The seed and the offset of an accelerator's generator; or its state, where these are not all of it.
+_Position = tuple[int, int] | Tensor
+
+
 class DeviceState:
     """The state of an accelerator's generator at a time, the start of a microbatch say; nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._state: Tensor | None = None if self._module is None else self._now()
-
-    def _now(self) -> Tensor:
-        with state_lock():
-            found: Tensor = self._module.get_rng_state(self._device)
-        return found
+        self._state = None if device.type == "cpu" else _position_of(device)
 
     @property
     def moved(self) -> bool:
         """True if something has drawn since the state was taken."""
-        return self._state is not None and not torch.equal(self._state, self._now())
+        return self._state is not None and not _same(self._state, _position_of(self._device))
 
     def verify_undrawn(self, stage: object) -> None:
         """Refuses draws since the state was taken, in a stage that began inside of a checkpoint."""
         if self.moved:
             raise RuntimeError(_UNREPEATED.format(stage))
 
-    def put_back(self) -> None:
-        """Sets the generator to the state."""
-        if self._state is not None:
-            with state_lock():
-                self._module.set_rng_state(self._state, self._device)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[object]:
         """Draws inside the block repeat those since the state was taken; after it the generator is as before."""
-        now = DeviceState(self._device)
-        self.put_back()
-        try:
-            yield
-        finally:
-            now.put_back()
+        return nullcontext() if self._state is None else _Restored(self._device, self._state)
+
+
+class _Restored:
+    """Leaves a generator alone that is where it should be, as most are."""
+
+    __slots__ = ("_device", "_now", "_then")
+
+    def __init__(self, device: torch.device, then: _Position) -> None:
+        self._device, self._then = device, then
+
+    def __enter__(self) -> None:
+        self._now = _position_of(self._device)
+        if not _same(self._then, self._now):
+            _put(self._device, self._then)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not _same(self._now, _position_of(self._device)):
+            _put(self._device, self._now)
+
+
+def _generator(device: torch.device) -> Generator | None:
+    """The default generator of a device, if a seed and an offset are its state."""
+    if device.type != "cuda" or device.index is None:
+        return None
+    if not torch.cuda.default_generators:
+        torch.cuda.init()
+    return torch.cuda.default_generators[device.index]
+
+
+def _position_of(device: torch.device) -> _Position:
+    generator = _generator(device)
+    if generator is not None:  # Without the lock: no tensor is made.
+        return generator.initial_seed(), generator.get_offset()
+    with state_lock():
+        state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _put(device: torch.device, position: _Position) -> None:
+    generator = _generator(device)
+    with state_lock():
+        if generator is None:
+            torch.get_device_module(device).set_rng_state(position, device)
+        else:
+            seed, offset = position
+            generator.manual_seed(seed)
+            generator.set_offset(offset)
+
+
+def _same(one: _Position, other: _Position) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other

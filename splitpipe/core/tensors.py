@@ -37,5 +37,7 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
         return frozenset()
     # An empty tensor can't be written to.
     storages = [storage_of(x) if isinstance(x, Tensor) and x.numel() else 0 for x in values]
-    counts = Counter([*storages, *{storage_of(x) for x in tainted}])
-    return frozenset(k for k, storage in enumerate(storages) if storage and counts[storage] > 1)
+    taken = {storage_of(x) for x in tainted}
+    if len(storages) > 1:
+        taken.update([storage for storage, count in Counter(storages).items() if count > 1])
+    return frozenset([k for k, storage in enumerate(storages) if storage and storage in taken])

@@ -26,6 +26,7 @@ from splitpipe.core.torch_private import (
     _get_current_function_mode_stack,
     _is_any_autocast_enabled,
     _is_torch_function_enabled,
+    _len_torch_dispatch_stack,
     _len_torch_function_stack,
     _pop_mode,
     _pop_saved_tensors_default_hooks,
@@ -90,8 +91,8 @@ def capture() -> State:
         _is_torch_function_enabled(),
         _top_saved_tensors_default_hooks(True) if message is None else None,
         message,
-        tuple(_get_current_function_mode_stack()),
-        tuple(_get_current_dispatch_mode_stack()),
+        tuple(_get_current_function_mode_stack()) if _len_torch_function_stack() else (),
+        tuple(_get_current_dispatch_mode_stack()) if _len_torch_dispatch_stack() else (),
     )
 
 

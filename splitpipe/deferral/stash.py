@@ -161,6 +161,8 @@ class Stash:
     def __init__(self, stashes: Stashes) -> None:
         self._streams = streams = stashes.streams
         self._goals, self._backward = stashes.goals, stashes.backward
+        #: The parameters, by their identity, that the task comes to by way of a node; None: all.
+        self.wanted: dict[Any, set[int] | None] = {}
         #: Of leaves, as far as they are computed.
         self.sums = Sums()
         limit = stashes.limit
@@ -169,6 +171,8 @@ class Stash:
             limit = _SMALL if streams.device.type == "cpu" else _most(streams.device)
         self._limit = limit
         self._groups: dict[WeightGroup, PendingGroup] = {}
+        self._of: dict[int, list[WeightGroup]] = {}  # By the identity of a leaf.
+        self._full: dict[WeightGroup, PendingGroup] = {}  # Those whose pending gradients count against the limit.
         self._size = 0
         self._reads = Reads(streams)
         # After a failed backward the engine drops its callbacks: what W still reads is let go of all the same.
@@ -188,13 +192,15 @@ class Stash:
         room = min(self._limit, _MUCH) if now else self._limit - self._size
 
         def leave(group: WeightGroup, new: PendingGrad) -> None:
-            with torch.no_grad():
-                self.leave([(group, new)], now)
+            self.leave([(group, new)], now)
 
         return leave if size > room else None
 
     def leave(self, left: Sequence[tuple[WeightGroup, PendingGrad]], now: bool) -> None:
-        """Takes what the nodes of a graph have left in B; ``now``: computes it at once, unless what waits is free."""
+        """Takes what the nodes of a graph have left in B, where grad mode is off.
+
+        ``now``: computes it at once, unless what waits is free.
+        """
         streams = self._streams
         for _, new in left:
             new.ctx.saved_for_weight = without_graph(new.ctx.saved_for_weight)
@@ -214,9 +220,13 @@ class Stash:
             totals = [None if kind is None else Total(*kind, allocate) for kind in group.kinds]
             found = self._groups[group] = PendingGroup(totals, -group.size if self._grants else 0)
             self._size += found.size
+            for leaf in group.parameters:
+                self._of.setdefault(id(leaf), []).append(group)
         found.pending.append(new)
         found.size += new.size
         self._size += new.size
+        if found.size > 0:
+            self._full[group] = found
         return found
 
     def _shrink(self) -> None:
@@ -225,10 +235,9 @@ class Stash:
 
     def gradients(self, leaves: Sequence[Tensor]) -> list[Total | None]:
         """The sums of leaves, which are let go of. Called on the side stream."""
-        wanted = {*map(id, leaves)}
         goals: list[tuple[Goal, Total]] = []
         with torch.no_grad():
-            for group in [each for each in self._groups if not wanted.isdisjoint(map(id, each.parameters))]:
+            for group in dict.fromkeys([group for leaf in leaves for group in self._of.pop(id(leaf), ())]):
                 totals = self._flush(group)
                 goals += [
                     (goal, total) for goal, total in zip(self._goals[group], totals)
@@ -255,7 +264,9 @@ class Stash:
 
     def _flush(self, group: WeightGroup) -> Sequence[Total | None]:
         """The sums of a group's gradients, of all that was stashed for them."""
-        found = self._groups.pop(group)
+        found = self._groups.pop(group, None)
+        if found is None:  # By another of its leaves.
+            return ()
         if found.pending:
             self._compute({group: found})
         # After an error in another thread the engine drops them: their memory is of the compute stream.
@@ -264,7 +275,7 @@ class Stash:
 
     def drain(self) -> None:
         """Computes all that is held back and takes memory."""
-        self._compute_early({group: found for group, found in self._groups.items() if found.size > 0})
+        self._compute_early({**self._full})
         self._reads.release()
 
     def close(self) -> None:
@@ -284,6 +295,7 @@ class Stash:
             self._size -= found.size
             taken.append((group, found, found.pending))
             found.pending, found.size = [], 0
+            self._full.pop(group, None)
         try:
             with without_autocast():
                 for group, found, pending in taken:

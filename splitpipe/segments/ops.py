@@ -74,6 +74,10 @@ class StageOps:
             self._phony = unleaf(torch.empty(0, device=self.stage.device, requires_grad=True))
         return self._phony, [[*map(id, parameters)]]
 
+    def wanted(self, phony: Any, ids: Ids) -> set[int] | None:
+        """All, as B comes to the phony."""
+        return None
+
     def graph(
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
     ) -> Graph:

@@ -8,7 +8,6 @@ place. Whoever has kept a tensor from inside keeps what leads to that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
@@ -117,8 +116,7 @@ class BlockRun:
         self._given = leaves
         self._leaves = [known.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]
         self._batch = call.batch if call.batch is not None and call.batch.shares(leaves) else None
-        device = stage.own.place.device
-        self._device = None if device.type == "cpu" else DeviceState(device)
+        self._device = DeviceState(stage.own.place.device)
         compiled = stage.inventory.compiled
         self._numbers = Numbers(seed, stage.facts, again=True, owned=stage.generators, compiled=compiled)
         self._snapshot = Snapshot(stage.inventory, stage.parameters, stage.clones, not stage.facts.compared)
@@ -206,7 +204,7 @@ class BlockRun:
             leaves.append(x)
         before = _get_sequence_nr()
         try:
-            with nullcontext() if self._device is None else self._device.restored():
+            with self._device.restored():
                 made, _ = self._run_block(leaves)
         except BaseException as error:
             add_note(error, f"in the recomputation of {self.where}")

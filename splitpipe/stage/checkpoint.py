@@ -171,12 +171,12 @@ class Batch:
     def __init__(self, leaves: Sequence[Any]) -> None:
         # The batch itself: microbatches have version counters of their own, and some are kept as copies.
         self._tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._storages = {storage_of(x) for x in self._tensors} - {0}
         self._versions: list[int] | None = None
 
     def shares(self, leaves: Sequence[Any]) -> bool:
         """True if some leaf is in the memory of the batch: its rows, passed through layers or not."""
-        storages = {storage_of(x) for x in self._tensors} - {0}
-        return any(storage_of(leaf) in storages for leaf in leaves if isinstance(leaf, Tensor))
+        return any([storage_of(leaf) in self._storages for leaf in leaves if isinstance(leaf, Tensor)])
 
     def close(self) -> None:
         """Ends the forward: layers write to the batch no more."""

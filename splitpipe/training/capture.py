@@ -319,6 +319,8 @@ class ParkedHooks:
 
     def put_back(self) -> None:
         """Puts back each hook that no other call still parks."""
+        if not self._parked:
+            return
         with _lock.lock:
             for hooks, key, parked in self._parked:
                 parked.holders.discard(self)

@@ -21,7 +21,7 @@ from splitpipe.stage.again import Made
 from splitpipe.stage.saved import Record, load, made_other, recomputation_error
 from splitpipe.training.capture import Graph
 from splitpipe.training.node import BlockNode, Flight
-from splitpipe.training.sink import Ids, Sink
+from splitpipe.training.sink import Ids, Sink, used_by
 
 #: Runs a block or a stage once more.
 Rerun = Callable[[], Made]
@@ -94,8 +94,7 @@ class Dropped(Flight):
 
     def _unknown(self, graph: Graph) -> bool:
         """True for leaves that the run has made itself, as the forward has; others would lose their gradients."""
-        leaves = {id(x): x for x in graph.leaves}
-        leaves.update({id(x): x for owner in graph.owners for x in owner.group.parameters})
+        leaves = used_by(graph)
         known = {leaf for ids in self._ids for leaf in ids}
         new = [x for key, x in leaves.items() if key not in known and x.requires_grad]
         gone = [x for x, _ in self._others if id(x) not in leaves]

@@ -19,14 +19,10 @@ from torch.autograd.graph import GradientEdge
 
 from splitpipe.core.graph import pairs_of, reached
 from splitpipe.core.thread_state import without_autocast
-from splitpipe.core.torch_private import (
-    AccumulateGrad,
-    _get_current_graph_task_keep_graph,
-    _will_engine_execute_node,
-)
+from splitpipe.core.torch_private import _get_current_graph_task_keep_graph, _will_engine_execute_node
 from splitpipe.deferral.pending import Node
 from splitpipe.training.capture import Graph
-from splitpipe.training.sink import DropinSink, Ids, Sink
+from splitpipe.training.sink import DropinSink, Ids, Sink, needs
 
 
 class Flight:
@@ -68,18 +64,7 @@ class Flight:
 
     def _wanted(self, phony: Any) -> set[int] | None:
         """The parameters that autograd will come to; None: all."""
-        if not _needs(phony):
-            return set()
-        several = len(self._ids) > 1
-        wanted, every = set[int](), True
-        for node, ids in zip([node for node, _ in phony.next_functions] if several else [phony], self._ids):
-            after = node.next_functions
-            if len(after) != len(ids):  # No Flush.
-                return None
-            found = [leaf for leaf, (node, _) in zip(ids, after) if _needs(node)]
-            wanted.update(found)
-            every = every and len(found) == len(ids)
-        return None if every else wanted
+        return self._sink.wanted(phony, self._ids) if needs(phony) else set()
 
 
 class Held(Flight):
@@ -146,10 +131,6 @@ class BlockNode(Node):
             ctx.flight = None
         if all([grad is None for grad in grads]):
             return (None,) * (2 + len(edges))
-        needed = [_needs(node) for node, _ in edges[1:]]
+        needed = [needs(node) for node, _ in edges[1:]]
         return None, None, None, *flight.backward(grads, needed, edges[0][0])
 
-
-def _needs(node: Any) -> bool:
-    # Of a leaf the engine does not say.
-    return node is not None and (type(node) is AccumulateGrad or _will_engine_execute_node(node))

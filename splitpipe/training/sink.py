@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from splitpipe.core.graph import Edge
+from splitpipe.core.torch_private import AccumulateGrad, _will_engine_execute_node
 from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
 from splitpipe.deferral.stash import Stashes
@@ -44,6 +45,9 @@ class Sink(Protocol):
     def made(self, i: int, block: Prepared) -> None:
         """Told of each checkpointed block that has run and is a whole stage."""
 
+    def wanted(self, phony: Any, ids: Ids) -> set[int] | None:
+        """The parameters that autograd, which comes to a phony's node, will come to; None: all."""
+
     def backward_block(
         self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
         now: bool = False,
@@ -52,6 +56,11 @@ class Sink(Protocol):
 
         ``now``: nothing that takes memory should wait for W.
         """
+
+
+def needs(node: Any) -> bool:
+    """True if the running backward comes to a node. Of a leaf the engine does not say."""
+    return node is not None and (type(node) is AccumulateGrad or _will_engine_execute_node(node))
 
 
 def used_by(graph: Graph) -> dict[int, Tensor]:
@@ -108,6 +117,13 @@ class DropinSink:
     def made(self, i: int, block: Prepared) -> None:
         """Nothing: autograd says when a block runs again."""
 
+    def wanted(self, phony: Any, ids: Ids) -> set[int] | None:
+        """The same in each microbatch, of one backward."""
+        known = self.stashes.open().wanted
+        if phony not in known:
+            known[phony] = _wanted(phony, ids)
+        return known[phony]
+
     def phony_of(self, graph: Graph, blocks: Sequence[Keyed] = ()) -> tuple[Tensor, Ids]:
         """A phony for a graph, by way of those of the blocks in it: it leads to the parameters that the graph does.
 
@@ -145,7 +161,7 @@ class DropinSink:
         self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
         now: bool = False,
     ) -> Grads:
-        """B, with hooks of parameters parked in this thread: Flush has their gradients."""
+        """B, with hooks of parameters parked in this thread: Flush has their gradients. Autograd's grad mode is off."""
         stash = self.stashes.open() if graph.leaves or graph.owners else None
         hooks = ParkedHooks(threading.get_ident())
         left: list[tuple[WeightGroup, PendingGrad]] = []
@@ -162,7 +178,18 @@ class DropinSink:
         finally:
             hooks.put_back()
         if stash is not None:
-            with torch.no_grad():
-                stash.leave(left, now)
-                stash.sums.add(graph.leaves, own)
+            stash.leave(left, now)
+            stash.sums.add(graph.leaves, own)
         return found
+
+
+def _wanted(phony: Any, ids: Ids) -> set[int] | None:
+    wanted, every = set[int](), True
+    for node, own in zip([node for node, _ in phony.next_functions] if len(ids) > 1 else [phony], ids):
+        after = node.next_functions
+        if len(after) != len(own):  # No Flush.
+            return None
+        found = [leaf for leaf, (node, _) in zip(own, after) if needs(node)]
+        wanted.update(found)
+        every = every and len(found) == len(own)
+    return None if every else wanted

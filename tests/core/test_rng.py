@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from splitpipe.core import generator
+from splitpipe.core import generator, rng
 from splitpipe.core.generator import Seeds
 from splitpipe.core.rng import DeviceState, Numbers, RngMode
 
@@ -413,13 +413,20 @@ def test_a_stage_of_fake_tensors_draws_no_real_numbers(mode: RngMode) -> None:
 
 
 @pytest.mark.cuda
-def test_a_device_repeats_its_draws_inside_and_is_as_it_was_after() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_device_repeats_its_draws_inside_and_is_as_it_was_after(whole: bool, monkeypatch: Any) -> None:
+    if whole:  # As on a device whose generator has more to it than a seed and an offset.
+        monkeypatch.setattr(rng, "_generator", lambda device: None)
     device = torch.device("cuda", 0)
     state = DeviceState(device)
+    assert not state.moved
     first = torch.rand(9, device=device)
+    assert state.moved
+    torch.cuda.manual_seed(2**64 - 3)
     torch.rand(5, device=device)
     before = torch.cuda.get_rng_state(device)
     with pytest.raises(KeyError), state.restored():
-        assert torch.equal(torch.rand(9, device=device), first)
+        assert not state.moved and torch.equal(torch.rand(9, device=device), first)
+        torch.cuda.manual_seed(3)
         raise KeyError
     assert torch.equal(torch.cuda.get_rng_state(device), before)
