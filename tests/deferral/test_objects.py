@@ -41,6 +41,7 @@ def test_options_are_not_kept(inside: bool) -> None:
 
     alive: list[weakref.ref[Option]] = []
     layer = Call(call, w=torch.randn(6))
-    y = (twins(nn.Sequential(layer), chunks=1, checkpoint="never")[1] if inside else layer)(torch.randn(4, 6, requires_grad=True))
+    module = twins(nn.Sequential(layer), chunks=1, checkpoint="never")[1] if inside else layer
+    y = module(torch.randn(4, 6, requires_grad=True))
     assert [reference() for reference in alive] == [None]
     y.sum().backward()
