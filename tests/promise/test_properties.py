@@ -51,6 +51,7 @@ def share(percent: int) -> settings:
               loss="cross_entropy sum weighted partial", input_grad=True))
 @example(Case(layers=(Layer("twice"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
 @example(Case(layers=(Layer("views"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
+@example(Case(layers=(Layer("open"),), balance=(1,), chunks=2, steps=(Step(rows=2),)))
 def test_a_random_sequential_is_its_module(case: Case) -> None:
     if not sound(case):
         reject()
