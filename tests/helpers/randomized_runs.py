@@ -167,7 +167,7 @@ def batch_of(
         value = value.double() if exact else value
         if case.layers[0].kind == "open":
             zero = torch.tensor(0.75, dtype=value.dtype)
-            value = {"x": value, "factor": 2, "rest": (value.flip(0), None), "zero": zero}
+            value = {"x": value, "factor": 2, "rest": {0: value.flip(0), 1: None}, "zero": zero}
         if case.layers[0].kind in WHOLE:
             mask = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(DTYPES[case.dtype])
             mask, flags = mask.to(value.dtype), torch.ones(WIDTH, WIDTH).triu(2).bool()
