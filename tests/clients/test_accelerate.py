@@ -93,12 +93,11 @@ def test_placement_is_left_to_the_pipeline(way: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_dispatched_model_loses_its_hooks_and_gets_them_back() -> None:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
+    hooks: Any = pytest.importorskip("accelerate.hooks")
     model, x = stack(), torch.randn(6, 4)
     expected = model(x)["y"]
     for part in (model, *model.layers):  # type: ignore[misc]
-        add_hook_to_module(part, AlignDevicesHook("cpu", io_same_device=True))
+        hooks.add_hook_to_module(part, hooks.AlignDevicesHook("cpu", io_same_device=True))
     before = {part: dict(vars(part)) for part in model.modules()}
     splitpipe.attach(model, devices=["cpu", "cpu"])
     assert not any(hasattr(part, "_hf_hook") for part in model.modules())
@@ -109,10 +108,9 @@ def test_a_dispatched_model_loses_its_hooks_and_gets_them_back() -> None:
 
 
 def test_what_accelerate_has_offloaded_is_an_error() -> None:
-    from accelerate import cpu_offload
-
+    accelerate: Any = pytest.importorskip("accelerate")
     model = stack()
-    cpu_offload(model, execution_device=torch.device("cpu"))
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     for given in ({}, {"cuts": ["layers.1"]}):
         with pytest.raises(ValueError, match="accelerate keeps the weights"):
             splitpipe.attach(model, devices=["cpu", "cpu"], **given)
