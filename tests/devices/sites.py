@@ -45,7 +45,6 @@ CAUGHT: dict[str, str] = {
     "segments/step.py: StepWork.other: use": "module: carried",
     "segments/detaching.py: CodeDetachedTransfer.carry: wait_for": "module: carried",
     "deferral/streams.py: Reads.release: wait_for": "residuals",
-    "deferral/streams.py: BackwardStreams.allocate: wait": "chain",
     "stage/call.py: begin: wait": "chain",
     "stage/call.py: Call.rejoin: wait": "statistics",
     "stage/call.py: Call.end: wait": "statistics",
@@ -70,6 +69,9 @@ EXPLAINED: dict[str, str] = {
     "segments/code.py: CodeWalk._enter: use": _OTHERS,
     "partition/homes.py: Homes.brought.<locals>.bring: hold": (
         "Where nobody takes a block's call: torch.utils.checkpoint runs it again, in backward, on streams of its own."
+    ),
+    "deferral/streams.py: BackwardStreams.allocate: wait": (
+        "Stash.leave has the side stream wait just before; compute may have read the memory since, which no case does."
     ),
     "deferral/streams.py: BackwardStreams.allocate: use": "Whose memory it is: more is reserved without: memory.py.",
     "core/transfer.py: Wait.forward: wait": _TWICE,
