@@ -35,12 +35,14 @@ def chosen_cuts(
         ValueError: nothing in the module repeats, or the devices can't hold it.
     """
     if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
-        return cuts or (), devices  # What is wrong with it is said where all arguments are checked.
+        return () if cuts is None else cuts, devices  # What is wrong with it is said where all arguments are checked.
     verify_resident(module)
     names, homes = cuts_of_map(module, device_map_of(module)) if devices is None else ([], [])
     if cuts is not None:
-        wanted = listed(cuts)
-        return cuts, homes if wanted is not None and len(homes) == len(wanted) + 1 else None
+        wanted = None if isinstance(cuts, str) else listed(cuts)
+        if wanted is None:
+            return cuts, None
+        return wanted, homes if len(homes) == len(wanted) + 1 else None
     rows = _rows(devices, homes, schedule)
     places = _stages(rows, schedule)
     if homes and len(places) == len(homes) and sample is None:
@@ -156,9 +158,10 @@ def _by_bytes(
             )
         places = places[: len(parts)]
     devices = [place.device for place in places]
-    memory = {device: memory_of(device, module) for device in dict.fromkeys(devices)}
-    known = None not in memory.values()
-    rooms = [memory[device] / devices.count(device) if known else 1.0 for device in devices]  # type: ignore[operator]
+    found = {device: memory_of(device, module) for device in dict.fromkeys(devices)}
+    memory = {device: size for device, size in found.items() if size is not None}
+    known = len(memory) == len(found)
+    rooms = [memory[device] / devices.count(device) if known else 1.0 for device in devices]
     numbers = divide([part.trained for part in parts], rooms)
     if known:
         _verify_room(share(parts, numbers), rooms, devices)
@@ -166,21 +169,19 @@ def _by_bytes(
     return [parts[start].name for start in starts], places
 
 
-def _verify_room(stages: Sequence[tuple[str, int, int]], rooms: Sequence[float], devices: Sequence[Any]) -> None:
-    weights = sum([own for _, own, _ in stages])
+def _verify_room(stages: Sequence[tuple[int, int]], rooms: Sequence[float], devices: Sequence[Any]) -> None:
+    weights = sum([own for own, _ in stages])
     there = ", ".join(f"{device} {room / 2**30:.1f}" for device, room in zip(devices, rooms))
-    if any([own > room for (_, own, _), room in zip(stages, rooms)]):
+    if any([own > room for (own, _), room in zip(stages, rooms)]):
         raise ValueError(
             f"the module's weights take {weights / 2**30:.1f} GiB, and its stages have too little memory free (GiB: "
             f"{there}): expected devices that hold it. Name another device, or load it in fewer bits (4-bit, with "
             "LoRA to train it)."
         )
-    trained = sum([own for *_, own in stages])
-    if any([own > room for (*_, own), room in zip(stages, rooms)]):
+    trained = sum([own for _, own in stages])
+    if any([own > room for (_, own), room in zip(stages, rooms)]):
         _log.warning(
             "weights, gradients and Adam's averages take %.1f GiB, and the stages have (GiB): %s. To train, freeze "
             "weights (LoRA), take an optimizer that keeps less, or name another device; checkpoint='always' saves "
             "activations.", trained / 2**30, there,
         )
-
-

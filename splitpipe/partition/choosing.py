@@ -121,10 +121,8 @@ def _first_called(part: nn.Module, name: str) -> str | None:
                  for found in [_first_called(child, f"{name}.{own}")] if found is not None), None)
 
 
-def share(parts: Sequence[Part], numbers: Sequence[int]) -> list[tuple[str, int, int]]:
-    """For each stage the name that it begins with, its bytes of weights, and those that training keeps."""
+def share(parts: Sequence[Part], numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """For each stage the bytes of its weights, and those that training keeps."""
     starts = [0, *accumulate(numbers)]
     stages = [parts[start:end] for start, end in zip(starts, starts[1:])]
-    return [(own[0].name, sum([part.weights for part in own]), sum([part.trained for part in own])) for own in stages]
-
-
+    return [(sum([part.weights for part in own]), sum([part.trained for part in own])) for own in stages]
