@@ -16,7 +16,7 @@ from splitpipe.core import stream
 from splitpipe.deferral import streams
 from tests.helpers.covering import pairs
 
-from .cases import WAYS, Case, some
+from .cases import DEVICES, WAYS, Case, some
 
 #: What order is made of: each verb, and what it is without effect.
 VERBS: dict[str, Callable[..., Any]] = {
@@ -45,6 +45,7 @@ CAUGHT: dict[str, str] = {
     "segments/step.py: StepWork.other: use": "module: carried",
     "segments/detaching.py: CodeDetachedTransfer.carry: wait_for": "module: carried",
     "deferral/streams.py: Reads.release: wait_for": "residuals",
+    "deferral/streams.py: BackwardStreams.allocate: wait": "chain",
     "stage/call.py: begin: wait": "chain",
     "stage/call.py: Call.rejoin: wait": "statistics",
     "stage/call.py: Call.end: wait": "statistics",
@@ -69,9 +70,6 @@ EXPLAINED: dict[str, str] = {
     "segments/code.py: CodeWalk._enter: use": _OTHERS,
     "partition/homes.py: Homes.brought.<locals>.bring: hold": (
         "Where nobody takes a block's call: torch.utils.checkpoint runs it again, in backward, on streams of its own."
-    ),
-    "deferral/streams.py: BackwardStreams.allocate: wait": (
-        "Stash.leave has the side stream wait just before; compute may have read the memory since, which no case does."
     ),
     "deferral/streams.py: BackwardStreams.allocate: use": "Whose memory it is: more is reserved without: memory.py.",
     "core/transfer.py: Wait.forward: wait": _TWICE,
@@ -136,3 +134,6 @@ def few(*subjects: str) -> Iterator[Case]:
     groups = [["checkpoint", "backward", "schedule"], *pairs([*WAYS])]
     for case in some(subjects, *groups, chunks=2, checkpoint=("never", "always")):
         yield replace(case, rows=64)
+    # No copy of the input is waited for, and no checkpoint: what W writes to was just let go of by B.
+    more = [Case(subject, DEVICES, 2, "never", "split", None, own=False, rows=64) for subject in subjects]
+    yield from [case for case in more if case.possible]
