@@ -107,7 +107,18 @@ def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> di
         raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
     places = _rows(devices, [], "gpipe")
     names, places = _by_bytes(module, places, [*repeated(module)], "gpipe")
-    return map_of(Blocks(module, names), {}, [place.device for place in places], placed=False)
+    blocks = Blocks(module, names)
+    return _with_ties(map_of(blocks, {}, [place.device for place in places], placed=False), blocks)
+
+
+def _with_ties(found: dict[str, torch.device], blocks: Blocks) -> dict[str, torch.device]:
+    """The map with blocks where their tensors are, if these are all an earlier block's: accelerate runs them there."""
+    for block, name in blocks.blocks.items():
+        tensors = [f"{name}.{own}" for own in block.state_dict(keep_vars=True)]
+        away = {found[own] for own in tensors if own in found}
+        if len(away) == 1 and all(own in found for own in tensors):
+            found = {key: device for key, device in found.items() if key not in tensors} | {name: away.pop()}
+    return found
 
 
 def _rows(devices: Iterable[Device] | None, homes: Sequence[torch.device], schedule: str | Schedule) -> list[Place]:

@@ -47,6 +47,15 @@ def test_a_model_that_was_spread_trains_where_its_weights_are(checkpoint: str) -
     assert vars(model)["forward"].runtime.options.cuts == ("layers.2",)
 
 
+def test_a_tied_head_is_loaded_to_the_device_of_its_weight() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    assert model.last.weight is model.first.weight
+    found = splitpipe.device_map(model, ["cuda:0", "cuda:1"])
+    assert found["layers.3"] == torch.device("cuda:1") and found["last"] == found["first"] == torch.device("cuda:0")
+    assert set(found) == {"first", *(f"layers.{k}" for k in range(4)), "last"}
+
+
 def test_all_accelerators_are_used() -> None:
     count = torch.cuda.device_count()
     model = SplitPipe(nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 * count)]))
