@@ -14,6 +14,7 @@ from splitpipe.batch import outputs
 from splitpipe.core import microbatch, stream, thread_state
 from splitpipe.core.graph import rank_of, reached
 from splitpipe.core.microbatch import Flat
+from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import sharing
 from splitpipe.deferral.function import calling
@@ -25,7 +26,7 @@ from splitpipe.stage.again import BlockRun, may_be_plain, plain
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
-from splitpipe.stage.layers import StageCache, StageLayers
+from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
 from splitpipe.stage.stage import Result, Stage, Task
 from splitpipe.training.dropped import Dropped, may_be_made_again, outputs_of
 from splitpipe.training.loss import Losses
@@ -62,6 +63,7 @@ class BlockNodes:
         facts = stage.facts
         if may_be_plain(stage) and not facts.in_place and not follow and not isinstance(call, TracedBlock):
             found = self._again(walk, stage, call, given, nesting, number)
+            self._note_draws(walk, facts)
             if found is not None:
                 return found, {}
         whose = f"the arguments of {stage.own.described[0]}"
@@ -76,6 +78,7 @@ class BlockNodes:
         count = len(containers(args, kwargs))
         layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
         result = _BlockTask(stage, self._call, walk, value, layer, number)()
+        self._note_draws(walk, facts)
         frame, made = result.frame, result.value
         # What shares memory stays what it is, for the forward may write to it: who has saved what asks for it.
         shared = _sharing(made.leaves, value.leaves)
@@ -86,6 +89,11 @@ class BlockNodes:
         ]
         [nesting] = nestings
         return (leaves[0], {}) if nesting is None else outputs.unflatten(leaves, nesting)
+
+    def _note_draws(self, walk: CodeWalk, facts: StageFacts) -> None:
+        """A block that draws by itself when it is checkpointed draws among its stage's numbers when it is not."""
+        if facts.rng is RngMode.EXCLUSIVE:
+            self._stages[walk.stage].facts.rng = RngMode.EXCLUSIVE
 
     def parameters(self, stage: int) -> list[Keyed]:
         """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""

@@ -87,6 +87,8 @@ def test_a_random_forward_is_its_module(case: Case) -> None:
 @given(chains(more=("dropout",) * 12) | forwards(more=("dropout",) * 12))
 @example(Case(layers=(Layer("checkpointed", inside=(Layer("linear"), Layer("dropout"), Layer("scale"))),) * 4,
               balance=(1, 1, 1, 1), schedule="zb-v", chunks=8, steps=(Step(rows=16),) * 4, checkpoint="never"))
+@example(Case(layers=(Layer("dropout"),), acts=(Act("call"), Act("part"), Act("call keyword", 1)), chunks=2,
+              cuts=("blocks.0", "part.blocks.0"), steps=(Step("no grad", 1), Step(rows=6))))
 @pytest.mark.thorough
 def test_random_masks_are_the_same_from_one_seed_and_in_recomputation(case: Case) -> None:
     if not sound(case) or case.acts and writes(case):
