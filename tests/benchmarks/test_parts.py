@@ -130,6 +130,27 @@ def test_growth_prints_a_row_for_each_schedule_and_number_of_devices(capsys: pyt
     assert capsys.readouterr().out.count("| zb-h1 |") == 3
 
 
+@pytest.mark.cuda
+@pytest.mark.devices(4)
+@pytest.mark.thorough
+def test_each_knob_has_a_peak_and_a_simulated_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "found.json"
+    words = f"--width 64 --context 4 --rows 32 --passes 1 --save {path}"
+    assert module(["parts.knobs"]).main(words.split()) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    complete(found, capsys.readouterr().out)
+    peaks = {row["change"]: row["peak, MiB"] for row in found["tables"]["knobs"]}
+    assert peaks["LoRA"] < peaks["the defaults"] < peaks['`checkpoint="never"`']
+
+
+def test_the_simulated_step_of_a_knob_has_the_work_that_it_adds_or_saves() -> None:
+    ways = module(["parts.knobs"]).WAYS
+    times = {name: knobs.time() for name, knobs in ways.items()}
+    assert times['`checkpoint="never"`'] < times["the defaults"] < times['`checkpoint="always"`']
+    assert times["LoRA"] < times["the defaults"] and times["eight devices"] < times["the defaults"]
+    assert 0.75 <= times['`schedule="zb-h1"`'] < times['`schedule="1f1b"`']  # F, B and W of four devices take 3 / 4.
+
+
 @pytest.mark.thorough
 def test_the_hosts_time_is_compared_with_those_of_others(threads: None, tmp_path: Path) -> None:
     words = "--kind cpu --devices 2 --blocks 4 --chunks 2 --passes 1".split()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import pipelining
 
 from splitpipe.__main__ import main
 from splitpipe.schedule import build, names, simulate
@@ -25,6 +26,8 @@ SCHEDULE = "python -m splitpipe schedule"
 PLAN = "python -m splitpipe plan"
 ACROSS = "torchrun --nproc-per-node 2 benchmarks/train_gpt.py --schedule v-half"
 GPU = "python -m tests.gpu --out gpu"
+#: Marks code of other libraries, which a page shows and nothing runs.
+BEFORE = "python before"
 #: Libraries without which an example that imports one is left out.
 CLIENTS = {"accelerate", "lightning", "peft", "transformers"}
 TEST = 'python -m pip install -e ".[test]" -c constraints.txt && python -m pytest'
@@ -83,7 +86,13 @@ def test_the_examples_name_their_devices_since_a_machine_may_have_fewer_than_sta
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_says_its_language(page: Path) -> None:
     fences = re.findall(r"^```(.*)$", TEXT[page], flags=re.MULTILINE)
-    assert {*fences[::2]} <= {"python", "sh", "text"} and {*fences[1::2]} <= {""}
+    assert {*fences[::2]} <= {"python", BEFORE, "sh", "text"} and {*fences[1::2]} <= {""}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, BEFORE)], ids=lambda page: page.stem)
+def test_code_of_other_libraries_that_is_not_run_is_python(page: Path) -> None:
+    for _, source in blocks(page, BEFORE):
+        ast.parse(source)
 
 
 def anchors(page: Path) -> set[str]:
@@ -181,6 +190,12 @@ def test_the_table_of_schedules_has_what_a_simulation_finds() -> None:
     for name, split, makespan, memory in rows:
         timeline = simulate(build(name, 4, 8, split=True if split else None))
         assert (timeline.makespan, max(timeline.peak_activations)) == (float(makespan), float(memory)), name
+
+
+def test_the_page_on_migrating_names_schedules_that_torch_and_splitpipe_have() -> None:
+    rows = re.findall(r'^\| `(Schedule\w+)` \| `"([\w-]+)"`', TEXT[ROOT / "docs/migrating.md"], flags=re.MULTILINE)
+    assert rows and {theirs for theirs, _ in rows} <= set(pipelining.__all__)
+    assert {ours for _, ours in rows} <= set(names())
 
 
 @pytest.mark.parametrize("command", [TRAIN, TEST])
