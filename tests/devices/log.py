@@ -36,15 +36,14 @@ def settle() -> None:
 
 def failing(number: int, step: Callable[[], object]) -> str | None:
     """Takes a step whose allocation of that number fails: what it raises, "" if nothing. None: it has fewer."""
-    softcuda.fail_at(number)
-    start, raised = softcuda.asked(), ""
+    start, raised = softcuda.fail_at(number), ""
     try:
         step()
     except BaseException as error:
         raised = repr(error) if not isinstance(error, torch.OutOfMemoryError) else "no memory"
     finally:
-        softcuda.fail_at(0)
-    return raised if raised or softcuda.asked() - start >= number else None
+        end = softcuda.fail_at(0)
+    return raised if raised or end - start >= number else None
 
 
 def launches() -> list[Launch]:

@@ -53,14 +53,14 @@ using namespace soft;
 
 // How many kernels were launched; softcuda_kernels has "count name" of each, a line each.
 API long softcuda_launched() { return launched.load(); }
-API size_t softcuda_kernels(char* out, size_t size) {
+API const char* softcuda_kernels() {
   Hold hold(lock);
   std::string text;
   for (auto& it : launches()) {
     auto found = names().find(it.first);
     text += std::to_string(it.second) + " " + (found == names().end() ? "?" : found->second) + "\n";
   }
-  return told(text, out, size);
+  return told(text);
 }
 API void softcuda_forget_kernels() {
   Hold hold(lock);

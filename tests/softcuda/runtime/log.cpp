@@ -16,7 +16,7 @@ std::vector<Launch>& launches() {
   return *its;
 }
 bool on = false;
-long locked = 0, unbound = 0;
+long locked = 0;
 
 // Whether this thread has the interpreter's lock; a process without an interpreter has none.
 bool has_interpreter() {
@@ -28,10 +28,6 @@ bool has_interpreter() {
 
 void log_work(int stream, const char* name, double work, size_t bytes) {
   if (on) launches().push_back({bytes > 0 ? 'c' : 'o', stream, 0, name, work, bytes});
-}
-
-void log_product() {
-  if (!bound()) unbound++;
 }
 
 void log_event(char kind, int stream, unsigned long event) {
@@ -50,7 +46,7 @@ API void softcuda_log() {
   launches().clear();
 }
 // "kind device stream priority event work bytes name" of each, a line each.
-API size_t softcuda_launches(char* out, size_t size) {
+API const char* softcuda_launches() {
   Hold hold(lock);
   std::string text;
   char line[256];
@@ -60,9 +56,7 @@ API size_t softcuda_launches(char* out, size_t size) {
              it.event, it.work, it.bytes);
     text += line + it.name + "\n";
   }
-  return told(text, out, size);
+  return told(text);
 }
 // How often a thread that held the interpreter's lock recorded an event, or had a stream wait for one.
 API long softcuda_locked() { return locked; }
-// Products that a thread began without a context, which cuBLAS warns of.
-API long softcuda_unbound() { return unbound; }

@@ -113,13 +113,9 @@ int new_stream(int device, int priority) {
 Place place_of(int stream) { return streams()[stream].place; }
 const Clock& clock_of(int stream) { return streams()[stream].clock; }
 void host_waits(const Clock& clock) { join(host, clock); }
-void host_waits_for(int stream) { join(host, clock_of(stream)); }
-void host_waits_for_device(int device) {
+void host_waits_for(int device) {
   for (auto& it : streams())
-    if (it.place.device == device) join(host, it.clock);
-}
-void host_waits_for_all() {
-  for (auto& it : streams()) join(host, it.clock);
+    if (device == kAll || it.place.device == device) join(host, it.clock);
 }
 bool host_knows(const Clock& clock) {
   for (size_t k = 0; k < clock.size(); k++)
@@ -127,14 +123,6 @@ bool host_knows(const Clock& clock) {
   return true;
 }
 void stream_waits(int stream, const Clock& clock) { join(streams()[stream].clock, clock); }
-
-Moment now_on(int stream) {
-  auto& clock = clock_of(stream);
-  return {stream, size_t(stream) < clock.size() ? clock[stream] : 0};
-}
-bool host_knows(const Moment& moment) {
-  return moment.count == 0 || (size_t(moment.stream) < host.size() && host[moment.stream] >= moment.count);
-}
 
 void access(int stream, const Access* its, int count, const char* name, double work, size_t bytes) {
   auto& clock = streams()[stream].clock;
@@ -160,11 +148,11 @@ void forget(const void* at, size_t size) {
 }  // namespace soft
 
 // "count text" of each pair found, a line each.
-API size_t softcuda_hazards(char* out, size_t size) {
+API const char* softcuda_hazards() {
   soft::Hold hold(soft::lock);
   std::string text;
   for (auto& it : soft::found()) text += std::to_string(it.second) + " " + it.first + "\n";
-  return soft::told(text, out, size);
+  return soft::told(text);
 }
 API void softcuda_forget_hazards() {
   soft::Hold hold(soft::lock);

@@ -26,22 +26,20 @@ using Hold = std::lock_guard<std::recursive_mutex>;
 long setting(const char* name, long otherwise);
 // The error, which cudaGetLastError then knows.
 int failed(int error);
-// Hands out as much of the text as fits; the length of all of it.
-size_t told(const std::string& text, char* out, size_t size);
+// The text for Python, kept until this thread is told another one.
+const char* told(std::string text);
 int device_count();
 size_t memory_size();
 // The thread's device.
 int current_device();
 // The device has a context from now on, and so has this thread.
 void touch(int device);
-// Whether this thread has one.
-bool bound();
+// This thread begins a product, for which it needs one.
+void begin_product();
 
 // For the log of what streams were given (log.cpp), under the lock.
 // An op, with its multiplications; of a copy to another device, the bytes.
 void log_work(int stream, const char* name, double work, size_t bytes);
-// A product is about to be launched by this thread.
-void log_product();
 // 'r': the stream records the event of that number; 'w': it waits for it.
 void log_event(char kind, int stream, unsigned long event);
 

@@ -51,14 +51,14 @@ using namespace soft;
 // An op on memory, done by ops.cpp. The handle is torch's, of a stream of the device.
 API void softcuda_access(int device, Handle handle, const Access* its, int count, const char* name, double work) {
   Hold hold(lock);
-  if (work > 0) log_product();
+  if (work > 0) begin_product();
   auto* stream = stream_of(device, handle);
   access(stream->id, its, count, name, work);
 }
 API void softcuda_host_waits(int device, Handle handle) {
   auto* stream = stream_of(device, handle);
   Hold hold(lock);
-  host_waits_for(stream->id);
+  host_waits(clock_of(stream->id));
 }
 
 API int cudaStreamCreateWithPriority(Handle* out, unsigned flags, int priority) {
@@ -83,7 +83,7 @@ API int cudaStreamQuery(Handle handle) {
 API int cudaStreamSynchronize(Handle handle) {
   auto* stream = stream_of(handle);
   Hold hold(lock);
-  return host_waits_for(stream->id), kOk;
+  return host_waits(clock_of(stream->id)), kOk;
 }
 API int cudaStreamWaitEvent(Handle handle, Event* event, unsigned) {
   auto* stream = stream_of(handle);
