@@ -1,4 +1,4 @@
-"""Memory of the host and of devices: what is read after a call, what is counted, what a stream brings along."""
+"""Memory of devices: what is used again, what is counted, what a stream brings along."""
 from __future__ import annotations
 
 import gc
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import splitpipe
 from splitpipe import SplitPipe
@@ -22,36 +22,8 @@ DEVICES = ["cuda:0", "cuda:1"]
 WIDTH, ROWS = 16, 8
 
 
-class Pinned(nn.Module):
-    """Gives its input in pinned memory, if that is on the CPU: as layers do that refill a buffer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x, pin_memory=x.device.type == "cpu").copy_(x)
-
-
 def linears(count: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
-
-
-@pytest.mark.fake
-@pytest.mark.parametrize("schedule", [None, "1f1b"])
-@pytest.mark.parametrize("way", ["inside", "given", "given, by cuts"])
-def test_pinned_memory_has_been_read_when_the_call_returns(way: str, schedule: str | None) -> None:
-    x, y = torch.randn(ROWS, WIDTH).pin_memory(), torch.randn(ROWS, WIDTH).pin_memory()
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Pinned(), nn.Linear(WIDTH, WIDTH))
-    options: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": squared}
-    # By its own forward, as any module, if batched= is given.
-    options |= {"cuts": ["2"], "batched": {}} if way == "given, by cuts" else {"balance": [2, 1]}
-    model = SplitPipe(module, devices=["cpu", "cuda:0"] if way == "inside" else DEVICES, chunks=2, **options)
-    if way == "given, by cuts":
-        model(x)  # Parameters go to their devices.
-    softcuda.reads()
-    loss = model(x) if schedule is None else model(x, target=y)
-    begun, unread = softcuda.reads()
-    assert begun and not unread
-    loss = squared(loss, y.to(loss.device)) if schedule is None else loss
-    loss.backward()
-    assert softcuda.reads()[1] == 0
 
 
 @pytest.mark.fake

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from splitpipe import SplitPipe
+from tests.devices.log import softcuda
 from tests.gpu import checks
 from tests.gpu.checks import WIDTH, exact, gradients, loss_of, slow, squared, wrapped
 from tests.gpu.parts import ROOT, STEPS
@@ -128,24 +129,42 @@ def test_a_recording_has_times_in_order_and_memory(devices: int) -> None:
     assert all(end >= start for row in timeline.spans for _, start, end in row)
 
 
+class Pinned(nn.Module):
+    """Gives its input in pinned memory, if that is on the CPU: as layers do that refill a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x, pin_memory=x.device.type == "cpu").copy_(x)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
-@BOTH
-def test_buffers_in_pinned_memory_may_be_filled_again_when_the_call_returns(devices: int, schedule: str | None) -> None:
+@pytest.mark.parametrize("where", [{"balance": [1, 1]}, {"cuts": ["1"], "batched": {}}], ids=["layers", "cuts"])
+@pytest.mark.parametrize("places", [
+    ["cuda:0", "cuda:0"], pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.devices(2)), ["cpu", "cuda:0"],
+], ids=", ".join)
+def test_pinned_memory_has_been_read_when_the_call_returns(
+    places: list[str], where: dict[str, Any], schedule: str | None
+) -> None:
+    """On a GPU buffers that are filled again would change what is trained on; the fake tells who still reads."""
     with exact():
         module = slow(2)
+        module[0].append(Pinned())
         plain = copy.deepcopy(module).to("cuda:0")
-        model = wrapped(module, devices, schedule)
+        options = {} if schedule is None else {"schedule": schedule, "loss_fn": squared}
+        model = SplitPipe(module, devices=places, chunks=4, **where, **options)
         x, y = (torch.empty(10, WIDTH).pin_memory() for _ in range(2))
         for _ in range(5):
             given = torch.randn(2, 10, WIDTH)
             x.copy_(given[0]), y.copy_(given[1])
             output = model(x) if schedule is None else model(x, target=y)
-            x.fill_(torch.nan)
+            assert softcuda is None or {*softcuda.reads()} == {"done"}
+            if places[0] != "cpu":  # Where the first stage keeps it for backward.
+                x.fill_(torch.nan)
             loss = squared(output, y.to(output.device)) if schedule is None else output
             if schedule is not None:
                 y.fill_(torch.nan)
             loss.backward()
+            assert softcuda is None or "reading" not in softcuda.reads()
             loss_of(plain, given[0].to("cuda:0"), given[1]).backward()
         gradients(model, plain, "refilled buffers")
 
