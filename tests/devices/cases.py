@@ -102,31 +102,22 @@ def some(
         yield Case(subject, stages, chunks, *way)
 
 
-def layers() -> Iterator[Case]:
-    """The transparency grid: all layers, sizes, checkpoint modes, engines and schedules."""
+def layers(names: Sequence[str], autocast: bool = False) -> Iterator[Case]:
+    """The transparency grid of layers: all sizes, checkpoint modes, engines and schedules."""
     axes: dict[str, Sequence[Any]] = {
-        "name": [name for name in SUBJECTS if name.startswith("layers")],
-        "way": ((None, 3), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 4)),
-        **{name: WAYS[name] for name in ("checkpoint", "backward", "own", "given")}, "sizes": AXES["sizes"],
+        "name": names, "way": ((None, 3), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 4)),
+        **{name: WAYS[name] for name in ("checkpoint", "backward", "own", "given")},
+        "sizes": ((7, 3),) if autocast else AXES["sizes"],
     }
-    groups = [["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"], *pairs([*axes][1:])]
+    groups = [["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"], ["way", "checkpoint", "backward"]]
 
     def possible(name: str, way: tuple[str | None, int], **_: Any) -> bool:
         return way[0] is None or not name.endswith("reentrant")  # Which a schedule refuses.
 
-    for name, (schedule, stages), *way, given, (rows, chunks) in covering(axes, groups, possible):
-        yield Case(name, stages, chunks, way[0], way[1], schedule, way[2], given=given, rows=rows)
-
-
-def cast() -> Iterator[Case]:
-    """Some layers under autocast."""
-    axes: dict[str, Sequence[Any]] = {
-        "name": CAST, "way": ((None, 3), ("zb-h1", 3), ("zb-v", 4)), "checkpoint": ("never", "always"),
-        "backward": WAYS["backward"], "own": WAYS["own"],
-    }
-    groups = [["way", "checkpoint", "backward"], *pairs([*axes])]
-    for name, (schedule, stages), checkpoint, backward, own in covering(axes, groups):
-        yield Case(name, stages, 3, checkpoint, backward, schedule, own, rows=7, autocast=True)
+    for name, (schedule, stages), *way, given, (rows, chunks) in covering(
+        axes, [*groups, *pairs([*axes][1:])], possible
+    ):
+        yield Case(name, stages, chunks, way[0], way[1], schedule, way[2], given=given, rows=rows, autocast=autocast)
 
 
 @lru_cache(None)
@@ -139,7 +130,8 @@ def cases() -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {name: [] for name in SUBJECTS}
     for case in (
         *some(plain, ["subject", "checkpoint", "schedule"], engine, *pairs([*WAYS])), *some(COMPILED),
-        *some(PATHS, engine, stages=2), *some(EIGHT, engine[:2], stages=8, chunks=4), *layers(), *cast(),
+        *some(PATHS, engine, stages=2), *some(EIGHT, engine[:2], stages=8, chunks=4),
+        *layers([name for name in SUBJECTS if name not in PATHS]), *layers(CAST, autocast=True),
     ):
         found[case.subject].append(case)
     return found

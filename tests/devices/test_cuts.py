@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.segments.stages import CodeRun
-from tests.devices.cut import BOTH, DEVICES, assert_same_gradients, batch, trained, wrapped
+from tests.devices.cut import BOTH, DEVICES, batch, trained, wrapped
 from tests.devices.modules import WIDTH, Carried, Module, Of, Recomputing, Tied
 from tests.devices.subjects import mean
+from tests.gpu.checks import assert_same_gradients
 from tests.helpers.twin import Note
 from tests.segments import test_parts as parts
 

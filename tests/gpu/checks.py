@@ -130,11 +130,10 @@ def press(devices: int) -> None:
             torch.full((size,), torch.nan, device=device)
 
 
-def gradients(model: nn.Module, plain: nn.Module, what: str) -> None:
+def assert_same_gradients(model: nn.Module, plain: nn.Module, what: str = "") -> None:
     """Those of both are equal but for rounding, wherever they are."""
-    for (name, one), other in zip(model.named_parameters(), plain.parameters()):
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         where = f"{what}: the gradient of {name}"
-        assert one.grad is not None and other.grad is not None, where
         torch.testing.assert_close(
             one.grad, other.grad, check_device=False, msg=lambda text, where=where: f"{where}: {text}"
         )

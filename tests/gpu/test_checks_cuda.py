@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from splitpipe import SplitPipe
 from tests.devices.log import softcuda
 from tests.gpu import checks
-from tests.gpu.checks import WIDTH, exact, gradients, loss_of, slow, squared, wrapped
+from tests.gpu.checks import WIDTH, assert_same_gradients, exact, loss_of, slow, squared, wrapped
 from tests.gpu.parts import ROOT, STEPS
 from tests.helpers.world import World
 
@@ -113,7 +113,7 @@ def test_a_step_without_memory_says_so_and_keeps_none(
         assert all(now <= was for now, was in zip(after, before)), f"{after} bytes, {before} were before"
         loss_of(model, x, y, schedule).backward()
         loss_of(plain, x, y).backward()
-        gradients(model, plain, "the next step")
+        assert_same_gradients(model, plain, "the next step")
 
 
 @pytest.mark.cuda
@@ -166,7 +166,7 @@ def test_pinned_memory_has_been_read_when_the_call_returns(
             loss.backward()
             assert softcuda is None or "reading" not in softcuda.reads()
             loss_of(plain, given[0].to("cuda:0"), given[1]).backward()
-        gradients(model, plain, "refilled buffers")
+        assert_same_gradients(model, plain, "refilled buffers")
 
 
 _ELSEWHERE = """
@@ -218,7 +218,7 @@ def trains(rank: int, places: list[list[str]], backend: str, backward: str) -> N
                 for batch in batches:
                     other = plain(batch.to(places[rank][0]))
                     (squared(other, torch.zeros_like(other)) / 2).backward()
-                gradients(model, plain, f"process {rank}, step {number}")
+                assert_same_gradients(model, plain, f"process {rank}, step {number}")
     finally:
         dist.destroy_process_group(group)
 
