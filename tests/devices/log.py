@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 Kind = Literal["op", "copy", "record", "wait"]
-_KINDS: dict[str, Kind] = {"o": "op", "c": "copy", "r": "record", "w": "wait"}
 #: The fake runtime, if this process has it (``tests/softcuda/softcuda.py``).
 softcuda: Any = sys.modules.get("softcuda")
 
@@ -51,5 +50,5 @@ def launches() -> list[Launch]:
     found = []
     for line in softcuda.launches():
         kind, *places, work, size, name = line.split(" ", 7)
-        found.append(Launch(_KINDS[kind], *map(int, places), float(work), int(size), name))
+        found.append(Launch(kind, *map(int, places), float(work), int(size), name))
     return found

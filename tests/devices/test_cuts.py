@@ -152,11 +152,6 @@ def test_a_graph_on_a_later_stages_device_is_refused() -> None:
         trained(model, batch(), torch.ones(4, 1, device=DEVICES[-1]))
 
 
-def test_meta_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'blocks.0.layer.weight', .* are on meta and have no data"):
-        wrapped(Tied(3).to("meta"))
-
-
 @BOTH
 @ENGINES
 @CHECKPOINT

@@ -176,16 +176,26 @@ def test_a_dtype_may_change_before_and_after(way: dict[str, Any]) -> None:
         model.zero_grad()
 
 
+def saved(value: Any, **options: Any) -> Any:
+    """What a file has of it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
 @pytest.mark.parametrize("called", [False, True])
 def test_copies_pickles_and_states_are_whole(called: bool) -> None:
-    model, file = wrapped(Tied(3)), io.BytesIO()
+    model = wrapped(Tied(3))
     if called:
         trained(model)
         model.zero_grad()
-    torch.save(model, file)
-    file.seek(0)
-    others = [copy.deepcopy(model), torch.load(file, weights_only=False), wrapped(Tied(3))]
-    others[-1].load_state_dict(model.state_dict())
+    others = [copy.deepcopy(model), saved(model, weights_only=False)]
+    for where in None, "cpu", "cuda:3":
+        state = saved(model.state_dict(), map_location=where)
+        assert where is None or {x.device for x in state.values()} == {torch.device(where)}
+        others.append(wrapped(Tied(3)))
+        others[-1].load_state_dict(state)
     for other in others:
         assert torch.equal(other(batch()), model(batch())) and homes(other) == homes(model)
         assert other.last.weight is other.blocks[0].layer.weight

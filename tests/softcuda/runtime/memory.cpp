@@ -54,7 +54,7 @@ int copy(void* to, const void* from, size_t size, Handle handle, bool waits) {
   Access seen[2];
   int count = 0;
   for (auto& it : {Access{from, size, false}, Access{to, size, true}})
-    if (known(it.at)) seen[count++] = it;
+    if (find(it.at) != nullptr) seen[count++] = it;
   auto *source = find(from), *target = find(to);
   bool leaves = source != nullptr && target != nullptr && source->device != target->device;
   access(stream->id, seen, count, "memcpy", 0, leaves ? size : 0);
@@ -65,10 +65,6 @@ int copy(void* to, const void* from, size_t size, Handle handle, bool waits) {
 }
 
 }  // namespace
-
-size_t used(int device) { return sizes[device]; }
-bool known(const void* at) { return find(at) != nullptr; }
-
 }  // namespace soft
 
 using namespace soft;
@@ -87,7 +83,7 @@ API int cudaHostAlloc(void** out, size_t size, unsigned) { return allocate(out, 
 API int cudaFreeHost(void* at) { return release(at); }
 API int cudaMemGetInfo(size_t* free, size_t* total) {
   Hold hold(lock);
-  return *total = memory_size(), *free = memory_size() - used(current_device()), kOk;
+  return *total = memory_size(), *free = memory_size() - sizes[current_device()], kOk;
 }
 // Of cudaPointerAttributes: the kind (host's, pinned, a device's), the device, and two addresses.
 API int cudaPointerGetAttributes(char* out, const void* at) {

@@ -16,7 +16,8 @@ enum Error { kOk = 0, kInvalid = 1, kNoMemory = 2, kNoDevice = 100, kNoSuchDevic
 constexpr int kMost = 64;  // devices
 
 using Handle = void*;  // Of a stream, as torch has it: nullptr, 1 and 2 are default streams.
-struct Stream { int device, priority; unsigned flags; int id; };
+// `asked`: how often somebody wanted to know whether it is done, and was told that it is not.
+struct Stream { int device, priority, id; long asked = 0; };
 
 // One for all: under the interpreter's own lock there is little to gain by more.
 extern std::recursive_mutex lock;
@@ -40,13 +41,8 @@ void begin_product();
 // For the log of what streams were given (log.cpp), under the lock.
 // An op, with its multiplications; of a copy to another device, the bytes.
 void log_work(int stream, const char* name, double work, size_t bytes);
-// 'r': the stream records the event of that number; 'w': it waits for it.
-void log_event(char kind, int stream, unsigned long event);
-
-// Bytes of blocks on a device.
-size_t used(int device);
-// Whether the address lies in memory of a device or in pinned memory.
-bool known(const void* at);
+// The stream does a "record" of the event of that number, or a "wait" for it.
+void log_event(const char* kind, int stream, unsigned long event);
 
 Stream* stream_of(Handle handle);
 Stream* stream_of(int device, Handle handle);
