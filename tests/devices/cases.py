@@ -94,11 +94,11 @@ def some(
 
     ``axes`` has the values of an option where they are not all.
     """
-    def possible(subject: str, **way: Any) -> bool:
-        return Case(subject, stages, chunks, **way).possible
-
     each = [["subject", option] for option in WAYS]
-    for subject, *way in covering({"subject": subjects, **WAYS, **axes}, [*groups, *each], possible):
+    for subject, *way in covering(
+        {"subject": subjects, **WAYS, **axes}, [*groups, *each],
+        lambda subject, **its: Case(subject, stages, chunks, **its).possible,
+    ):
         yield Case(subject, stages, chunks, *way)
 
 
@@ -110,12 +110,9 @@ def layers(names: Sequence[str], autocast: bool = False) -> Iterator[Case]:
         "sizes": ((7, 3),) if autocast else AXES["sizes"],
     }
     groups = [["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"], ["way", "checkpoint", "backward"]]
-
-    def possible(name: str, way: tuple[str | None, int], **_: Any) -> bool:
-        return way[0] is None or not name.endswith("reentrant")  # Which a schedule refuses.
-
     for name, (schedule, stages), *way, given, (rows, chunks) in covering(
-        axes, [*groups, *pairs([*axes][1:])], possible
+        axes, [*groups, *pairs([*axes][1:])],
+        lambda name, way, **_: way[0] is None or not name.endswith("reentrant"),  # Which a schedule refuses.
     ):
         yield Case(name, stages, chunks, way[0], way[1], schedule, way[2], given=given, rows=rows, autocast=autocast)
 
@@ -232,8 +229,8 @@ def _steps(
                 torch.ones(1, device=other.device)
         loss.backward()
         told: dict[str, Tensor | None] = {"the loss": loss.detach()}
-        for number, leaf in enumerate(tree_leaves(leaves)):
-            told[f"the gradient of input {number}"] = leaf.grad if isinstance(leaf, Tensor) else None
+        own = [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor)]
+        told |= {f"the gradient of input {number}": leaf.grad for number, leaf in enumerate(own)}
         told |= {f"the gradient of {name}": p.grad for name, p in model.named_parameters()}
         optimizer.step()
         told |= model.state_dict()

@@ -1,8 +1,4 @@
-"""What is trained on devices: a module for some number of stages, a batch for it, and its loss.
-
-Some are made for the paths between stages: a chain, tensors without gradient beside others, skips, statistics that
-are read after the pass. The others are all layers of the transparency grid, each with a skip past all of it.
-"""
+"""What is trained on devices: modules for the paths between stages, and all layers of the transparency grid."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator

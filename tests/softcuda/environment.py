@@ -10,8 +10,6 @@ from pathlib import Path
 from .kept import Missing, whole
 from .wheel import CONSTRAINTS, ROOT, constrained
 
-SETTINGS = ROOT / "setup.cfg"
-
 
 def ready(torch: Path, cache: Path, extras: Sequence[str]) -> Path:
     """The environment's folder, made now unless it was before. Torch can't be imported before ``use``.
@@ -21,7 +19,7 @@ def ready(torch: Path, cache: Path, extras: Sequence[str]) -> Path:
     what = f".[{','.join(extras)}]"
     # Not this process's own environment, which may be gone tomorrow.
     key = hashlib.sha256(f"{torch} {sys.base_prefix} {sys.version} {ROOT} {what}".encode())
-    for file in (CONSTRAINTS, SETTINGS):
+    for file in (CONSTRAINTS, ROOT / "setup.cfg"):
         key.update(file.read_bytes())
     folder = cache / f"environment-{torch.parent.name}-{key.hexdigest()[:12]}"
     return whole(folder, lambda room: _make(room, torch, what), f"installs {what}")

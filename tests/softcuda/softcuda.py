@@ -59,14 +59,6 @@ def _function(name: str) -> Callable[[], Any]:
     return (lambda: call().decode().splitlines()) if call.restype is ctypes.c_char_p else call
 
 
-def _load() -> ctypes.CDLL:
-    """Loads all of them: torch's libraries then find those by their names."""
-    runtime = ctypes.CDLL(str(FOLDER / RUNTIME), ctypes.RTLD_GLOBAL)
-    for path in sorted(FOLDER.glob("*.so.*")):
-        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-    return runtime
-
-
 def _after(torch: Any) -> None:
     """Leaves out what has no sibling on the CPU, and replaces the kernels."""
     torch.backends.cudnn.enabled = False
@@ -93,19 +85,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
+        spec: Any = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
             run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                _after(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = lambda module: (run(module), _after(module))
         return spec
 
 
 if (FOLDER / RUNTIME).exists() and os.environ.get("SOFTCUDA", "1") != "0":
-    _runtime = _load()
+    _runtime = ctypes.CDLL(str(FOLDER / RUNTIME), ctypes.RTLD_GLOBAL)
+    for other in sorted(FOLDER.glob("*.so.*")):  # Torch's libraries then find them by their names.
+        ctypes.CDLL(str(other), ctypes.RTLD_GLOBAL)
     globals().update({name: _function(name) for name in FUNCTIONS})
     sys.meta_path.insert(0, _Finder())

@@ -29,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runtime and cuBLAS."""
     room = tmp_path_factory.mktemp("libraries")
     compiler, _ = libraries.tools()
-    libraries.stubbed(softcuda.RUNTIME, NAMES, room, compiler, libraries.own())
+    libraries.stubbed(softcuda.RUNTIME, NAMES, room, compiler, libraries.OWN)
     names = {"cublasGetVersion_v2", "cublasSgemm_v2", "cublasGetStatusString"}
-    libraries.stubbed("libcublas.so.13", names, room, compiler, [libraries.RUNTIME / libraries.OTHERS])
+    libraries.stubbed("libcublas.so.13", names, room, compiler, [libraries.OTHERS])
     return room
 
 

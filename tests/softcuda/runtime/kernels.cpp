@@ -1,4 +1,5 @@
 // Kernels of torch's libraries: counted, and not run.
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <unordered_map>
@@ -16,7 +17,16 @@ auto& launches = *new std::unordered_map<const void*, long>;
 std::atomic<long> launched{0};
 const bool by_name = setting("SOFTCUDA_NUMBERS", 1) != 0;  // Else all of torch's kernels run, and are timed.
 
-int launch(const void* kernel) {
+// The accesses of the next kernel that this thread launches, whose work is done elsewhere.
+struct Pending { Access its[2]; int count; const char* name; };
+thread_local Pending pending;
+
+int launch(const void* kernel, Handle handle) {
+  if (pending.name != nullptr) {
+    auto* stream = stream_of(handle);
+    Hold hold(lock);
+    return access(stream->id, pending.its, pending.count, pending.name), kOk;
+  }
   launched.fetch_add(1, std::memory_order_relaxed);
   if (by_name) {
     Hold hold(lock);
@@ -49,6 +59,11 @@ API void softcuda_forget_kernels() {
   launches.clear();
   launched = 0;
 }
+// What the kernels that this thread launches from now on access; without a name, they are kernels as others again.
+API void softcuda_at_launch(const Access* its, int count, const char* name) {
+  pending.count = count, pending.name = name;
+  std::copy_n(its, count, pending.its);
+}
 
 API void** __cudaRegisterFatBinary(void*) {
   static void* none;
@@ -70,9 +85,9 @@ API int __cudaPopCallConfiguration(Dim3* grid, Dim3* block, size_t* shared, void
   *grid = configuration.grid, *block = configuration.block, *shared = configuration.shared;
   return *stream = configuration.stream, kOk;
 }
-API int __cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle) { return launch(kernel); }
-API int cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle) { return launch(kernel); }
-API int cudaLaunchKernelExC(const void*, const void* kernel, void**) { return launch(kernel); }
+API int __cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle at) { return launch(kernel, at); }
+API int cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle at) { return launch(kernel, at); }
+API int cudaLaunchKernelExC(const void*, const void* kernel, void**) { return launch(kernel, nullptr); }
 API int cudaFuncSetAttribute(const void*, int, int) { return kOk; }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* out, const void*, int, size_t) { return *out = 2, kOk; }
 API int cudaProfilerStart() { return kOk; }

@@ -22,6 +22,7 @@
 extern "C" {
 void softcuda_access(int device, void* stream, const soft::Access* its, int count, const char* name, double work = 0);
 void softcuda_host_waits(int device, void* stream);
+void softcuda_at_launch(const soft::Access* its, int count, const char* name);
 }
 
 namespace {
@@ -288,17 +289,18 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
   return at::detail::empty_strided_generic(size, stride, allocator(), keys, c10::dtype_or_default(type));
 }
 
-// Torch's own, with its events and streams. Where it would launch a kernel, the CPU copies: within a device, also to
-// what can be sent to another one by a memcpy, and from what has come by one.
+// Torch's own, with its events and streams. Where it launches a kernel, which does nothing here, the CPU copies.
 Tensor& copy_(Tensor& target, const Tensor& source, bool non_blocking) {
   bool within = on_cuda(target) && on_cuda(source) && !target.is_same(source);
   if (!within || same_bytes(target, source)) return at::native::copy_(target, source, non_blocking);
-  if (target.device() != source.device()) {
-    auto sent = at::empty(source.sizes(), source.options().dtype(target.scalar_type())).copy_(source);
-    return target.copy_(same_bytes(target, sent) ? sent : sent.to(target.options(), non_blocking), non_blocking);
-  }
   soft::Access its[] = {extent(source, false), extent(target, true)};
-  softcuda_access(target.device().index(), stream_of(target.device().index()), its, 2, "copy_");
+  if (target.device() == source.device()) {
+    softcuda_access(target.device().index(), stream_of(target.device().index()), its, 2, "copy_");
+  } else {
+    softcuda_at_launch(its, 2, "copy_");
+    at::native::copy_(target, source, non_blocking);
+    softcuda_at_launch(nullptr, 0, nullptr);
+  }
   at::AutoDispatchBelowADInplaceOrView guard;
   as_cpu(target).copy_(as_cpu(source));
   return target;

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <map>
+#include <set>
 #include <string>
 
 #include "runtime.h"
@@ -34,10 +34,8 @@ void join(Clock& to, const Clock& from) {
 
 // The same text at an address that stays.
 const char* kept(const char* name) {
-  static auto* names = new std::map<std::string, char*>;
-  auto& it = (*names)[name];
-  if (it == nullptr) it = strdup(name);
-  return it;
+  static auto* names = new std::set<std::string>;
+  return names->insert(name).first->c_str();
 }
 
 bool before(const Point& point, int stream) {
