@@ -1,5 +1,1 @@
-"""What has to hold on CUDA devices, of real ones and of the fake runtime's (``python -m tests.softcuda tests``).
-
-Beside the unwrapped module all of it runs on any four devices. What is looked for beside that, accesses to memory
-without an order, the log of what streams were given, allocations that fail, the fake runtime alone has.
-"""
+"""What has to hold on CUDA devices, real ones or the fake runtime's, which alone tells of hazards and logs."""

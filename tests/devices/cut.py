@@ -37,9 +37,3 @@ def homes(model: nn.Module) -> dict[str, str]:
     """Where each parameter and buffer is, under each of its names."""
     named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
     return {name: str(x.device) for name, x in named}
-
-
-def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    """Wherever they are."""
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, check_device=False)

@@ -25,7 +25,6 @@ from .subjects import WIDTH, linear, mean
 
 #: Seconds that one way may take: one that hangs says where.
 LIMIT = 300
-Tensors = dict[str, Tensor]
 
 
 def ways() -> dict[str, dict[str, Any]]:
@@ -49,49 +48,46 @@ def tried(options: dict[str, Any]) -> dict[str, Any]:
         loss = model(x, target=y) if "schedule" in options else mean(model(x), y)
         loss.backward()
 
-    before = _buffers(model)
+    before = _state(model)
     for _ in range(2):  # What is kept from call to call, as buffers for recomputations, is there after the second.
         _held(model, before)
         step()
-    after, expected = _buffers(model), _gradients(model)
+    after = _state(model)
     held, faults = _held(model, before), Counter[str]()
     for number in itertools.count(1):
         raised = failing(number, step)
         if raised is None:
             break
         faults[raised or "no error"] += raised != "no memory"
+        found = _state(model)
         # As of plain autograd: what has a gradient has all of it.
-        faults.update(f"{name}.grad" for name, grad in _gradients(model).items() if not _same(grad, expected[name]))
-        if not any(all(_same(x, its[name]) for name, x in _buffers(model).items()) for its in (before, after)):
+        faults.update(name for name in found.keys() - before.keys() if not torch.allclose(found[name], after[name]))
+        if not any(all(torch.allclose(found[name], its[name]) for name in before) for its in (before, after)):
             faults["buffers"] += 1
         _held(model, before)
         step()
-        for found, right in (_buffers(model), after), (_gradients(model), expected):
-            faults.update(f"{name}, next" for name in right if not _same(found.get(name), right[name]))
+        found = _state(model)
+        faults.update(
+            f"{name}, next" for name, x in after.items() if name not in found or not torch.allclose(found[name], x)
+        )
         del found
         faults["memory"] += _held(model, before) != held  # Autograd's threads have let go of the failure by now.
     return {"failures": number - 1, "faults": +faults}
 
 
-def _gradients(model: nn.Module) -> Tensors:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and the gradients that there are."""
+    gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**{name: buffer.clone() for name, buffer in model.named_buffers()}, **gradients}
 
 
-def _buffers(model: nn.Module) -> Tensors:
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def _held(model: nn.Module, buffers: Tensors) -> list[int]:
+def _held(model: nn.Module, buffers: dict[str, Tensor]) -> list[int]:
     """Bytes of each device, of a model that is put back to where it was."""
     model.zero_grad()
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     gc.collect()
     return [torch.cuda.memory_allocated(device) for device in range(2)]
-
-
-def _same(x: Tensor | None, y: Tensor) -> bool:
-    return x is not None and torch.allclose(x, y)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 Kind = Literal["op", "copy", "record", "wait"]
-_KINDS: dict[str, Kind] = {"o": "op", "c": "copy", "r": "record", "w": "wait"}
 #: The fake runtime, if this process has it (``tests/softcuda/softcuda.py``).
 softcuda: Any = sys.modules.get("softcuda")
 
@@ -36,15 +35,14 @@ def settle() -> None:
 
 def failing(number: int, step: Callable[[], object]) -> str | None:
     """Takes a step whose allocation of that number fails: what it raises, "" if nothing. None: it has fewer."""
-    softcuda.fail_at(number)
-    start, raised = softcuda.asked(), ""
+    start, raised = softcuda.fail_at(number), ""
     try:
         step()
     except BaseException as error:
         raised = repr(error) if not isinstance(error, torch.OutOfMemoryError) else "no memory"
     finally:
-        softcuda.fail_at(0)
-    return raised if raised or softcuda.asked() - start >= number else None
+        end = softcuda.fail_at(0)
+    return raised if raised or end - start >= number else None
 
 
 def launches() -> list[Launch]:
@@ -52,5 +50,5 @@ def launches() -> list[Launch]:
     found = []
     for line in softcuda.launches():
         kind, *places, work, size, name = line.split(" ", 7)
-        found.append(Launch(_KINDS[kind], *map(int, places), float(work), int(size), name))
+        found.append(Launch(kind, *map(int, places), float(work), int(size), name))
     return found

@@ -34,10 +34,8 @@ class Way:
 
     def planned(self) -> float:
         """What the simulator says."""
-        if self.schedule is None:
-            order = schedule.build("gpipe", self.devices, self.chunks, split=self.backward == "split")
-        else:
-            order = schedule.build(self.schedule, self.devices, self.chunks)
+        options = {"split": self.backward == "split"} if self.schedule is None else {}
+        order = schedule.build(self.schedule or "gpipe", self.devices, self.chunks, **options)
         share = order.stages // self.devices
         costs = schedule.Costs(forward=share, backward_input=share, backward_weight=share, copy=self.copy)
         return schedule.simulate(order, costs).makespan

@@ -133,24 +133,15 @@ def detached(net: Of, x: Tensor) -> Tensor:
     return net.blocks[-1](x)
 
 
-class Recomputing(Module):
+def recomputing(net: Of, x: Tensor, chance: float = 0.0) -> Tensor:
     """Has blocks run again by torch.utils.checkpoint: borders lie inside of it."""
-
-    def __init__(self, stages: int, chance: float = 0.0) -> None:
-        super().__init__(stages)
-        self.chance = chance
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(self.dropped, block, x, use_reentrant=False)
-        return x
-
-    def dropped(self, block: nn.Module, x: Tensor) -> Tensor:
-        return F.dropout(block(x), self.chance)
+    for block in net.blocks:
+        x = checkpoint(lambda x, block=block: F.dropout(block(x), chance), x, use_reentrant=False)
+    return x
 
 
 #: By name.
 MODULES: dict[str, Callable[[int], nn.Module]] = {
-    "carried": Carried, "tied": Tied, "recomputing": Recomputing, "filled": partial(Of, filled),
+    "carried": Carried, "tied": Tied, "recomputing": partial(Of, recomputing), "filled": partial(Of, filled),
     "spread": partial(Of, spread), "held": partial(Of, held), "nothing tracked": partial(Of, detached),
 }

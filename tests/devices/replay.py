@@ -36,11 +36,6 @@ class Replayed:
 
     spans: tuple[Span, ...]
 
-    @property
-    def makespan(self) -> float:
-        """When the last launch was done."""
-        return max((span.end for span in self.spans), default=0.0)
-
     def busy(self, device: int, engine: Literal["compute", "copy"] = "compute") -> float:
         """How long the engine had work."""
         return sum(span.end - span.start for span in self.spans if (span.device, span.engine) == (device, engine))

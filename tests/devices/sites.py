@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -108,25 +108,19 @@ def _function(code: CodeType) -> str:
 def watched(without: str | None = None) -> Iterator[dict[str, int]]:
     """Counts the calls of each place inside the block; those of one place have no effect, or ``READS`` has none."""
     counts: dict[str, int] = {}
-    patches = []
-    for verb, nothing in VERBS.items():
-        real = getattr(stream, verb)
+    with ExitStack() as patches:
+        for verb, nothing in VERBS.items():
+            real = getattr(stream, verb)
 
-        def called(*args: Any, verb: str = verb, real: Any = real, nothing: Any = nothing) -> Any:
-            place = _place(verb)
-            counts[place] = counts.get(place, 0) + 1
-            return (nothing if place == without else real)(*args)
+            def called(*args: Any, verb: str = verb, real: Any = real, nothing: Any = nothing) -> Any:
+                place = _place(verb)
+                counts[place] = counts.get(place, 0) + 1
+                return (nothing if place == without else real)(*args)
 
-        patches.append(mock.patch.object(stream, verb, called))
-    if without == READS:
-        patches.append(mock.patch.object(streams.Reads, "add", lambda self, tensors: None))
-    for patch in patches:
-        patch.start()
-    try:
+            patches.enter_context(mock.patch.object(stream, verb, called))
+        if without == READS:
+            patches.enter_context(mock.patch.object(streams.Reads, "add", lambda self, tensors: None))
         yield counts
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
 
 
 def few(*subjects: str) -> Iterator[Case]:

@@ -1,8 +1,4 @@
-"""What is trained on devices: a module for some number of stages, a batch for it, and its loss.
-
-Some are made for the paths between stages: a chain, tensors without gradient beside others, skips, statistics that
-are read after the pass. The others are all layers of the transparency grid, each with a skip past all of it.
-"""
+"""What is trained on devices: modules for the paths between stages, and all layers of the transparency grid."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
@@ -17,7 +13,7 @@ from splitpipe.core import stream
 from splitpipe.skip import pop, skippable, stash
 from tests.helpers.compiling import EAGER
 from tests.helpers.twin import even
-from tests.promise.layers import LAYERS, batched_of
+from tests.promise.layers import LAYERS, Apply, batched_of
 
 from . import modules
 from .modules import WIDTH
@@ -27,6 +23,16 @@ Make = Callable[[], nn.Module]
 
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
+
+
+def first() -> nn.Module:
+    """Of two tensors the first, changed in place."""
+    return Apply(lambda value: value[0].relu_())
+
+
+def detached() -> nn.Module:
+    """Lets no gradient through."""
+    return nn.Sequential(linear(), Apply(Tensor.detach))
 
 
 class Layered(nn.Module):
@@ -72,13 +78,6 @@ class Scaled(Layered):
         return self.layer(x) * table.tanh(), table
 
 
-class One(nn.Module):
-    """Of two tensors the first, changed in place."""
-
-    def forward(self, value: Any) -> Any:
-        return value[0].relu_()
-
-
 class Residual(Layered):
     """Uses its input twice: gradients meet where it came from."""
 
@@ -101,13 +100,6 @@ class Elsewhere(Layered):
         stream.hold(x, own)
         stream.hold(y, here)
         return y
-
-
-class Detached(Layered):
-    """Lets no gradient through."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).detach()
 
 
 class Block(Layered):
@@ -230,7 +222,7 @@ def _past(name: str) -> Subject:
 chain = in_each(linear, nn.Tanh)
 SUBJECTS = {
     "chain": Subject(chain),
-    "pairs": Subject(and_last(Pair, Pair, One)),
+    "pairs": Subject(and_last(Pair, Pair, first)),
     "skips": Subject(skips),
     "statistics": Subject(
         in_each(linear, lambda: nn.BatchNorm1d(WIDTH)), options={"deferred_batch_norm": True}, measure="cpu"
@@ -240,11 +232,11 @@ SUBJECTS = {
     "elsewhere, a batch without grad": Subject(in_each(Elsewhere), differentiable=False),
     "compiled": Subject(in_each(Block, Block), options={"compile": EAGER}),
     "compiled by its user": Subject(compiled_by_its_user),
-    "detached": Subject(and_last(Detached, linear)),
+    "detached": Subject(and_last(detached, linear)),
     "ties": Subject(ties),
     "dropouts": Subject(in_each(linear, nn.Dropout, nn.Tanh), measure="never"),
     "tables": Subject(
-        and_last(Scaled, Scaled, One), lambda size: (_rows(size), _rows(1)[0]), {"batched": (True, False)}
+        and_last(Scaled, Scaled, first), lambda size: (_rows(size), _rows(1)[0]), {"batched": (True, False)}
     ),
     **{f"module: {name}": Subject(make, cuts=modules.cuts) for name, make in modules.MODULES.items()},
     "module: compiled": Subject(modules.Carried, options={"compile": EAGER}, cuts=modules.cuts),

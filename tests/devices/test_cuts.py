@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.segments.stages import CodeRun
-from tests.devices.cut import BOTH, DEVICES, assert_same_gradients, batch, trained, wrapped
-from tests.devices.modules import WIDTH, Carried, Module, Of, Recomputing, Tied
+from tests.devices.cut import BOTH, DEVICES, batch, trained, wrapped
+from tests.devices.modules import WIDTH, Carried, Module, Of, Tied, recomputing
 from tests.devices.subjects import mean
+from tests.gpu.checks import assert_same_gradients
 from tests.helpers.twin import Note
 from tests.segments import test_parts as parts
 
@@ -137,7 +139,7 @@ def aliased(net: Of, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("module", "text"), [
     (Of(writing, count=torch.zeros(1)), "'count', which lives on cuda:0, was written to by a stage on cuda:1"),
     (Of(aliased), "another value from there has the same memory"),
-    (Recomputing(3, 0.5), r"stage 1 \(cuda:1\) begins inside of torch.utils.checkpoint"),
+    (Of(partial(recomputing, chance=0.5)), r"stage 1 \(cuda:1\) begins inside of torch.utils.checkpoint"),
 ], ids=["a buffer written to elsewhere", "a view of what is written to", "a checkpoint that draws behind a border"])
 def test_it_is_refused(module: Module, text: str, way: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=text):
@@ -149,11 +151,6 @@ def test_a_graph_on_a_later_stages_device_is_refused() -> None:
     model = wrapped(Of(lambda net, x, weight: weighed(net, x * later, weight)), schedule="1f1b", loss_fn=mean)
     with pytest.raises(RuntimeError, match="which comes later, and has a graph"):
         trained(model, batch(), torch.ones(4, 1, device=DEVICES[-1]))
-
-
-def test_meta_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'blocks.0.layer.weight', .* are on meta and have no data"):
-        wrapped(Tied(3).to("meta"))
 
 
 @BOTH

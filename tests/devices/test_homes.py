@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe
-from tests.devices.cut import BOTH, DEVICES, assert_same_gradients, batch, homes, trained, wrapped
+from tests.devices.cut import BOTH, DEVICES, batch, homes, trained, wrapped
 from tests.devices.log import failing
 from tests.devices.modules import WIDTH, Carried, Module, Of, Tied, cuts
+from tests.gpu.checks import assert_same_gradients
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
 
@@ -54,25 +55,19 @@ def sequential() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
 
 
-def test_hooks_of_parameters_go_along_when_these_move() -> None:
-    model, log = wrapped(Carried(3)), list[str]()
+@BOTH
+@pytest.mark.parametrize("kind", [Carried, Tied])
+def test_hooks_of_parameters_go_along_and_are_called_once(kind: type[Module], way: dict[str, Any]) -> None:
+    model, log = wrapped(kind(3), **way), list[tuple[str, Any]]()
     for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: log.append(name))
-        parameter.register_post_accumulate_grad_hook(lambda x, name=name: log.append(f"{name}, after"))
+        parameter.register_hook(lambda grad, name=name: log.append((name, grad.device)))
+        parameter.register_post_accumulate_grad_hook(lambda x, name=name: log.append((name, x.grad.device)))
     for _ in range(2):
         log.clear()
         trained(model)
-        used = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-        assert used and sorted(log) == sorted([*used, *(f"{name}, after" for name in used)])
+        used = [(name, x.device) for name, x in model.named_parameters() if x.grad is not None]
+        assert used and sorted(log, key=str) == sorted(used * 2, key=str)
         model.zero_grad()
-
-
-@BOTH
-def test_a_gradient_hook_of_a_tied_weight_is_called_once(way: dict[str, Any]) -> None:
-    model, seen = wrapped(Tied(3), sample=batch(), **way), list[Tensor]()
-    model.last.weight.register_hook(seen.append)
-    trained(model)
-    assert [x.device for x in seen] == [model.last.weight.device]
 
 
 @pytest.mark.parametrize("how", ["there", "cpu", "dict", "tuple"])
@@ -181,16 +176,26 @@ def test_a_dtype_may_change_before_and_after(way: dict[str, Any]) -> None:
         model.zero_grad()
 
 
+def saved(value: Any, **options: Any) -> Any:
+    """What a file has of it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
 @pytest.mark.parametrize("called", [False, True])
 def test_copies_pickles_and_states_are_whole(called: bool) -> None:
-    model, file = wrapped(Tied(3)), io.BytesIO()
+    model = wrapped(Tied(3))
     if called:
         trained(model)
         model.zero_grad()
-    torch.save(model, file)
-    file.seek(0)
-    others = [copy.deepcopy(model), torch.load(file, weights_only=False), wrapped(Tied(3))]
-    others[-1].load_state_dict(model.state_dict())
+    others = [copy.deepcopy(model), saved(model, weights_only=False)]
+    for where in None, "cpu", "cuda:3":
+        state = saved(model.state_dict(), map_location=where)
+        assert where is None or {x.device for x in state.values()} == {torch.device(where)}
+        others.append(wrapped(Tied(3)))
+        others[-1].load_state_dict(state)
     for other in others:
         assert torch.equal(other(batch()), model(batch())) and homes(other) == homes(model)
         assert other.last.weight is other.blocks[0].layer.weight

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,7 @@ class Part:
     command: tuple[str, ...]  # It leaves JSON, or JUnit's XML, in a file whose name comes last.
     limit: float  # Seconds.
     environment: dict[str, str] = field(default_factory=dict)  # On top of this process's own.
-    skipped: tuple[str, ...] = ()  # What it can't try here, and why.
+    skipped: tuple[str, ...] = ()  # Of one without a command: what it can't try here, and why.
 
 
 @dataclass(frozen=True)
@@ -98,14 +97,12 @@ def run(part: Part, room: Path) -> Outcome:
     if not left.exists() or not left.stat().st_size:
         lines = said.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing was printed")
-        return Outcome(part.name, "failed", seconds, [f"{fault or 'it left no result'}: {last}"], list(part.skipped))
+        return Outcome(part.name, "failed", seconds, [f"{fault or 'it left no result'}: {last}"])
     its = _junit(left) if "pytest" in part.command else json.loads(left.read_text())
     wrong = list(its.get("wrong", []))
     if fault is not None and not wrong:
         wrong = [fault]
-    return Outcome(
-        part.name, its.get("result", ""), seconds, wrong, [*part.skipped, *its.get("skipped", [])], its.get("more", its)
-    )
+    return Outcome(part.name, its.get("result", ""), seconds, wrong, its.get("skipped", []), its.get("more", its))
 
 
 def _finished(part: Part, said: Path, left: Path) -> str | None:
@@ -137,8 +134,8 @@ def _junit(file: Path) -> dict[str, Any]:
         name = f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
         faults = [*case.findall("failure"), *case.findall("error")]
         if faults:
-            first: Sequence[str] = (faults[0].get("message") or "no message").splitlines()
-            wrong.append(f"{name}: {first[0] if first else 'no message'}")
+            message = faults[0].get("message") or "no message"
+            wrong.append(f"{name}: {message.splitlines()[0]}")
         elif (skip := case.find("skipped")) is not None:
             skipped[skip.get("message") or "no reason"] += 1
         else:

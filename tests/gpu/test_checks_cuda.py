@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from splitpipe import SplitPipe
+from tests.devices.log import softcuda
 from tests.gpu import checks
-from tests.gpu.checks import WIDTH, exact, gradients, loss_of, slow, squared, wrapped
+from tests.gpu.checks import WIDTH, assert_same_gradients, exact, loss_of, slow, squared, wrapped
 from tests.gpu.parts import ROOT, STEPS
 from tests.helpers.world import World
 
@@ -112,7 +113,7 @@ def test_a_step_without_memory_says_so_and_keeps_none(
         assert all(now <= was for now, was in zip(after, before)), f"{after} bytes, {before} were before"
         loss_of(model, x, y, schedule).backward()
         loss_of(plain, x, y).backward()
-        gradients(model, plain, "the next step")
+        assert_same_gradients(model, plain, "the next step")
 
 
 @pytest.mark.cuda
@@ -128,26 +129,44 @@ def test_a_recording_has_times_in_order_and_memory(devices: int) -> None:
     assert all(end >= start for row in timeline.spans for _, start, end in row)
 
 
+class Pinned(nn.Module):
+    """Gives its input in pinned memory, if that is on the CPU: as layers do that refill a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x, pin_memory=x.device.type == "cpu").copy_(x)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
-@BOTH
-def test_buffers_in_pinned_memory_may_be_filled_again_when_the_call_returns(devices: int, schedule: str | None) -> None:
+@pytest.mark.parametrize("where", [{"balance": [1, 1]}, {"cuts": ["1"], "batched": {}}], ids=["layers", "cuts"])
+@pytest.mark.parametrize("places", [
+    ["cuda:0", "cuda:0"], pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.devices(2)), ["cpu", "cuda:0"],
+], ids=", ".join)
+def test_pinned_memory_has_been_read_when_the_call_returns(
+    places: list[str], where: dict[str, Any], schedule: str | None
+) -> None:
+    """On a GPU buffers that are filled again would change what is trained on; the fake tells who still reads."""
     with exact():
         module = slow(2)
+        module[0].append(Pinned())
         plain = copy.deepcopy(module).to("cuda:0")
-        model = wrapped(module, devices, schedule)
+        options = {} if schedule is None else {"schedule": schedule, "loss_fn": squared}
+        model = SplitPipe(module, devices=places, chunks=4, **where, **options)
         x, y = (torch.empty(10, WIDTH).pin_memory() for _ in range(2))
         for _ in range(5):
             given = torch.randn(2, 10, WIDTH)
             x.copy_(given[0]), y.copy_(given[1])
             output = model(x) if schedule is None else model(x, target=y)
-            x.fill_(torch.nan)
+            assert softcuda is None or {*softcuda.reads()} == {"done"}
+            if places[0] != "cpu":  # Where the first stage keeps it for backward.
+                x.fill_(torch.nan)
             loss = squared(output, y.to(output.device)) if schedule is None else output
             if schedule is not None:
                 y.fill_(torch.nan)
             loss.backward()
+            assert softcuda is None or "reading" not in softcuda.reads()
             loss_of(plain, given[0].to("cuda:0"), given[1]).backward()
-        gradients(model, plain, "refilled buffers")
+        assert_same_gradients(model, plain, "refilled buffers")
 
 
 _ELSEWHERE = """
@@ -199,7 +218,7 @@ def trains(rank: int, places: list[list[str]], backend: str, backward: str) -> N
                 for batch in batches:
                     other = plain(batch.to(places[rank][0]))
                     (squared(other, torch.zeros_like(other)) / 2).backward()
-                gradients(model, plain, f"process {rank}, step {number}")
+                assert_same_gradients(model, plain, f"process {rank}, step {number}")
     finally:
         dist.destroy_process_group(group)
 

@@ -4,50 +4,45 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import splitpipe.skip
 from benchmarks.harness import contenders, measure
-from benchmarks.harness.subject import Subject, case
+from benchmarks.harness.contenders import Contender
+from benchmarks.harness.subject import Subject
 from splitpipe import SplitPipe
 
 CHUNKS = 8
 #: How far losses of the first step may be apart, relatively.
 CLOSE = 2e-2
 Step = Callable[[], Tensor]
-Way = Callable[[], Step]
 
 
-def ways(checkpoint: str, preset: str, every: bool = False) -> tuple[dict[str, Way], list[str]]:
+def ways(checkpoint: str, preset: str, every: bool = False) -> tuple[dict[str, Callable[[], Step]], list[str]]:
     """How to train, by name, and what is missing, with the reason; on two devices, or twice on the only one.
 
     ``every``: by cuts, too, and by schedules, where nothing is checkpointed.
     """
-    def made(way: Callable[..., Any], **options: Any) -> Step:
-        model, step = way(case(Subject("gpt", preset, CHUNKS, "cuda"), splitpipe.skip), **options)
+    subject = Subject("gpt", preset, CHUNKS, "cuda")
 
-        def whole() -> Tensor:
+    def start(contender: Contender) -> Step:
+        model, compute = contender.built(subject)
+
+        def step() -> Tensor:
             model.zero_grad()
-            loss: Tensor = step()
-            return loss
+            return compute()
 
-        return whole
+        return step
 
-    found: dict[str, Way] = {
-        engine: partial(made, contenders.dropin, backward_by=engine, checkpoint=checkpoint)
-        for engine in ("split", "autograd")
-    }
+    them = dict(zip(("split", "autograd", "torchgpipe"), contenders.drop_ins(checkpoint)))
     if every:
-        found["by cuts"] = partial(made, _by_cuts, checkpoint=checkpoint)
+        them["by cuts"] = Contender("splitpipe", "by cuts", "own", partial(_by_cuts, checkpoint=checkpoint))
     if every and checkpoint == "never":
-        found |= {name: partial(made, contenders.scheduled, name=name) for name in ("1f1b", "zb-h1")}
-    if find_spec("torchgpipe") is None:
-        return found, ["the comparison with torchgpipe, which is not installed"]
-    return found | {"torchgpipe": partial(made, contenders.torchgpipe, checkpoint=checkpoint)}, []
+        them |= {each.way: each for each in contenders.by_schedule(("1f1b", "zb-h1"))}
+    missing = [f"the comparison with {name}: {why}" for name, each in them.items() if (why := each.missing(subject))]
+    return {name: partial(start, each) for name, each in them.items() if not each.missing(subject)}, missing
 
 
 def _by_cuts(case: Any, *, checkpoint: Any) -> Any:
@@ -97,7 +92,7 @@ def memory(preset: str) -> dict[str, Any]:
             "skipped": skipped, "more": {"peaks": rows}}
 
 
-def _peaks(way: Way) -> dict[str, list[int]]:
+def _peaks(way: Callable[[], Step]) -> dict[str, list[int]]:
     devices = range(torch.cuda.device_count())
     gc.collect()
     measure.synchronize()

@@ -2,39 +2,27 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .kept import Missing, alone
+from .kept import Missing, whole
 from .wheel import CONSTRAINTS, ROOT, constrained
-
-SETTINGS = ROOT / "setup.cfg"
-INSTALLED = "extras.json"  # In its folder: the extras that are installed.
 
 
 def ready(torch: Path, cache: Path, extras: Sequence[str]) -> Path:
-    """The environment's folder; what is missing of it is made now. Torch can't be imported before ``use``.
+    """The environment's folder, made now unless it was before. Torch can't be imported before ``use``.
 
-    There is one for each torch (the package's folder), Python, checkout, constraints.txt and setup.cfg.
+    There is one for each torch (the package's folder), Python, checkout, constraints.txt, setup.cfg and set of extras.
     """
+    what = f".[{','.join(extras)}]"
     # Not this process's own environment, which may be gone tomorrow.
-    key = hashlib.sha256(f"{torch} {sys.base_prefix} {sys.version} {ROOT}".encode())
-    for file in (CONSTRAINTS, SETTINGS):
+    key = hashlib.sha256(f"{torch} {sys.base_prefix} {sys.version} {ROOT} {what}".encode())
+    for file in (CONSTRAINTS, ROOT / "setup.cfg"):
         key.update(file.read_bytes())
     folder = cache / f"environment-{torch.parent.name}-{key.hexdigest()[:12]}"
-    with alone(folder):
-        record = folder / INSTALLED
-        there = json.loads(record.read_text()) if record.exists() else None
-        if there is None:
-            _make(folder, torch)
-        wanted = sorted({*(there or ()), *extras})
-        if wanted != there:
-            _install(folder, torch, wanted)
-            record.write_text(json.dumps(wanted))
-    return folder
+    return whole(folder, lambda room: _make(room, torch, what), f"installs {what}")
 
 
 def use(folder: Path, libraries: Path) -> Path:
@@ -50,22 +38,16 @@ def _site(folder: Path) -> Path:
     return next(folder.glob("lib/python3*/site-packages"))
 
 
-def _make(folder: Path, torch: Path) -> None:
-    """Without pip, which Debian's Python can't put in; this process's own does the work."""
-    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], "makes no virtual environment")
-    (_site(folder) / "torch.pth").write_text(f"{torch.parent}\n")
-
-
-def _install(folder: Path, torch: Path, extras: Sequence[str]) -> None:
-    """Installs the checkout with these extras. pip finds torch, and gets what else that needs."""
-    version = torch.parent.name.split("-")[1]
-    constraints = folder / "constraints.txt"
+def _make(room: Path, torch: Path, what: str) -> None:
+    """Installs the checkout with its extras. pip finds torch, and gets what else that needs."""
+    # Without pip, which Debian's Python can't put in; this process's own does the work.
+    _run([sys.executable, "-m", "venv", "--without-pip", str(room)], "makes no virtual environment")
+    (_site(room) / "torch.pth").write_text(f"{torch.parent}\n")
+    version, constraints = torch.parent.name.split("-")[1], room / "constraints.txt"
     # What another torch asks for may be another version than the constraints'.
     lines = CONSTRAINTS.read_text(encoding="utf-8") if version == constrained() else f"torch=={version}\n"
     constraints.write_text(lines, encoding="utf-8")
-    what = f".[{','.join(extras)}]"
-    print(f"installs {what} into {folder} ...", flush=True)
-    _run([sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-compile",
+    _run([sys.executable, "-m", "pip", "--python", str(room / "bin/python"), "install", "--quiet", "--no-compile",
           "-e", what, "-c", str(constraints)], f"can't install {what}")
 
 

@@ -20,8 +20,9 @@ from .kept import Missing, whole
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
-#: Of it, what replaces torch's kernels, and needs its headers; what every other library than the runtime has.
-OPS, OTHERS = "ops.cpp", "others.cpp"
+#: Of it, what replaces torch's kernels, and needs its headers; what all libraries but the runtime have; the runtime.
+OPS, OTHERS = RUNTIME / "ops.cpp", RUNTIME / "others.cpp"
+OWN = [file for file in sorted(RUNTIME.glob("*.cpp")) if file not in (OPS, OTHERS)]
 #: By its name what each library's functions begin with, where torch names no version, and what a stub returns.
 LIBRARIES = {
     softcuda.RUNTIME: ("cuda", 801),
@@ -70,19 +71,13 @@ def built(torch: Path, cache: Path) -> Path:
     return whole(folder, lambda room: build(torch, room, compiler), "builds the fake CUDA runtime, a minute or two")
 
 
-def own() -> list[Path]:
-    """The sources of the runtime itself."""
-    return [file for file in sorted(RUNTIME.glob("*.cpp")) if file.name not in (OPS, OTHERS)]
-
-
 def build(torch: Path, room: Path, compiler: str) -> None:
     """Builds all of them into the folder."""
     needed = imports(sorted((torch / "lib").glob("lib*.so")))
-    stubbed(softcuda.RUNTIME, needed.pop(softcuda.RUNTIME), room, compiler, own())
-    others = [RUNTIME / OTHERS]
+    stubbed(softcuda.RUNTIME, needed.pop(softcuda.RUNTIME), room, compiler, OWN)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(ops, torch, room, compiler)]
-        jobs += [pool.submit(stubbed, library, names, room, compiler, others) for library, names in needed.items()]
+        jobs += [pool.submit(stubbed, library, names, room, compiler, [OTHERS]) for library, names in needed.items()]
         for job in jobs:
             job.result()
     shutil.copy(HERE / "softcuda.py", room)
@@ -139,7 +134,7 @@ def stubbed(library: str, names: set[str], room: Path, compiler: str, beside: Se
 def ops(torch: Path, room: Path, compiler: str) -> None:
     """Builds what replaces torch's kernels."""
     compiled(
-        compiler, "-O1", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", str(RUNTIME / OPS),
+        compiler, "-O1", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", str(OPS),
         "-o", str(room / softcuda.OPS), f"-L{torch}/lib", "-ltorch_cpu", "-lc10", "-lc10_cuda",
         f"-L{room}", f"-l:{softcuda.RUNTIME}", "-Wl,--allow-shlib-undefined",
     )

@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,103 +20,43 @@ RUNTIME = "libcudart.so.13"
 OPS = "libsoftops.so"
 #: Ops that keep torch's CUDA kernel: it makes a view, or asks the runtime; or ops.cpp has them itself.
 KEPT = {
-    "_conj_physical", "_efficientzerotensor", "_fused_sdp_choice", "_has_same_storage_numel", "_local_scalar_dense",
-    "_nested_view_from_buffer", "_pin_memory", "_reshape_alias", "_sparse_semi_structured_linear", "_to_copy",
-    "as_strided", "copy_", "empty.memory_format", "empty_strided", "is_pinned", "is_set_to", "native_dropout",
-    "record_stream", "resize_", "resize_as_", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset",
-    "set_.source_Tensor", "unfold", "view", "view_as_complex", "view_as_real",
+    "_conj_physical", "_efficientzerotensor", "_fused_rms_norm", "_fused_sdp_choice", "_has_same_storage_numel",
+    "_local_scalar_dense", "_nested_view_from_buffer", "_pin_memory", "_reshape_alias",
+    "_sparse_semi_structured_linear", "_to_copy", "as_strided", "copy_", "empty.memory_format", "empty_strided",
+    "is_pinned", "is_set_to", "native_dropout", "record_stream", "resize_", "resize_as_", "set_", "set_.source_Storage",
+    "set_.source_Storage_storage_offset", "set_.source_Tensor", "unfold", "view", "view_as_complex", "view_as_real",
 }
-#: Ops without a kernel of their own on the CPU, or whose CUDA kernel is cuDNN's: ops.cpp has them.
-ALSO = {
-    "convolution", "convolution_backward", "native_dropout", "_fused_rms_norm_backward", "_thnn_fused_lstm_cell",
-    "_thnn_fused_lstm_cell_backward_impl", "_thnn_fused_gru_cell", "_thnn_fused_gru_cell_backward",
+#: Ops whose CUDA kernel is cuDNN's.
+ALSO = "convolution", "convolution_backward"
+
+
+#: Functions of this module that ask the runtime or tell it something, and what each returns: of a text the lines.
+FUNCTIONS: dict[str, Any] = {
+    "hazards": ctypes.c_char_p,  # Pairs of accesses that nothing orders, each with its count in front.
+    "forget_hazards": None,
+    "log": None,  # Empties the log of what streams are given, and keeps it from now on.
+    "launches": ctypes.c_char_p,  # The log, as tests/devices/log.py reads it.
+    "reads": ctypes.c_char_p,  # Of each copy from pinned memory since the last call: "done", or still "reading".
+    "locked": ctypes.c_long,  # Events recorded, and waited for, by a thread that had the interpreter's lock meanwhile.
+    "unbound": ctypes.c_long,  # Products that a thread began without a context of the device: cuBLAS warns of them.
+    "kernels": ctypes.c_char_p,  # Torch's CUDA kernels that were launched, and did nothing, each with its count.
+    "launched": ctypes.c_long,  # How many.
+    "forget_kernels": None,
 }
 
 
-def hazards() -> list[str]:
-    """Pairs of accesses that nothing orders, each with its count in front; SOFTCUDA_HAZARDS=1 looks for them."""
-    return _lines(_runtime.softcuda_hazards)
+def fail_at(number: int) -> int:
+    """Has the allocation of this number, counted from the next one, raise torch.OutOfMemoryError; 0: none.
 
-
-def forget_hazards() -> None:
-    """Forgets those found so far."""
-    _runtime.softcuda_forget_hazards()
-
-
-def log() -> None:
-    """Empties the log of what streams are given, and keeps it from now on."""
-    _runtime.softcuda_log()
-
-
-def launches() -> list[str]:
-    """The log: kind (op, copy, record, wait), device, stream, priority, event, multiplications, bytes, name of each.
-
-    ``tests/devices/log.py`` reads them.
+    How many there were so far, on all devices.
     """
-    return _lines(_runtime.softcuda_launches)
+    return int(_ops.softops_fail_at(ctypes.c_uint64(number)))
 
 
-def reads() -> tuple[int, int]:
-    """Copies from pinned memory since the last call that nobody waited for when they began, and those still going on.
-
-    Whoever writes to that memory then changes what is copied.
-    """
-    unread = ctypes.c_int()
-    return int(_runtime.softcuda_reads(ctypes.byref(unread))), unread.value
-
-
-def locked() -> int:
-    """How many events were recorded, and waited for, by a thread that held the interpreter's lock meanwhile."""
-    return int(_runtime.softcuda_locked())
-
-
-def unbound() -> int:
-    """Products that a thread began without a context of the device, which cuBLAS warns of."""
-    return int(_runtime.softcuda_unbound())
-
-
-def fail_at(number: int) -> None:
-    """Has the allocation of this number, counted from the next one, raise torch.OutOfMemoryError; 0: none."""
-    _ops.softops_fail_at(ctypes.c_uint64(number))
-
-
-def asked() -> int:
-    """How many allocations there were so far, on all devices."""
-    return int(_ops.softops_asked())
-
-
-def kernels() -> list[str]:
-    """Torch's CUDA kernels that were launched, and so did nothing, each with its count in front."""
-    return _lines(_runtime.softcuda_kernels)
-
-
-def launched() -> int:
-    """How many kernels of torch's were launched."""
-    return int(_runtime.softcuda_launched())
-
-
-def forget_kernels() -> None:
-    """Starts ``kernels`` and ``launched`` again."""
-    _runtime.softcuda_forget_kernels()
-
-
-def _lines(call: Any) -> list[str]:
-    size = call(None, ctypes.c_size_t(0)) + 1
-    out = ctypes.create_string_buffer(size)
-    call(out, ctypes.c_size_t(size))
-    return out.value.decode().splitlines()
-
-
-def _load() -> ctypes.CDLL:
-    """Loads all of them: torch's libraries then find those by their names."""
-    runtime = ctypes.CDLL(str(FOLDER / RUNTIME), ctypes.RTLD_GLOBAL)
-    for name in "launched", "locked", "unbound":
-        getattr(runtime, f"softcuda_{name}").restype = ctypes.c_long
-    for name in "hazards", "kernels", "launches":
-        getattr(runtime, f"softcuda_{name}").restype = ctypes.c_size_t
-    for path in sorted(FOLDER.glob("*.so.*")):
-        ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-    return runtime
+def _function(name: str) -> Callable[[], Any]:
+    call: Any = getattr(_runtime, f"softcuda_{name}")
+    call.restype = FUNCTIONS[name]
+    return (lambda: call().decode().splitlines()) if call.restype is ctypes.c_char_p else call
 
 
 def _after(torch: Any) -> None:
@@ -132,8 +72,8 @@ def _after(torch: Any) -> None:
     names = [name for space, _, name in every if space == "aten" and name not in KEPT and has(f"aten::{name}", "CPU")]
     global _ops
     _ops = ctypes.CDLL(str(FOLDER / OPS), ctypes.RTLD_GLOBAL)
-    _ops.softops_asked.restype = ctypes.c_uint64
-    _ops.softops_replace("\n".join([*names, *sorted(ALSO)]).encode())
+    _ops.softops_fail_at.restype = ctypes.c_uint64
+    _ops.softops_replace("\n".join([*names, *ALSO]).encode())
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -145,18 +85,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
+        spec: Any = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
             run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                _after(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = lambda module: (run(module), _after(module))
         return spec
 
 
 if (FOLDER / RUNTIME).exists() and os.environ.get("SOFTCUDA", "1") != "0":
-    _runtime = _load()
+    _runtime = ctypes.CDLL(str(FOLDER / RUNTIME), ctypes.RTLD_GLOBAL)
+    for other in sorted(FOLDER.glob("*.so.*")):  # Torch's libraries then find them by their names.
+        ctypes.CDLL(str(other), ctypes.RTLD_GLOBAL)
+    globals().update({name: _function(name) for name in FUNCTIONS})
     sys.meta_path.insert(0, _Finder())

@@ -29,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runtime and cuBLAS."""
     room = tmp_path_factory.mktemp("libraries")
     compiler, _ = libraries.tools()
-    libraries.stubbed(softcuda.RUNTIME, NAMES, room, compiler, libraries.own())
+    libraries.stubbed(softcuda.RUNTIME, NAMES, room, compiler, libraries.OWN)
     names = {"cublasGetVersion_v2", "cublasSgemm_v2", "cublasGetStatusString"}
-    libraries.stubbed("libcublas.so.13", names, room, compiler, [libraries.RUNTIME / libraries.OTHERS])
+    libraries.stubbed("libcublas.so.13", names, room, compiler, [libraries.OTHERS])
     return room
 
 
@@ -67,9 +67,8 @@ def copy(stream, to=0, size=64):
 copy(a)
 cuda.cudaEventRecord(event, a)
 MEANWHILE
-text = ctypes.create_string_buffer(4096)
-cuda.softcuda_hazards(text, ctypes.c_size_t(4096))
-print(text.value.decode())
+cuda.softcuda_hazards.restype = ctypes.c_char_p
+print(cuda.softcuda_hazards().decode())
 """
 HAZARD = "1 write after write: memcpy on stream 1 of cuda:0 does not wait for memcpy on stream 0 of cuda:0"
 

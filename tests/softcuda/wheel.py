@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -27,30 +26,30 @@ def constrained() -> str:
 
 def unpacked(version: str, cache: Path, given: Path | None = None) -> Path:
     """The folder of the package torch, fetched, unless a wheel is given, and unpacked now unless it was before."""
-    folder = cache / f"torch-{version}-{TAG}"
-    if not folder.exists():
-        fetched = cache / f"wheel-{version}-{TAG}"
-        wheel = given or next(whole(
-            fetched, lambda room: fetch(version, room), f"fetches the CUDA build of torch {version}, some 530 MB"
-        ).glob("*.whl"))
-        whole(folder, lambda room: unpack(wheel, version, room), f"unpacks {wheel.name}, some 1.1 GB")
-        shutil.rmtree(fetched, ignore_errors=True)
-    return folder / "torch"
+    def fill(room: Path) -> None:
+        wheel = given or fetch(version, room)
+        unpack(wheel, version, room)
+        if given is None:
+            wheel.unlink()
+
+    doing = f"fetches the CUDA build of torch {version}, some 530 MB" if given is None else f"unpacks {given.name}"
+    return whole(cache / f"torch-{version}-{TAG}", fill, f"{doing} (1.1 GB when unpacked)") / "torch"
 
 
-def fetch(version: str, room: Path) -> None:
+def fetch(version: str, room: Path) -> Path:
     """Has pip download the wheel, as the user has configured it."""
     # Three: exactly this text, and no +cpu behind it. Without pip's cache, which would have the half GB once more.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:",
                "--dest", str(room), f"torch==={version}"]
     # Newer ones take up a download where its connection was lost.
     code = subprocess.run(command, env={"PIP_RESUME_RETRIES": "10", **os.environ}).returncode
-    if code or not [*room.glob("*.whl")]:
+    if code or not (wheels := [*room.glob("*.whl")]):
         raise Missing(
             f"pip could not fetch torch {version} (exit status {code}; its own words are above): expected a package "
             f"index with the CUDA build for Python {TAG[2]}.{TAG[3:]} on Linux x86-64. Connect this machine to one, or "
             f"give a wheel that is already there by --wheel. The command was: {' '.join(command)}"
         )
+    return wheels[0]
 
 
 def unpack(wheel: Path, version: str, room: Path) -> None:
@@ -65,10 +64,8 @@ def unpack(wheel: Path, version: str, room: Path) -> None:
         raise Missing(f"{wheel} can't be unpacked: {error}. Expected a whole wheel: fetch it again") from error
     if not (room / "torch/lib/libtorch_cuda.so").exists():
         raise Missing(f"{wheel.name} has no libtorch_cuda.so: expected torch's CUDA build, as on pypi.org")
-    for metadata in room.glob("torch-*.dist-info/METADATA"):
-        metadata.write_text(needs_less(metadata.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def needs_less(metadata: str) -> str:
-    """The metadata without packages that the wheel needs on Linux alone: the fake has them, or nothing uses them."""
-    return re.sub(r'^Requires-Dist: .*platform_system == "Linux".*\n', "", metadata, flags=re.MULTILINE)
+    # Without packages that it needs on Linux alone: the fake has them, or nothing uses them.
+    for file in room.glob("torch-*.dist-info/METADATA"):
+        text = file.read_text(encoding="utf-8")
+        text = re.sub(r'^Requires-Dist: .*platform_system == "Linux".*\n', "", text, flags=re.MULTILINE)
+        file.write_text(text, encoding="utf-8")

@@ -14,6 +14,7 @@ thread_local int device = 0;
 thread_local int last_error = kOk;
 thread_local bool has_context = false;
 bool touched[kMost];
+long unbound = 0;
 
 // Of the devices that there are, those that CUDA_VISIBLE_DEVICES leaves: up to the first that there is not.
 int visible(int count) {
@@ -41,9 +42,9 @@ int failed(int error) {
   return error;
 }
 
-size_t told(const std::string& text, char* out, size_t size) {
-  snprintf(out, size, "%s", text.c_str());
-  return text.size();
+const char* told(std::string text) {
+  static thread_local std::string last;
+  return (last = std::move(text)).c_str();
 }
 
 int device_count() {
@@ -58,7 +59,7 @@ size_t memory_size() {
 
 int current_device() { return device; }
 void touch(int device) { has_context = touched[device] = true; }
-bool bound() { return has_context; }
+void begin_product() { unbound += !has_context; }
 
 }  // namespace soft
 
@@ -66,6 +67,8 @@ using namespace soft;
 
 // Whether the device has a context.
 API int softcuda_primary(int device) { return device >= 0 && device < device_count() && touched[device]; }
+// Products that a thread began without a context, which cuBLAS warns of.
+API long softcuda_unbound() { return unbound; }
 
 API int cudaGetDeviceCount(int* count) { return *count = device_count(), *count > 0 ? kOk : failed(kNoDevice); }
 API int cudaGetDevice(int* out) { return *out = device, kOk; }
@@ -76,7 +79,7 @@ API int cudaSetDevice(int to) {
 }
 API int cudaDeviceSynchronize() {
   Hold hold(lock);
-  return host_waits_for_device(device), kOk;
+  return host_waits_for(device), kOk;
 }
 API int cudaDriverGetVersion(int* out) { return *out = 13000, kOk; }
 API int cudaRuntimeGetVersion(int* out) { return *out = 13000, kOk; }

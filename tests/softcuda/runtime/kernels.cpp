@@ -1,4 +1,5 @@
 // Kernels of torch's libraries: counted, and not run.
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <unordered_map>
@@ -10,23 +11,14 @@ namespace {
 
 struct Dim3 { unsigned x, y, z; };
 
-// By the address of the host's stub. Made when first used: libraries register theirs before this one's statics are.
-std::unordered_map<const void*, std::string>& names() {
-  static auto* its = new std::unordered_map<const void*, std::string>;
-  return *its;
-}
-std::unordered_map<const void*, long>& launches() {
-  static auto* its = new std::unordered_map<const void*, long>;
-  return *its;
-}
+// By the address of the host's stub.
+auto& names = *new std::unordered_map<const void*, std::string>;
+auto& launches = *new std::unordered_map<const void*, long>;
 std::atomic<long> launched{0};
-bool by_name() {
-  static const bool its = setting("SOFTCUDA_NUMBERS", 1) != 0;  // Else all of torch's kernels run, and are timed.
-  return its;
-}
+const bool by_name = setting("SOFTCUDA_NUMBERS", 1) != 0;  // Else all of torch's kernels run, and are timed.
 
 // The accesses of the next kernel that this thread launches, whose work is done elsewhere.
-struct Pending { Access its[4]; int count; const char* name; };
+struct Pending { Access its[2]; int count; const char* name; };
 thread_local Pending pending;
 
 int launch(const void* kernel, Handle handle) {
@@ -36,9 +28,9 @@ int launch(const void* kernel, Handle handle) {
     return access(stream->id, pending.its, pending.count, pending.name), kOk;
   }
   launched.fetch_add(1, std::memory_order_relaxed);
-  if (by_name()) {
+  if (by_name) {
     Hold hold(lock);
-    launches()[kernel]++;
+    launches[kernel]++;
   }
   return kOk;
 }
@@ -53,24 +45,24 @@ using namespace soft;
 
 // How many kernels were launched; softcuda_kernels has "count name" of each, a line each.
 API long softcuda_launched() { return launched.load(); }
-API size_t softcuda_kernels(char* out, size_t size) {
+API const char* softcuda_kernels() {
   Hold hold(lock);
   std::string text;
-  for (auto& it : launches()) {
-    auto found = names().find(it.first);
-    text += std::to_string(it.second) + " " + (found == names().end() ? "?" : found->second) + "\n";
+  for (auto& it : launches) {
+    auto found = names.find(it.first);
+    text += std::to_string(it.second) + " " + (found == names.end() ? "?" : found->second) + "\n";
   }
-  return told(text, out, size);
+  return told(text);
 }
 API void softcuda_forget_kernels() {
   Hold hold(lock);
-  launches().clear();
+  launches.clear();
   launched = 0;
 }
 // What the kernels that this thread launches from now on access; without a name, they are kernels as others again.
 API void softcuda_at_launch(const Access* its, int count, const char* name) {
   pending.count = count, pending.name = name;
-  for (int k = 0; k < count; k++) pending.its[k] = its[k];
+  std::copy_n(its, count, pending.its);
 }
 
 API void** __cudaRegisterFatBinary(void*) {
@@ -83,7 +75,7 @@ API char __cudaInitModule(void**) { return 0; }
 API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*,
                                 int*) {
-  if (by_name()) names()[host] = name;
+  if (by_name) names[host] = name;
 }
 API int __cudaGetKernel(const void** out, const void* host) { return *out = host, kOk; }
 API unsigned __cudaPushCallConfiguration(Dim3 grid, Dim3 block, size_t shared, void* stream) {
@@ -93,12 +85,8 @@ API int __cudaPopCallConfiguration(Dim3* grid, Dim3* block, size_t* shared, void
   *grid = configuration.grid, *block = configuration.block, *shared = configuration.shared;
   return *stream = configuration.stream, kOk;
 }
-API int __cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle stream) {
-  return launch(kernel, stream);
-}
-API int cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle stream) {
-  return launch(kernel, stream);
-}
+API int __cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle at) { return launch(kernel, at); }
+API int cudaLaunchKernel(const void* kernel, Dim3, Dim3, void**, size_t, Handle at) { return launch(kernel, at); }
 API int cudaLaunchKernelExC(const void*, const void* kernel, void**) { return launch(kernel, nullptr); }
 API int cudaFuncSetAttribute(const void*, int, int) { return kOk; }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* out, const void*, int, size_t) { return *out = 2, kOk; }

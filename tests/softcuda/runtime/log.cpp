@@ -10,13 +10,10 @@
 namespace soft {
 namespace {
 
-struct Launch { char kind; int stream; unsigned long event; std::string name; double work; size_t bytes; };
-std::vector<Launch>& launches() {
-  static auto* its = new std::vector<Launch>;
-  return *its;
-}
+struct Launch { const char* kind; int stream; unsigned long event; std::string name; double work; size_t bytes; };
+auto& launches = *new std::vector<Launch>;
 bool on = false;
-long locked = 0, unbound = 0;
+long locked = 0;
 
 // Whether this thread has the interpreter's lock; a process without an interpreter has none.
 bool has_interpreter() {
@@ -27,15 +24,11 @@ bool has_interpreter() {
 }  // namespace
 
 void log_work(int stream, const char* name, double work, size_t bytes) {
-  if (on) launches().push_back({bytes > 0 ? 'c' : 'o', stream, 0, name, work, bytes});
+  if (on) launches.push_back({bytes > 0 ? "copy" : "op", stream, 0, name, work, bytes});
 }
 
-void log_product() {
-  if (!bound()) unbound++;
-}
-
-void log_event(char kind, int stream, unsigned long event) {
-  if (on) launches().push_back({kind, stream, event, "event", 0, 0});
+void log_event(const char* kind, int stream, unsigned long event) {
+  if (on) launches.push_back({kind, stream, event, "event", 0, 0});
   if (has_interpreter()) locked++;
 }
 
@@ -47,22 +40,20 @@ using namespace soft;
 API void softcuda_log() {
   Hold hold(lock);
   on = true;
-  launches().clear();
+  launches.clear();
 }
 // "kind device stream priority event work bytes name" of each, a line each.
-API size_t softcuda_launches(char* out, size_t size) {
+API const char* softcuda_launches() {
   Hold hold(lock);
   std::string text;
   char line[256];
-  for (auto& it : launches()) {
+  for (auto& it : launches) {
     auto place = place_of(it.stream);
-    snprintf(line, sizeof line, "%c %d %d %d %lu %.17g %zu ", it.kind, place.device, it.stream, place.priority,
+    snprintf(line, sizeof line, "%s %d %d %d %lu %.17g %zu ", it.kind, place.device, it.stream, place.priority,
              it.event, it.work, it.bytes);
     text += line + it.name + "\n";
   }
-  return told(text, out, size);
+  return told(text);
 }
 // How often a thread that held the interpreter's lock recorded an event, or had a stream wait for one.
 API long softcuda_locked() { return locked; }
-// Products that a thread began without a context, which cuBLAS warns of.
-API long softcuda_unbound() { return unbound; }

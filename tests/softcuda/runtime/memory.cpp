@@ -13,7 +13,7 @@ constexpr int kPinned = -1;
 struct Block { size_t size; int device; };
 std::map<char*, Block> blocks;
 size_t sizes[kMost];
-std::vector<Moment> reads;  // Copies from pinned memory that were begun without a wait.
+std::vector<Clock> reads;  // Of copies from pinned memory that were begun without a wait.
 
 int allocate(void** out, size_t size, int device) {
   Hold hold(lock);
@@ -32,7 +32,7 @@ int release(void* at) {
   if (at == nullptr) return kOk;
   auto it = blocks.find(static_cast<char*>(at));
   if (it == blocks.end()) return failed(kInvalid);
-  host_waits_for_all();  // cudaFree waits for the device.
+  host_waits_for(kAll);  // cudaFree waits for the device.
   forget(at, it->second.size);
   if (it->second.device != kPinned) sizes[it->second.device] -= it->second.size;
   munmap(at, it->second.size);
@@ -54,32 +54,27 @@ int copy(void* to, const void* from, size_t size, Handle handle, bool waits) {
   Access seen[2];
   int count = 0;
   for (auto& it : {Access{from, size, false}, Access{to, size, true}})
-    if (known(it.at)) seen[count++] = it;
+    if (find(it.at) != nullptr) seen[count++] = it;
   auto *source = find(from), *target = find(to);
   bool leaves = source != nullptr && target != nullptr && source->device != target->device;
   access(stream->id, seen, count, "memcpy", 0, leaves ? size : 0);
-  if (!waits && source != nullptr && source->device == kPinned) reads.push_back(now_on(stream->id));
+  if (!waits && source != nullptr && source->device == kPinned) reads.push_back(clock_of(stream->id));
   // Pageable memory of the host has been read, or is written, when the call returns.
-  if (waits || count < 2) host_waits_for(stream->id);
+  if (waits || count < 2) host_waits(clock_of(stream->id));
   return kOk;
 }
 
 }  // namespace
-
-size_t used(int device) { return sizes[device]; }
-bool known(const void* at) { return find(at) != nullptr; }
-
 }  // namespace soft
 
 using namespace soft;
 
-// Copies from pinned memory since the last call, and how many of them may still read it.
-API int softcuda_reads(int* unread) {
+// Of each copy from pinned memory since the last call, a line: whether it is done or may still be reading.
+API const char* softcuda_reads() {
   Hold hold(lock);
-  *unread = 0;
-  for (auto& it : reads) *unread += !host_knows(it);
-  int count = reads.size();
-  return reads.clear(), count;
+  std::string text;
+  for (auto& it : reads) text += host_knows(it) ? "done\n" : "reading\n";
+  return reads.clear(), told(text);
 }
 
 API int cudaMalloc(void** out, size_t size) { return allocate(out, size, current_device()); }
@@ -88,7 +83,7 @@ API int cudaHostAlloc(void** out, size_t size, unsigned) { return allocate(out, 
 API int cudaFreeHost(void* at) { return release(at); }
 API int cudaMemGetInfo(size_t* free, size_t* total) {
   Hold hold(lock);
-  return *total = memory_size(), *free = memory_size() - used(current_device()), kOk;
+  return *total = memory_size(), *free = memory_size() - sizes[current_device()], kOk;
 }
 // Of cudaPointerAttributes: the kind (host's, pinned, a device's), the device, and two addresses.
 API int cudaPointerGetAttributes(char* out, const void* at) {

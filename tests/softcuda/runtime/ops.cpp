@@ -3,8 +3,9 @@
 // One boxed function is in the place of all of torch's CUDA kernels. It hands the op tensors of the CPU that share the
 // memory of those that it was given, and hands back tensors of the device; what was read and written goes to order.cpp.
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/CompositeImplicitAutogradFunctions.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -236,41 +237,6 @@ at::Generator generator(const c10::IValue& given, int device) {
   return at::detail::createCPUGenerator(seed * 0x9E3779B97F4A7C15ull + offset * 0xD1B54A32D192ED03ull);
 }
 
-// The CPU has no kernels of these two: composites are in their place there.
-std::vector<c10::IValue> dropout(const std::vector<c10::IValue>& its, int device) {
-  auto input = its[0].toTensor();
-  auto p = its[1].toDouble();
-  if (!its[2].isNone() && !its[2].toBool()) return {input.clone(), at::ones_like(input, at::kBool)};
-  auto mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p, generator({}, device));
-  return {p == 1 ? at::zeros_like(input) : input * mask / (1 - p), mask};
-}
-
-std::vector<c10::IValue> rms_norm_backward(const std::vector<c10::IValue>& its) {
-  auto grad = its[0].toTensor(), input = its[1].toTensor(), rstd = its[3].toTensor();
-  auto shape = its[2].toIntVector();
-  bool weighted = its[4].isTensor() && its[4].toTensor().defined();
-  auto own = input.scalar_type();
-  auto type = own == at::kHalf || own == at::kBFloat16 ? at::kFloat : own;
-  std::vector<int64_t> last, first;
-  for (int64_t k = 0; k < input.dim(); k++) (k < input.dim() - int64_t(shape.size()) ? first : last).push_back(k);
-  auto normal = input.to(type) * rstd, upper = grad.to(type);
-  auto scaled = weighted ? upper * its[4].toTensor().to(type) : upper;
-  auto result = (scaled - normal * (scaled * normal).mean(last, true)) * rstd;
-  Tensor weight;
-  if (weighted) weight = first.empty() ? upper * normal : (upper * normal).sum(first);
-  return {result.to(own), weighted ? weight.to(its[4].toTensor().scalar_type()) : weight};
-}
-
-void call_cpu(const c10::OperatorHandle& op, const Kind& kind, torch::jit::Stack* stack, size_t base, int device) {
-  if (kind.name == "native_dropout" || kind.name == "_fused_rms_norm_backward") {
-    auto its = torch::jit::pop(*stack, stack->size() - base);
-    auto made = kind.name == "native_dropout" ? dropout(its, device) : rms_norm_backward(its);
-    stack->insert(stack->end(), made.begin(), made.end());
-  } else if (!soft::cell(kind.name, stack)) {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  }
-}
-
 // In the place of every kernel.
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -288,7 +254,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
   if (kind.generator >= 0)
     (*stack)[base + kind.generator] = generator((*stack)[base + kind.generator], call.device_);
   auto given = torch::jit::last(stack, kind.writes.size()).vec();
-  call_cpu(op, kind, stack, base, call.device_);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   double work = soft::multiplications(kind.name, given, c10::ArrayRef(*stack).slice(base));
   call.resized();
   auto leave = [&](const Tensor& tensor, int place) { return call.leave(tensor, place); };
@@ -363,9 +329,19 @@ extern "C" void softops_replace(const char* names) {
   library->impl("empty.memory_format", &empty);
   library->impl("empty_strided", &empty_strided);
   library->impl("_foreach_copy_", &foreach_copy_);
+  // Draws by the device's generator, as all that it calls is of the device.
+  library->impl("native_dropout", TORCH_FN(at::native::native_dropout_cpu));
+  for (auto key : {c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA}) {
+    auto* composites = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    composites->impl("_fused_rms_norm", TORCH_FN(at::compositeimplicitautograd::_fused_rms_norm));
+    composites->impl("_thnn_fused_lstm_cell", &soft::lstm);
+    composites->impl("_thnn_fused_gru_cell", &soft::gru);
+  }
 }
 
 // Has the allocation of this number fail, counted from the next one, when torch.OutOfMemoryError is raised; 0: none.
-extern "C" void softops_fail_at(uint64_t number) { failing = number == 0 ? 0 : asked + number; }
 // How many allocations there were so far.
-extern "C" uint64_t softops_asked() { return asked; }
+extern "C" uint64_t softops_fail_at(uint64_t number) {
+  uint64_t before = asked;
+  return failing = number == 0 ? 0 : before + number, before;
+}

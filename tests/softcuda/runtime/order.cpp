@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <map>
+#include <set>
 #include <string>
 
 #include "runtime.h"
@@ -17,24 +17,15 @@ namespace {
 const long watches = setting("SOFTCUDA_HAZARDS", 0);
 
 struct Known { Place place; Clock clock; };
-std::vector<Known>& streams() {
-  static auto* its = new std::vector<Known>;
-  return *its;
-}
-Clock host;
+auto& streams = *new std::vector<Known>;  // Which threads may still use at exit, as all that is here.
+auto& host = *new Clock;
 
 // A piece of a stream's work, by its number there.
 struct Point { int stream = -1; uint32_t count = 0; const char* name = ""; };
 // Bytes up to the end, which have the same accesses: the last write, and of each stream the last read after that.
 struct Piece { size_t end; Point write; std::vector<Point> reads; };
-std::map<size_t, Piece>& memory() {
-  static auto* its = new std::map<size_t, Piece>;
-  return *its;
-}
-std::map<std::string, long>& found() {
-  static auto* its = new std::map<std::string, long>;
-  return *its;
-}
+auto& memory = *new std::map<size_t, Piece>;
+auto& found = *new std::map<std::string, long>;
 
 void join(Clock& to, const Clock& from) {
   if (to.size() < from.size()) to.resize(from.size());
@@ -43,14 +34,12 @@ void join(Clock& to, const Clock& from) {
 
 // The same text at an address that stays.
 const char* kept(const char* name) {
-  static auto* names = new std::map<std::string, char*>;
-  auto& it = (*names)[name];
-  if (it == nullptr) it = strdup(name);
-  return it;
+  static auto* names = new std::set<std::string>;
+  return names->insert(name).first->c_str();
 }
 
 bool before(const Point& point, int stream) {
-  auto& clock = streams()[stream].clock;
+  auto& clock = streams[stream].clock;
   return point.stream < 0 || point.stream == stream ||
          (size_t(point.stream) < clock.size() && clock[point.stream] >= point.count);
 }
@@ -62,16 +51,16 @@ std::string named(int stream) {
 void report(const char* kind, const Point& was, const Point& is) {
   auto text = std::string(kind) + ": " + is.name + " on " + named(is.stream) + " does not wait for " + was.name +
               " on " + named(was.stream);
-  if (found()[text]++ == 0 && watches == 1) fprintf(stderr, "softcuda: %s\n", text.c_str());
+  if (found[text]++ == 0 && watches == 1) fprintf(stderr, "softcuda: %s\n", text.c_str());
 }
 
 // Splits the piece that the address lies in, so that one begins there.
 void cut(size_t at) {
-  auto it = memory().upper_bound(at);
-  if (it == memory().begin()) return;
+  auto it = memory.upper_bound(at);
+  if (it == memory.begin()) return;
   --it;
   if (it->first == at || it->second.end <= at) return;
-  memory()[at] = it->second;
+  memory[at] = it->second;
   it->second.end = at;
 }
 
@@ -93,10 +82,10 @@ void check(Piece& piece, const Point& point, bool writes) {
 void check(size_t begin, size_t end, const Point& point, bool writes) {
   cut(begin), cut(end);
   for (auto at = begin; at < end;) {
-    auto it = memory().lower_bound(at);
-    if (it == memory().end() || it->first > at) {
-      auto stop = it == memory().end() ? end : std::min(end, it->first);
-      it = memory().insert({at, Piece{stop, {}, {}}}).first;
+    auto it = memory.lower_bound(at);
+    if (it == memory.end() || it->first > at) {
+      auto stop = it == memory.end() ? end : std::min(end, it->first);
+      it = memory.insert({at, Piece{stop, {}, {}}}).first;
     }
     check(it->second, point, writes);
     at = it->second.end;
@@ -106,38 +95,26 @@ void check(size_t begin, size_t end, const Point& point, bool writes) {
 }  // namespace
 
 int new_stream(int device, int priority) {
-  streams().push_back({{device, priority}, {}});
-  return static_cast<int>(streams().size()) - 1;
+  streams.push_back({{device, priority}, {}});
+  return static_cast<int>(streams.size()) - 1;
 }
 
-Place place_of(int stream) { return streams()[stream].place; }
-const Clock& clock_of(int stream) { return streams()[stream].clock; }
+Place place_of(int stream) { return streams[stream].place; }
+const Clock& clock_of(int stream) { return streams[stream].clock; }
 void host_waits(const Clock& clock) { join(host, clock); }
-void host_waits_for(int stream) { join(host, clock_of(stream)); }
-void host_waits_for_device(int device) {
-  for (auto& it : streams())
-    if (it.place.device == device) join(host, it.clock);
-}
-void host_waits_for_all() {
-  for (auto& it : streams()) join(host, it.clock);
+void host_waits_for(int device) {
+  for (auto& it : streams)
+    if (device == kAll || it.place.device == device) join(host, it.clock);
 }
 bool host_knows(const Clock& clock) {
   for (size_t k = 0; k < clock.size(); k++)
     if (clock[k] > (k < host.size() ? host[k] : 0)) return false;
   return true;
 }
-void stream_waits(int stream, const Clock& clock) { join(streams()[stream].clock, clock); }
-
-Moment now_on(int stream) {
-  auto& clock = clock_of(stream);
-  return {stream, size_t(stream) < clock.size() ? clock[stream] : 0};
-}
-bool host_knows(const Moment& moment) {
-  return moment.count == 0 || (size_t(moment.stream) < host.size() && host[moment.stream] >= moment.count);
-}
+void stream_waits(int stream, const Clock& clock) { join(streams[stream].clock, clock); }
 
 void access(int stream, const Access* its, int count, const char* name, double work, size_t bytes) {
-  auto& clock = streams()[stream].clock;
+  auto& clock = streams[stream].clock;
   log_work(stream, name, work, bytes);
   join(clock, host);
   if (clock.size() <= size_t(stream)) clock.resize(stream + 1);
@@ -154,19 +131,19 @@ void forget(const void* at, size_t size) {
   if (watches == 0) return;
   auto begin = reinterpret_cast<size_t>(at);
   cut(begin), cut(begin + size);
-  memory().erase(memory().lower_bound(begin), memory().lower_bound(begin + size));
+  memory.erase(memory.lower_bound(begin), memory.lower_bound(begin + size));
 }
 
 }  // namespace soft
 
 // "count text" of each pair found, a line each.
-API size_t softcuda_hazards(char* out, size_t size) {
+API const char* softcuda_hazards() {
   soft::Hold hold(soft::lock);
   std::string text;
-  for (auto& it : soft::found()) text += std::to_string(it.second) + " " + it.first + "\n";
-  return soft::told(text, out, size);
+  for (auto& it : soft::found) text += std::to_string(it.second) + " " + it.first + "\n";
+  return soft::told(text);
 }
 API void softcuda_forget_hazards() {
   soft::Hold hold(soft::lock);
-  soft::found().clear();
+  soft::found.clear();
 }

@@ -21,18 +21,13 @@ Place place_of(int stream);
 const Clock& clock_of(int stream);
 
 void host_waits(const Clock& clock);
-void host_waits_for(int stream);
-void host_waits_for_device(int device);
-void host_waits_for_all();
+constexpr int kAll = -1;
+void host_waits_for(int device);
 bool host_knows(const Clock& clock);
 void stream_waits(int stream, const Clock& clock);
 
 // The stream's next piece of work, with all that it reads and writes, and how much it is.
 void access(int stream, const Access* its, int count, const char* name, double work = 0, size_t bytes = 0);
-// The work so far of a stream, as the host would have to wait for it; whether it has.
-struct Moment { int stream; uint32_t count; };
-Moment now_on(int stream);
-bool host_knows(const Moment& moment);
 // The memory is given back: what comes to lie there is something else.
 void forget(const void* at, size_t size);
 

@@ -16,7 +16,8 @@ enum Error { kOk = 0, kInvalid = 1, kNoMemory = 2, kNoDevice = 100, kNoSuchDevic
 constexpr int kMost = 64;  // devices
 
 using Handle = void*;  // Of a stream, as torch has it: nullptr, 1 and 2 are default streams.
-struct Stream { int device, priority; unsigned flags; int id; };
+// `asked`: how often somebody wanted to know whether it is done, and was told that it is not.
+struct Stream { int device, priority, id; long asked = 0; };
 
 // One for all: under the interpreter's own lock there is little to gain by more.
 extern std::recursive_mutex lock;
@@ -26,29 +27,22 @@ using Hold = std::lock_guard<std::recursive_mutex>;
 long setting(const char* name, long otherwise);
 // The error, which cudaGetLastError then knows.
 int failed(int error);
-// Hands out as much of the text as fits; the length of all of it.
-size_t told(const std::string& text, char* out, size_t size);
+// The text for Python, kept until this thread is told another one.
+const char* told(std::string text);
 int device_count();
 size_t memory_size();
 // The thread's device.
 int current_device();
 // The device has a context from now on, and so has this thread.
 void touch(int device);
-// Whether this thread has one.
-bool bound();
+// This thread begins a product, for which it needs one.
+void begin_product();
 
 // For the log of what streams were given (log.cpp), under the lock.
 // An op, with its multiplications; of a copy to another device, the bytes.
 void log_work(int stream, const char* name, double work, size_t bytes);
-// A product is about to be launched by this thread.
-void log_product();
-// 'r': the stream records the event of that number; 'w': it waits for it.
-void log_event(char kind, int stream, unsigned long event);
-
-// Bytes of blocks on a device.
-size_t used(int device);
-// Whether the address lies in memory of a device or in pinned memory.
-bool known(const void* at);
+// The stream does a "record" of the event of that number, or a "wait" for it.
+void log_event(const char* kind, int stream, unsigned long event);
 
 Stream* stream_of(Handle handle);
 Stream* stream_of(int device, Handle handle);

@@ -1,13 +1,10 @@
 // Streams and events: what they order, and who counts as done.
 #include <time.h>
 
-#include <map>
-
 #include "runtime.h"
 
 namespace soft {
 
-// `asked`: how often somebody wanted to know whether it is done, and was told that it is not.
 struct Event { int device; unsigned flags; unsigned long recorded; double time; long asked; Clock clock; };
 
 namespace {
@@ -26,10 +23,8 @@ double now() {
 }
 
 bool done(const Clock& clock, long& asked) {
-  if (host_knows(clock)) return true;
-  if (asked++ < lag) return false;
-  host_waits(clock);
-  return true;
+  if (!host_knows(clock) && asked++ < lag) return false;
+  return host_waits(clock), asked = 0, true;
 }
 
 }  // namespace
@@ -39,7 +34,7 @@ Stream* stream_of(Handle handle) { return stream_of(current_device(), handle); }
 Stream* stream_of(int device, Handle handle) {
   if (reinterpret_cast<size_t>(handle) > 2) return static_cast<Stream*>(handle);
   Hold hold(lock);
-  if (defaults[device] == nullptr) defaults[device] = new Stream{device, 0, 0, new_stream(device)};
+  if (defaults[device] == nullptr) defaults[device] = new Stream{device, 0, new_stream(device)};
   touch(device);
   return defaults[device];
 }
@@ -51,21 +46,21 @@ using namespace soft;
 // An op on memory, done by ops.cpp. The handle is torch's, of a stream of the device.
 API void softcuda_access(int device, Handle handle, const Access* its, int count, const char* name, double work) {
   Hold hold(lock);
-  if (work > 0) log_product();
+  if (work > 0) begin_product();
   auto* stream = stream_of(device, handle);
   access(stream->id, its, count, name, work);
 }
 API void softcuda_host_waits(int device, Handle handle) {
   auto* stream = stream_of(device, handle);
   Hold hold(lock);
-  host_waits_for(stream->id);
+  host_waits(clock_of(stream->id));
 }
 
-API int cudaStreamCreateWithPriority(Handle* out, unsigned flags, int priority) {
+API int cudaStreamCreateWithPriority(Handle* out, unsigned, int priority) {
   Hold hold(lock);
   int device = current_device();
   touch(device);
-  return *out = new Stream{device, priority, flags, new_stream(device, priority)}, kOk;
+  return *out = new Stream{device, priority, new_stream(device, priority)}, kOk;
 }
 API int cudaStreamCreateWithFlags(Handle* out, unsigned flags) { return cudaStreamCreateWithPriority(out, flags, 0); }
 API int cudaStreamCreate(Handle* out) { return cudaStreamCreateWithPriority(out, 0, 0); }
@@ -75,20 +70,17 @@ API int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { return *le
 API int cudaStreamQuery(Handle handle) {
   auto* stream = stream_of(handle);
   Hold hold(lock);
-  static std::map<int, long> asked;
-  if (!done(clock_of(stream->id), asked[stream->id])) return failed(kNotReady);
-  asked[stream->id] = 0;
-  return kOk;
+  return done(clock_of(stream->id), stream->asked) ? kOk : failed(kNotReady);
 }
 API int cudaStreamSynchronize(Handle handle) {
   auto* stream = stream_of(handle);
   Hold hold(lock);
-  return host_waits_for(stream->id), kOk;
+  return host_waits(clock_of(stream->id)), kOk;
 }
 API int cudaStreamWaitEvent(Handle handle, Event* event, unsigned) {
   auto* stream = stream_of(handle);
   Hold hold(lock);
-  if (event->recorded) stream_waits(stream->id, event->clock), log_event('w', stream->id, event->recorded);
+  if (event->recorded) stream_waits(stream->id, event->clock), log_event("wait", stream->id, event->recorded);
   return kOk;
 }
 API int cudaLaunchHostFunc(Handle, void (*call)(void*), void* data) { return call(data), kOk; }
@@ -110,7 +102,7 @@ API int cudaEventRecordWithFlags(Event* event, Handle handle, unsigned) {
   if (event->device != stream->device) return failed(kInvalidHandle);  // As a real one does.
   Hold hold(lock);
   event->recorded = ++records, event->asked = 0, event->time = now(), event->clock = clock_of(stream->id);
-  log_event('r', stream->id, event->recorded);
+  log_event("record", stream->id, event->recorded);
   return kOk;
 }
 API int cudaEventRecord(Event* event, Handle handle) { return cudaEventRecordWithFlags(event, handle, 0); }
