@@ -16,7 +16,7 @@ from splitpipe.core.stream import Device
 from splitpipe.loss.reducing import Reduce
 from splitpipe.partition import dispatched
 from splitpipe.partition.call_hook import expose
-from splitpipe.partition.homes import moved
+from splitpipe.partition.moving import moved
 from splitpipe.partition.resident import Shell, plain
 from splitpipe.piped import Piped, Sample, piped
 from splitpipe.schedule.op import Schedule

@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils import swap_tensors
 
 from splitpipe.compiled.layers import rehearsing
 from splitpipe.core import stream
@@ -29,6 +28,7 @@ from splitpipe.core.stream import Place
 from splitpipe.core.tensors import is_plain, version_of
 from splitpipe.core.thread_state import Bound, unobserved
 from splitpipe.core.torch_private import _NormBase, tree_leaves, tree_map_only
+from splitpipe.partition.moving import moved
 
 
 class Homes:
@@ -150,23 +150,6 @@ class Homes:
             return x.to(device)
 
         return tree_map_only(Tensor, bring, value)
-
-
-def moved(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor itself, on another device: an optimizer has it, and other modules that are tied to this one."""
-    if x.device == device or not x.is_leaf:
-        return x
-    with torch.inference_mode(False), torch.no_grad():  # The first call may be in inference mode, and not the next one.
-        y, grad = x.to(device), x.grad
-        made = None if grad is None else grad.to(device)
-        try:
-            x.data = y
-        except RuntimeError:  # Some devices' tensors are of another kind.
-            hooks, later = x._backward_hooks, x._post_accumulate_grad_hooks
-            swap_tensors(x, Parameter(y, x.requires_grad) if isinstance(x, Parameter) else y)
-            x._backward_hooks, x._post_accumulate_grad_hooks = hooks, later
-        x.grad = made
-    return x
 
 
 def buffer_versions(part: nn.Module) -> list[tuple[Tensor, int | None]]:

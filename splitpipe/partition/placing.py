@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from splitpipe.core.dtensor import groups, sharded
 from splitpipe.core.stream import Place, Stream, is_default
 from splitpipe.partition.call_hook import compiled_call
+from splitpipe.partition.moving import moved, moves_itself
 
 
 def spans(balance: Sequence[int]) -> list[tuple[int, int]]:
@@ -176,7 +177,10 @@ def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Call
 
     def undo() -> None:
         for tensor, data in before:
-            tensor.data = data
+            if moves_itself(tensor):
+                moved(tensor, data.device)
+            else:
+                tensor.data = data
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for table, was in tables:
@@ -186,8 +190,12 @@ def move(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> Call
         for layers, place in zip(stages, places):
             for layer in layers:
                 # Not layer.to(device), which a layer that places its own tensors, such as a pipeline, may refuse.
-                layer._apply(partial(Tensor.to, device=place.device))
+                layer._apply(partial(_at, device=place.device))
     except BaseException:
         undo()
         raise
     return undo
+
+
+def _at(x: Tensor, device: torch.device) -> Tensor:
+    return moved(x, device) if moves_itself(x) else x.to(device)

@@ -19,7 +19,7 @@ LLAMA = FOUR["llama"]
 PIPE: dict[str, Any] = {"devices": ["cpu"] * 3, "chunks": 2}
 
 
-def adapted(model: nn.Module) -> Any:
+def adapted(model: nn.Module, dtype: torch.dtype = torch.float64) -> Any:
     """The model with adapters whose second factors are not 0, as they would be after some steps."""
     peft: Any = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=2, lora_dropout=0.0)
@@ -28,7 +28,7 @@ def adapted(model: nn.Module) -> Any:
     for name, x in made.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(x)
-    return made.double()
+    return made.to(dtype)
 
 
 def before(model: nn.Module, **options: Any) -> Any:

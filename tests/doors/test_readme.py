@@ -29,7 +29,7 @@ GPU = "python -m tests.gpu --out gpu"
 #: Marks code of other libraries, which a page shows and nothing runs.
 BEFORE = "python before"
 #: Libraries without which an example that imports one is left out.
-CLIENTS = {"accelerate", "lightning", "peft", "transformers"}
+CLIENTS = {"accelerate", "bitsandbytes", "lightning", "peft", "transformers"}
 TEST = 'python -m pip install -e ".[test]" -c constraints.txt && python -m pytest'
 
 
@@ -63,6 +63,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for page in PAGES if blocks(page, "python")
 ])
 @pytest.mark.filterwarnings("default:::transformers", "default:::lightning")
+@pytest.mark.filterwarnings("default:`torch.jit.script_method` is deprecated")  # bitsandbytes, when it is imported.
 @pytest.mark.filterwarnings("ignore:no accelerator is available")
 def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, alone: None) -> None:
     # One namespace for a page: a reader types them in one after the other.
