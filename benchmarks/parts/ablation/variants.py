@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import splitpipe.runtime  # noqa: F401 - every module that uses a mechanism is there by now
 from splitpipe import SplitPipe, schedule
-from splitpipe.core import graph, transfer
+from splitpipe.core import transfer
 from splitpipe.core.stream import Stream
 from splitpipe.core.transfer import Port
 from splitpipe.skip.box import Box, Key, opened
@@ -41,10 +41,9 @@ def _replaced(owner: ModuleType, **others: Any) -> Iterator[None]:
 
 @contextmanager
 def without_dependency() -> Iterator[None]:
-    """Microbatches go backward in whatever order autograd takes them: no Fork and Join, no sequence numbers."""
-    with _replaced(graph, fork=lambda x: (x, None), join=lambda x, phony: x):
-        with _replaced(transfer, rank=lambda x, number: None):
-            yield
+    """Microbatches go backward in whatever order autograd takes them: without sequence numbers."""
+    with _replaced(transfer, rank=lambda x, number: None):
+        yield
 
 
 def _undivided(device: torch.device, compute: Stream, copy: Stream, order: Stream = None) -> Port:
