@@ -76,7 +76,7 @@ LOCK_TIMEOUT = 600.0
 _process_lock = ProcessLock(_Lock)
 
 # A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
-_inner: ContextVar[ProcessLock | LockOnRecompute | None] = ContextVar("splitpipe.generator", default=None)
+_inner: ContextVar[_Inside | LockOnRecompute | None] = ContextVar("splitpipe.generator", default=None)
 
 
 _states = ProcessLock()
@@ -104,18 +104,40 @@ def inherit_lock(context: Context) -> None:
     _inner.set(context.get(_inner))
 
 
+class _Inside:
+    """The lock of what runs inside a block that has the generator; of the block's contexts after it, the one around."""
+
+    __slots__ = ("_outer", "_own")
+
+    def __init__(self, outer: ProcessLock | _Inside | LockOnRecompute) -> None:
+        self._outer = outer
+        self._own: ProcessLock | None = ProcessLock(_Lock)
+
+    @property
+    def lock(self) -> Any:
+        """The lock to take now."""
+        own = self._own
+        return (self._outer if own is None else own).lock
+
+    def end(self) -> None:
+        """The block is over: a context that was copied in it, to recompute in, has nothing for itself any more."""
+        self._own = None
+
+
 @contextmanager
 def exclusive_generator(state: Tensor) -> Iterator[None]:
     """Sets the default generator to a state inside the block; no other stage draws meanwhile."""
-    lock = (_inner.get() or _process_lock).lock
+    outer = _inner.get() or _process_lock
+    lock = outer.lock
     _acquire(lock)
     try:
-        kept = state_of()
-        token = _inner.set(ProcessLock(_Lock))
+        kept, inside = state_of(), _Inside(outer)
+        token = _inner.set(inside)
         try:
             set_state(state)
             yield
         finally:
+            inside.end()
             set_state(kept)
             _inner.reset(token)
     finally:
@@ -125,13 +147,16 @@ def exclusive_generator(state: Tensor) -> Iterator[None]:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """No other stage draws in the block: for who puts the default generator back to the state that it has seen."""
-    lock = (_inner.get() or _process_lock).lock
+    outer = _inner.get() or _process_lock
+    lock = outer.lock
     _acquire(lock)
     try:
-        token = _inner.set(ProcessLock(_Lock))  # For a pipeline inside of the block, whose workers are other threads.
+        inside = _Inside(outer)
+        token = _inner.set(inside)  # For a pipeline inside of the block, whose workers are other threads.
         try:
             yield
         finally:
+            inside.end()
             _inner.reset(token)
     finally:
         lock.release()
@@ -206,7 +231,7 @@ class LockOnRecompute:
     # thread's GraphExecGroup. Autograd hands the group to its threads. This object is set as the group: so the look-up
     # calls its ``__hash__``, in whichever thread recomputes, and that takes the lock.
 
-    def __init__(self, outer: ProcessLock | LockOnRecompute, begin: Callable[[], None]) -> None:
+    def __init__(self, outer: ProcessLock | _Inside | LockOnRecompute, begin: Callable[[], None]) -> None:
         self._outer = outer
         self._begin = begin
         self._inside = _Lock()

@@ -201,3 +201,12 @@ gc.collect()  # Not as the interpreter ends, which starts no threads.
 def test_a_state_is_asked_for_while_another_thread_collects_garbage_in_the_same_call() -> None:
     ran = subprocess.run([sys.executable, "-c", _COLLECTING], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_context_from_inside_a_block_that_is_over_has_no_lock_of_its_own() -> None:
+    with exclusive_generator(state_of(1)):
+        context = copy_context()
+        assert context.run(observe) is not None  # Nobody inside has the generator.
+    with exclusive_generator(state_of(2)):
+        assert context.run(observe) is None
+    assert context.run(observe) is not None
