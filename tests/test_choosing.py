@@ -156,6 +156,11 @@ def test_a_sample_has_stages_take_the_same_time() -> None:
     assert SplitPipe(module, sample=torch.randn(4, 4)).balance == [1, 5]
 
 
+def test_a_sample_of_any_module_gives_cuts_by_time(said: list[str]) -> None:
+    splitpipe.attach(Stack(), sample=torch.randn(4, 4))
+    assert "chosen: cuts=['layers." in said[0]
+
+
 def test_unequal_devices_get_unequal_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     roomy(monkeypatch, 3e6)  # Both names are one device: halves of its memory.
     assert SplitPipe(layers(6), devices=["cpu", "cpu"]).balance == [3, 3]
@@ -196,7 +201,9 @@ def test_devices_and_cuts_are_those_of_the_map_that_a_model_was_loaded_by() -> N
     splitpipe.attach(model, devices=["cpu", "cpu"])
 
 
-@pytest.mark.parametrize("given", [{"chunks": 0}, {"schedule": 4}, {"schedule": "nothing"}, {"devices": 4}])
+@pytest.mark.parametrize("given", [
+    {"chunks": 0}, {"schedule": 4}, {"schedule": "nothing"}, {"devices": 4}, {"cuts": "layers.1"},
+])
 def test_a_wrong_argument_is_said_where_others_are_chosen(given: dict[str, Any]) -> None:
     for make in (splitpipe.attach, SplitPipe):
         with pytest.raises((TypeError, ValueError), match=next(iter(given))):

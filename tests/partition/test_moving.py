@@ -1,6 +1,7 @@
 """A tensor that says itself how it goes to another device, as quantised weights do, is moved by that alone."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,14 @@ class Scaled(nn.Parameter):
     def to(self, *args: Any, **kwargs: Any) -> Scaled:  # type: ignore[override]
         self.shared["scale"] = self.shared["scale"].to(*args, **kwargs)
         return scaled(super().to(*args, **kwargs), self.scale.to(*args, **kwargs), self.shared)
+
+
+class Quantised(nn.Parameter):
+    """A weight that its own ``to`` changes and gives back, as one does that is quantised when it is moved."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Quantised:  # type: ignore[override]
+        self.copy_(self.round())
+        return self
 
 
 def scaled(data: Tensor, scale: Tensor, shared: dict[str, Tensor]) -> Scaled:
@@ -58,6 +67,12 @@ def test_what_a_tensor_holds_goes_along(kind: str, device: torch.device) -> None
     assert moved(x, device) is x
     assert {part.device for part in held(x)} == {device}
     assert type(x) is type(make()) and isinstance(x, nn.Parameter) is (kind != "buffer")
+
+
+def test_a_tensor_that_its_own_to_changes_stays_itself() -> None:
+    x = Quantised(torch.full((2, 2), 0.8))
+    seen = weakref.ref(x)  # One that has such a reference can't be swapped.
+    assert moved(x, torch.device("meta")) is x is seen() and (x == 1).all()
 
 
 @pytest.mark.cuda
