@@ -210,15 +210,13 @@ def test_the_number_of_items_may_be_a_number_of_pythons(name: str, schedule: str
     verify(name, schedule, "items as a number", (True, False))
 
 
-@pytest.mark.parametrize("items", ["without", "items"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "items"), [*zip(SCHEDULES, ["without", "items"])])
 @pytest.mark.parametrize("name", ONE)
 def test_scheduled_they_are_so_for_a_loss_of_one_term(name: str, schedule: str, items: str) -> None:
     verify(name, schedule, items, (True, False))
 
 
-@pytest.mark.parametrize("items", ["without", "items"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "items"), [*zip(SCHEDULES, ["items", "without"])])
 @pytest.mark.parametrize("name", MORE_TERMS)
 def test_scheduled_several_terms_are_exact_if_counts_are_proportional_else_an_error(
     name: str, schedule: str, items: str
