@@ -37,7 +37,7 @@ def made(case: Case) -> bool:
 @pytest.mark.thorough
 # Of as many rows by chance, and in the first call.
 @pytest.mark.filterwarnings("ignore:the forward left .* a tensor of:UserWarning")
-@pytest.mark.filterwarnings("ignore:.* named in cuts=, and not called:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* named in cuts=, but not called:UserWarning")
 @settings(max_examples=60, suppress_health_check=[*HealthCheck])
 @given(forwards())
 @example(Case((Layer("linear"), Layer("lstm")), acts=(Act("call"), Act("call", 1)), cuts=BOTH, chunks=2))

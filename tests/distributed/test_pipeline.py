@@ -620,5 +620,5 @@ def test_a_module_with_cuts_is_refused_and_says_why() -> None:
 
     with pytest.raises(TypeError, match="runs by cuts in one process alone, .* for now: the runtime of"):
         Pipeline(Net(), cuts=["layers.2"], loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cuts is .*expected names of layers in their order"):
+    with pytest.raises(ValueError, match="cuts is .*expected names of layers in order"):
         Pipeline(layers(), cuts=["4", "2"], loss_fn=nn.functional.mse_loss)

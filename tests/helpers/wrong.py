@@ -157,7 +157,7 @@ def x() -> Tensor:
 
 MODULE = [
     *each(TypeError, "expected an nn.Sequential", [*UNMODULE, *MODULES]),
-    *each(TypeError, "whose forward() is its own", [type("Own", (nn.Sequential,), {"forward": lambda self, x: x})()]),
+    *each(TypeError, "with a custom forward()", [type("Own", (nn.Sequential,), {"forward": lambda self, x: x})()]),
 ]
 SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(skippable(stash=["a"])(nn.Identity)(), *layers()[:3]),
@@ -248,7 +248,7 @@ def _by_cuts() -> dict[str, Any]:
 BY_CUTS: Rows = {
     **{name: rows[:1] for name, rows in OPTIONS.items()},
     "cuts": each(TypeError, "cuts", ["layers.1", 1, [1], ["layers.1", 2], Odd()])
-    + each(ValueError, "no submodule", [["layer.1"], [""], ["layers.1", "x"]])
+    + each(ValueError, "not a submodule", [["layer.1"], [""], ["layers.1", "x"]])
     + each(ValueError, "never called", [["layers"]])
     + each(ValueError, "the same module", [["layers.1", "layers.1"]])
     + each(ValueError, "cuts has 4 stages for", [["layers.1", "layers.2", "layers.3"]]),
@@ -263,7 +263,7 @@ ATTACH = Door(
 DEVICE_MAP = Door(
     "device_map", splitpipe.device_map, lambda: {"module": Net(), "devices": ["cpu", "cpu"]},
     {"module": each(TypeError, "expected an nn.Module", UNMODULE)
-     + each(ValueError, "no blocks that repeat", [nn.Sequential(nn.Linear(3, 3), nn.ReLU())]),
+     + each(ValueError, "no repeated blocks", [nn.Sequential(nn.Linear(3, 3), nn.ReLU())]),
      "devices": DEVICES},
 )
 CUTTING = Door(
@@ -422,7 +422,7 @@ BY_SIZE = Door(
 )
 UNCUTTABLE = [
     *each(TypeError, "expected an nn.Module", UNMODULE),
-    *each(ValueError, "no blocks that repeat", MODULES),
+    *each(ValueError, "no repeated blocks", MODULES),
     *each(TypeError, "module is a SplitPipe", [lambda: SplitPipe(Net(), cuts=["layers.2"], devices=["cpu"] * 2)]),
 ]
 SAMPLE = [

@@ -217,5 +217,5 @@ def test_a_transformer_is_planned_by_its_layers(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("default")
 def test_a_transformer_of_one_layer_again_and_again_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no blocks that repeat"):
+    with pytest.raises(ValueError, match="has no repeated blocks"):
         planned(MODELS["albert"].made(), sample=MODELS["albert"].batch())

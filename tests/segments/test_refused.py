@@ -161,7 +161,7 @@ def test_a_sparse_value_with_a_graph_does_not_cross_by_a_schedule() -> None:
 
 
 @pytest.mark.parametrize(("module", "words"), [
-    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "expected one whose forward is Python"),
+    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "expected a module whose forward is Python"),
 ])
 def test_what_is_no_module_of_python_is_not_attached(module: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
@@ -297,7 +297,7 @@ class Two(Three):
 def test_a_cut_that_is_never_called_is_warned_of() -> None:
     plain, x = Two(), torch.randn(8, 4)
     model = made(copy.deepcopy(plain))
-    with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, and not called"):
+    with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, but not called"):
         found = model(x, True, target=3)
     torch.testing.assert_close(found, plain(x, True, target=3))
 
