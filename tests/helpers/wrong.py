@@ -171,7 +171,7 @@ BALANCE = [
 NO_NAMES = ["1F1B", "", "zb-h9", " 1f1b"]
 SCHEDULES = [
     *each(TypeError, "schedule", [None, *UNTEXT, Schedule]),
-    *each(ValueError, "no schedule has the name", NO_NAMES),
+    *each(ValueError, "there is no schedule named", NO_NAMES),
     *each(ValueError, "the schedule does not fit", [build("1f1b", 3, 2), build("1f1b", 2, 3), build("zb-v", 2, 2)]),
     *each(ValueError, "missing", [Schedule([[Op("F", 0, 0)], [Op("F", 1, 0)]], [0, 1])]),
 ]
@@ -534,7 +534,7 @@ BUILD = Door(
     "schedule.build", build, lambda: {"name": "interleaved-low-memory", "devices": 2, "chunks": 4},
     {
         **SIZES,
-        "name": each(ValueError, "no schedule has the name", [None, *UNTEXT, *NO_NAMES]),
+        "name": each(ValueError, "there is no schedule named", [None, *UNTEXT, *NO_NAMES]),
         "options": [
             row for name in ("stages_per_device", "group")
             for row in each(ValueError, f"{name}=", [{name: value} for value in (*UNWHOLE, 0, -1)])

@@ -137,7 +137,7 @@ def test_it_plans_without_a_standard_error(monkeypatch: pytest.MonkeyPatch) -> N
         (["planned_train:model", "--sample", "4x6", "--chunks", "5"], "expected numbers from 1 to the batch's 4 rows"),
         (["planned_train:model", "--sample", "4x6", "--memory", "lots"], "'lots' is no size"),
         (["planned_train:model", "--sample", "4x6", "--devices", "cuda:99"], "cuda:99"),
-        (["planned_train:model", "--sample", "4x6", "--json", "a", "--html", "./a"], "two files are to be written"),
+        (["planned_train:model", "--sample", "4x6", "--json", "a", "--html", "./a"], "two outputs are written"),
         (["planned_train:model", "--sample", "4x6", "--seconds", "-1"], "seconds is -1.0"),
     ],
 )
