@@ -276,6 +276,6 @@ def test_a_file_that_holds_no_plan_is_refused_or_prints(field: str) -> None:
         try:
             found = Plan.from_json("plan.json")
         except ValueError as error:
-            assert "plan.json holds no plan" in str(error), value
+            assert "plan.json doesn't contain a plan" in str(error), value
         else:
             assert str(found)
