@@ -205,7 +205,7 @@ def test_skips_reach_the_layer_that_pops_them(measure: str) -> None:
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_skip_is_gone_once_popped(measure: str) -> None:
-    with pytest.raises(RuntimeError, match="not stashed") as caught:
+    with pytest.raises(RuntimeError, match="weren't stashed") as caught:
         run(measure, nn.Sequential(Stash(), Pop(), Pop()), leaf(2))
     assert "layer 2" in caught.value.__notes__[-1]
 

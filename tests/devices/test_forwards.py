@@ -52,7 +52,7 @@ def test_random_forwards_on_several_devices_are_their_modules(case: Case) -> Non
     except RuntimeError as error:
         if writes(case) and any(words in str(error) for words in REFUSED):
             reject()
-        if "which has a copy for the time of a call" in str(error):  # A buffer that several devices write to.
+        if "which has a copy during a call" in str(error):  # A buffer that several devices write to.
             reject()
         if again(case) and "have different metadata than during the forward" in str(error):
             reject()

@@ -213,7 +213,7 @@ PIPE = Door(
         "loss_fn": LOSS,
         "batched": each(TypeError, "batched", [0.0, "x", {1: "x"}, Odd()])
         + each(TypeError, "batched[1]", [(True, None), [True, 1.0]])
-        + each(ValueError, "leaves nothing to cut", [False]),
+        + each(ValueError, "leaves nothing to split", [False]),
     },
     free={"cuts", "sample"},
 )
@@ -359,7 +359,7 @@ DECORATED = Door(
 ISOLATE = Door(
     "Skippable.isolate", Skippable.isolate, lambda: {"ns": Namespace(), "only": ["a"]},
     {"ns": each(TypeError, "namespace", ["a", Namespace, ["a"], Odd()]),
-     "only": NAMES + each(TypeError, "does not declare", [["b"], ["a", "b"]])},
+     "only": NAMES + each(TypeError, "doesn't declare", [["b"], ["a", "b"]])},
     on=lambda: skippable(stash=["a"])(nn.Identity)(),
 )
 
@@ -384,7 +384,7 @@ class Yields(nn.Module):
         return x
 
 
-UNDECLARED: Rows = {"name": each(RuntimeError, "does not declare", [None, 2, ["a"], "b", "", Odd()])}
+UNDECLARED: Rows = {"name": each(RuntimeError, "doesn't declare", [None, 2, ["a"], "b", "", Odd()])}
 STASH = Door(
     "stash", stash, lambda: {"name": "a", "tensor": None}, UNDECLARED,
     call=lambda **given: skippable(stash=["a"])(Yields)(stash(**given))(torch.ones(2)),
