@@ -1,16 +1,17 @@
-"""Copy, Wait and Leave: a tensor moves to the next stage's stream, and its gradient back, on streams for copies.
+"""Copy, Wait and Leave: move a tensor to the next stage's stream, and its gradient back, on streams for copies.
 
     compute ── Leave ──> copy  ══ Copy ══>  copy ── Wait ──> compute     (backward: the same, mirrored)
     `────── source Port ──────´            `────── target Port ────´
 
-Streams are passed as arguments: inside a backward thread "the current stream" of the other device is the one that
-the thread used last, not the one that the forward ran on.
+Streams are passed as arguments: inside a backward thread, "the current stream" of the other device is the one that the
+thread used last, not the one on which the forward ran.
 
-In backward nothing waits for the tail of a copy stream, where the copies for later microbatches may stand already.
-Copy is a node of the target's copy stream, and the engine orders what follows it behind the event of that copy alone:
-first the nodes on the source's order stream, which nothing else is given, and then Leave, a node of the compute stream.
+In backward, nothing waits for the tail of a copy stream, where copies for later microbatches may already be queued.
+Copy is a node of the target's copy stream, and the engine makes what follows wait only for the event of that copy:
+first the nodes on the source's order stream, which is used for nothing else, and then Leave, a node of the compute
+stream.
 
-Lifetimes: the allocator reuses a block as soon as its own stream has passed the free. A tensor read on another
+Lifetimes: the allocator reuses a block as soon as its own stream has passed the free. A tensor that is read on another
 stream is held there; without the ``hold``, the block would be written to while the copy still reads it.
 """
 from __future__ import annotations
@@ -30,7 +31,7 @@ from splitpipe.core.stream import Stream
 
 @dataclass(frozen=True)
 class Port:
-    """One side of a transfer: the device, and the streams that its stage computes on and copies on."""
+    """One side of a transfer: the device, and the streams on which its stage computes and copies."""
 
     device: torch.device
     compute: Stream
@@ -55,7 +56,7 @@ class Copy(Function):
 
 
 class Wait(Function):
-    """The tensor, after ``second`` waits for ``first`` or for its event; in backward the other way round."""
+    """The tensor, after ``second`` waits for ``first`` or for its event; in backward, the other way round."""
 
     @staticmethod
     def forward(
@@ -76,7 +77,7 @@ class Wait(Function):
 
 
 class Leave(Function):
-    """The tensor, after copy waits for compute; in backward the engine makes compute wait for the gradient's copy."""
+    """The tensor, after copy waits for compute; in backward, the engine makes compute wait for the gradient's copy."""
 
     @staticmethod
     def forward(
@@ -94,13 +95,13 @@ class Leave(Function):
 
 
 class Return(Function):
-    """A gradient back at the compute stream. In double backward it leaves again, and the copy stream waits again."""
+    """A gradient back on the compute stream. In double backward, it leaves again, and the copy stream waits again."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, source: Port, to_cpu: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.source, ctx.to_cpu = source, to_cpu
-        if to_cpu:  # The engine knows of no stream for a gradient that comes from the CPU.
+        if to_cpu:  # The engine knows no stream for a gradient from the CPU.
             stream.wait(source.compute, source.copy)
         return grad.detach()
 
@@ -111,17 +112,17 @@ class Return(Function):
 
 def brought(x: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, copied by the current streams."""
-    # A copy from or to the CPU is waited for. Code on the CPU knows of no streams: it would read memory that is yet to
-    # be written, or refill a pinned buffer that is yet to be read.
+    # A copy from or to the CPU is waited for. Code on the CPU doesn't know about streams: it would read memory that is
+    # yet to be written, or refill a pinned buffer that is yet to be read.
     return x.to(device, non_blocking="cpu" not in (x.device.type, device.type))
 
 
 def move(x: Tensor, source: Port, target: Port) -> Tensor:
-    """The tensor on the target's device, outside of autograd."""
+    """The tensor on the target's device, outside autograd."""
     with stream.use(target.copy, source.copy):
         y = brought(x, target.device)
     if y is x:
-        stream.wait(target.copy, source.copy)  # Two streams of one device: nothing was copied that would order them.
+        stream.wait(target.copy, source.copy)  # Two streams of one device: there was no copy to order them.
     stream.hold(x, source.copy)
     stream.hold(y, target.compute)
     return y
@@ -135,13 +136,13 @@ def _await(source: Port, after: torch.Event | None) -> None:
 
 
 def leave(x: Tensor, source: Port, target: Port, after: torch.Event | None = None) -> Tensor:
-    """The tensor for the copy stream, which waits for all that compute was given, or for the event ``after``."""
+    """The tensor for the copy stream, which waits for all work of compute, or for the event ``after``."""
     if not _tracked(x):
         _await(source, after)
         return x
     with stream.use(source.compute):
         y: Tensor = Leave.apply(x, source, target.device.type == "cpu", after)
-    rank(y, rank_of(x))  # It belongs to the stage, and goes backward with the stage's own nodes.
+    rank(y, rank_of(x))  # It belongs to the stage, and runs backward with the stage's own nodes.
     return y
 
 
@@ -156,7 +157,7 @@ def depart(x: Tensor, source: Port, target: Port) -> Tensor:
 
 
 def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
-    """The tensor that departed, as the target's stage may use it: after the event."""
+    """The tensor that departed, for use by the target's stage: after the event."""
     if not _tracked(x):
         stream.wait_for(target.compute, event)
         return x
@@ -167,7 +168,7 @@ def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
 
 
 class Crossing(NamedTuple):
-    """How a value has come to a stage, as its nodes tell: from which edge, and between which ports if it was copied."""
+    """How a value reached a stage, from its nodes: from which edge, and between which ports if it was copied."""
 
     edge: Edge
     source: Port | None = None
@@ -175,7 +176,7 @@ class Crossing(NamedTuple):
 
     @classmethod
     def of(cls, node: Any) -> Crossing:
-        """The crossing that ends with a node: a Cross, or the Wait behind a Copy."""
+        """The crossing that ends with a node: a Cross, or the Wait after a Copy."""
         (edge,) = node.next_functions
         if isinstance(node, _CROSS):
             return cls(edge)
@@ -185,7 +186,7 @@ class Crossing(NamedTuple):
         return cls(edge, *copy.ports)
 
     def again(self, x: Tensor, y: Tensor) -> Tensor:
-        """Lays the same nodes on another tensor of the source's stage; ``y`` stands in for its copy: nothing moves."""
+        """Makes the same nodes for another tensor of the source's stage; ``y`` represents its copy: nothing moves."""
         source, target = self.source, self.target
         if source is None or target is None:
             return x
@@ -222,18 +223,18 @@ def _tracked(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Route:
-    """The way from one stage to another."""
+    """The path from one stage to another."""
 
     source: Port
     target: Port
 
     def depart(self, leaves: Sequence[Any]) -> tuple[list[Any], torch.Event | None]:
-        """Values that left the source's stage, as nodes on the target's device, and the event of their being there."""
+        """Values that left the source's stage, as nodes on the target's device, and the event of their arrival."""
         copied = [depart(leaf, self.source, self.target) if self._carries(leaf) else leaf for leaf in leaves]
         return copied, stream.mark(self.target.copy)
 
     def arrive(self, leaves: Sequence[Any], event: torch.Event | None) -> list[Any]:
-        """Values that departed, as the target's stage may use them. Called once, when that stage runs."""
+        """Values that departed, for use by the target's stage. Called once, when that stage runs."""
         device = self.target.device
         arrived = [
             arrive(leaf, self.target, event) if isinstance(leaf, Tensor) and leaf.device == device else leaf
@@ -248,10 +249,11 @@ class Route:
         timed: Callable[[Stream, bool], None] | None = None,
         after: torch.Event | None = None,
     ) -> tuple[list[Any], torch.Event | None]:
-        """Values of the source's compute stream, outside of autograd, and the event of their being there.
+        """Copies values of the source's compute stream, outside autograd; also returns the event after which they are
+        there.
 
         ``timed`` is called with the stream that copies, before the copy (False) and after it (True). With an event
-        ``after`` the copy waits for that alone.
+        ``after``, the copy only waits for that.
         """
         _await(self.source, after)
         if timed is not None:
@@ -262,13 +264,13 @@ class Route:
         return moved, stream.mark(self.target.copy)
 
     def _carries(self, leaf: Any) -> bool:
-        # A tensor that a layer has put elsewhere (lengths on the CPU, say) stays there.
+        # A tensor that a layer has moved elsewhere (such as lengths on the CPU) stays there.
         return isinstance(leaf, Tensor) and leaf.device == self.source.device
 
 
 @dataclass
 class Routes:
-    """The routes between stages that compute on some streams, each made when it is first taken."""
+    """The routes between stages that compute on some streams, each created when it is first used."""
 
     devices: Sequence[torch.device]
     computes: Sequence[Stream]
@@ -276,7 +278,7 @@ class Routes:
     _found: dict[tuple[int, int], Route | None] = field(default_factory=dict)
 
     def of(self, source: int, target: int) -> Route | None:
-        """The route from a stage to another one; None if both compute on one stream, and nothing is copied."""
+        """The route from a stage to another; None if both compute on one stream, so that nothing is copied."""
         if (source, target) not in self._found:
             self._found[source, target] = self._made(source, target)
         return self._found[source, target]
@@ -285,6 +287,6 @@ class Routes:
         here, there = self.devices[source], self.devices[target]
         if here == there and stream.same(self.computes[source], self.computes[target]):
             return None
-        # One stream a link: on a common one, a copy would wait for copies from stages that are not ready.
+        # One stream per link: on a common one, a copy would wait for copies from stages that aren't ready.
         into = Port(there, self.computes[target], self.named(there, f"in from {source}"))
         return Route(Port(here, self.computes[source], self.named(here, "out"), self.named(here, "order")), into)

@@ -139,7 +139,7 @@ def aliased(net: Of, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("module", "text"), [
     (Of(writing, count=torch.zeros(1)), "'count', which is on cuda:0, was written to by a stage on cuda:1"),
     (Of(aliased), "another value from there shares its memory"),
-    (Of(partial(recomputing, chance=0.5)), r"stage 1 \(cuda:1\) begins inside of torch.utils.checkpoint"),
+    (Of(partial(recomputing, chance=0.5)), r"stage 1 \(cuda:1\) begins inside torch.utils.checkpoint"),
 ], ids=["a buffer written to elsewhere", "a view of what is written to", "a checkpoint that draws behind a border"])
 def test_it_is_refused(module: Module, text: str, way: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=text):

@@ -86,7 +86,7 @@ def made(net: nn.Module, **options: Any) -> SplitPipe:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("net", "error", "says"), [
-    (skip, RuntimeError, "in an attribute of a module|that the pipeline knows nothing of"),
+    (skip, RuntimeError, "in an attribute of a module|that the pipeline doesn't know"),
     (statistic, ValueError, "no dimension of the batch"),
     (contrast, ValueError, "its second dimension is the batch too"),
 ])
