@@ -89,7 +89,7 @@ def takes(signature: inspect.Signature | None, name: str) -> bool:
 
 
 def caches(signature: inspect.Signature | None, opened: Iterable[nn.Module]) -> bool:
-    """True if a module can be told not to keep a cache: by an argument of its own or of a module inside it."""
+    """True if a module can be told not to keep a cache: by its own argument, or by one of a module inside it."""
     if signature is None or "use_cache" in signature.parameters:
         return signature is not None
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):

@@ -206,7 +206,7 @@ _CROSS: Any = Cross._backward_cls
 
 
 def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:
-    """The tensor for another stream of its own device."""
+    """The tensor for another stream of its device."""
     stream.hold(x, taker)
     if stream.same(giver, taker):
         return x

@@ -154,7 +154,7 @@ def survey(
     Args:
         roots: the edges of its outputs.
         ends: the edges at which it stops; looked up once for each edge that it reaches first.
-        numbers: the sequence numbers of its own nodes.
+        numbers: the sequence numbers of the graph's nodes.
         computed: parameters that aren't leaves, by their edges, at which it stops too.
         groups: those of the owners' weights; None: no node is an owner.
         gains: the ``fills`` and ``gathers`` of SplitFunction.pays.

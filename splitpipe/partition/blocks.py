@@ -2,7 +2,7 @@
 
     model                       opened: it has cuts inside
     ├── embed_tokens            a block
-    ├── layers                  opened; it has no forward of its own
+    ├── layers                  opened; it has no forward
     │   ├── 0, 1, 2, 3          blocks; cuts=["model.layers.2"]: stage 1 starts with this block's call
     └── norm                    a block
 

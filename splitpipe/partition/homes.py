@@ -32,7 +32,7 @@ from splitpipe.partition.moving import moved
 
 
 class Homes:
-    """The stage of each module, and thus of its own parameters and buffers."""
+    """The stage of each module, and thus of its parameters and buffers."""
 
     def __init__(self, places: Sequence[Place], module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -47,9 +47,9 @@ class Homes:
         self._living: dict[int, tuple[Tensor, torch.device]] = {}
         #: Opened modules whose own buffers the code between blocks writes to: all stages with such code share them.
         self.written: WeakSet[nn.Module] = WeakSet()
-        #: True once a call has completed: everything that it used is in place.
+        #: True when a call has completed: everything that it used is in place.
         self.complete = False
-        #: True once a call in training mode has completed: its writes are known. In eval mode, forwards write less.
+        #: True when a call in training mode has completed: its writes are known. In eval mode, forwards write less.
         self.trained = False
 
     @cached_property

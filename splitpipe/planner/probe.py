@@ -73,7 +73,7 @@ class Probe:
         return (perf_counter() - begun) * 1e3, recording
 
     def saved_ends(self) -> tuple[int, int]:
-        """Runs once more; returns the bytes of the layer's input, and of its output, among those that it saves."""
+        """Runs again; returns the bytes of the layer's input, and of its output, among those that it saves."""
         found: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ def verify(schedule: object) -> None:
 
 
 def needed(op: Op, stages: int) -> tuple[Op, ...]:
-    """The ops that an op waits for, that of its own stage first."""
+    """The ops that an op waits for, that of the same stage first."""
     kind, stage, microbatch = op
     if kind == "F":
         return (Op("F", stage - 1, microbatch),) if stage else ()

@@ -81,7 +81,7 @@ class OpOrder:
                 if own not in done or other not in done:
                     waiting.setdefault(other, []).append(device)  # Its own stage's op comes later here, or is missing.
                     break
-                # The op of its own stage is before it on this device.
+                # The op of the same stage is before it on this device.
                 links.append((before, done[other], hop, _KINDS[kind] * stages + stage))
                 before = len(numbered)
                 numbered.append(op)

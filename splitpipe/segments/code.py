@@ -164,7 +164,7 @@ class CodeWalk(Walk):
         while self.stage < stage:
             foreign = _top_saved_tensors_default_hooks(True) is not self._hooks and self._hooks_changed()
             if foreign:
-                # torch.utils.checkpoint, inside of which the border is, will restore this state.
+                # torch.utils.checkpoint, which contains the border, will restore this state.
                 self._begun = state_of()
             self._leave()
             self.pause()

@@ -181,7 +181,7 @@ class CodeDetachedTransfer(DetachedTransfer):
         if tracked and x.layout is not torch.strided:
             raise RuntimeError(
                 f"a {x.layout} tensor with a graph goes from stage {source} to stage {stage}: with a schedule, "
-                "expected dense tensors. Make it dense (x.to_dense()) before, or pass it to a block of its own stage."
+                "expected dense tensors. Make it dense (x.to_dense()) before, or pass it to a block of the same stage."
             )
         edge = get_gradient_edge(x) if tracked else None
         route = None if self._routes is None else self._routes.of(source, stage)

@@ -132,7 +132,7 @@ class StageOps:
             transfer.flights[self.stage.index] = Flight()
 
     def backward(self, i: int) -> None:
-        """B, or BW if the ledger says so."""
+        """B, or BW, depending on the ledger."""
         shared, j, flight = self._shared, self.stage.index, self._transfers[i].flights[self.stage.index]
         pairs: list[tuple[GradientEdge, Tensor | None]] = []
         if j == shared.last:

@@ -176,7 +176,7 @@ class Parameters:
         self._flags = self.flags()
         #: A lazy module's first forward makes them.
         self._there = [each for each in found if not is_lazy(each[2])]
-        # A subclass (DTensor) may have no memory of its own; its version still shows writes.
+        # A subclass (DTensor) may have no memory itself; its version still shows writes.
         self._plain = [x for *_, x in self._there if type(x) in (Tensor, nn.Parameter)]
         self._versions, self._addresses = self._now()
 

@@ -13,7 +13,7 @@ cache that has grown), it is recomputed with the new content:
 
     with the old content, the slot changes again (``self.mean = 0.9 * self.mean + ...``): right
     it stays as it was (``if length > self.length: self.cos = ...``): recomputed with the new content
-    with that, it changes once more: recomputed with the old content; if no choice fits, it is an error
+    with that, it changes again: recomputed with the old content; if no choice fits, it is an error
 """
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Snapshot:
                     raise RuntimeError(_COUNTED)
                 return
             if not wrong:
-                tries = 1  # Try once more, to raise its error.
+                tries = 1  # Try again, to raise its error.
             left ^= wrong
             restart()
         raise RuntimeError(

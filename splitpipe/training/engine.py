@@ -88,7 +88,7 @@ class Engine:
         """Raises for calls by the model's own layers; with a schedule, or ``alone``, runs one call at a time."""
         if self.resources.at_work_here():
             raise RuntimeError(
-                "a SplitPipe was called by one of its own layers, inside its own forward: expected layers that call "
+                "a SplitPipe was called by one of its layers, inside its own forward: expected layers that call "
                 "other modules, since it would wait for itself. (If a layer differentiates in its forward, a "
                 "checkpoint around the model calls it again: expected the model's own checkpoint='always' instead.)"
             )
