@@ -109,7 +109,7 @@ def test_a_pipeline_that_fsdp_was_given_afterwards_refuses_to_run(rank: int, sch
 def test_processes_with_unequal_batches_do_not_wait_for_each_other(rank: int) -> None:
     model = pipeline(layers())
     shard(*model)
-    with pytest.raises(TypeError, match="for each microbatch"):
+    with pytest.raises(TypeError, match="once per microbatch"):
         model(torch.ones(1 + 2 * rank, 6, dtype=torch.float64))
 
 

@@ -62,7 +62,7 @@ def test_layers_of_a_sequential_come_in_their_order(cuts: list[str]) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_cuts_in_another_order_than_the_calls_are_refused(schedule: str) -> None:
     model = piped(Stack(), ["layers.3", "layers.1"], schedule=schedule)
-    with pytest.raises(ValueError, match=r"'layers.3'.*, where stage 1 begins, .*'layers.1'.*|"
+    with pytest.raises(ValueError, match=r"'layers.3'.*, where stage 1 starts, .*'layers.1'.*|"
                                          r"'layers.1'.*'layers.3'") as error:
         model(**batch())
     assert "expected cuts= in the order in which the forward calls them" in str(error.value)

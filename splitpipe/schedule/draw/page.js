@@ -6,10 +6,10 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
 
-  const LEFT = 76, RIGHT = 84;  // Beside the plot: the device's name; idle time and peak.
-  const AXIS = 22, ROW = 22, MEMORY = 22, GAP = 8;  // Heights, of a device from ROW on.
+  const LEFT = 76, RIGHT = 84;  // Margins: for the device's name; for idle time and peak.
+  const AXIS = 22, ROW = 22, MEMORY = 22, GAP = 8;  // Heights; from ROW on, those of a device.
   const DEVICE = ROW + MEMORY + GAP;
-  const FIELDS = 5;  // Of an op: kind, stage, microbatch, start, end.
+  const FIELDS = 5;  // The fields of an op: kind, stage, microbatch, start, end.
 
   const whole = Math.max(...data.schedules.map((each) => each.makespan)) || 1;
   const view = { from: 0, to: whole };
@@ -67,7 +67,7 @@
     show(view.from + by, view.to + by);
   }
 
-  // Drawing, at most once a frame, and only pictures that are on the screen.
+  // Draws at most once per frame, and only pictures that are on the screen.
 
   let asked = false;
 
@@ -91,7 +91,7 @@
   function paint(picture, colours, most) {
     const { canvas, schedule } = picture;
     const width = canvas.clientWidth, height = canvas.clientHeight;
-    // No browser has a canvas of any height.
+    // Browsers limit the height of a canvas.
     const ratio = Math.min(devicePixelRatio || 1, 16000 / Math.max(width, height));
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
       canvas.width = Math.round(width * ratio);
@@ -158,7 +158,7 @@
       pen.fillRect(from + gap / 2, top, width - gap, ROW);
       if (width > 8 && pen.measureText(microbatch).width + 6 <= width) {
         pen.fillStyle = "#111111";
-        // On what is visible of its op.
+        // On the visible part of its op.
         const left = Math.max(from, LEFT), right = Math.min(from + width, x(view.to));
         if (right - left >= Math.min(12, width)) pen.fillText(microbatch, (left + right) / 2, top + ROW / 2 + 0.5);
       }
@@ -193,7 +193,7 @@
     pen.fill();
   }
 
-  // What the pointer is on.
+  // The object under the pointer.
 
   function timeAt(picture, x) {
     const plot = picture.canvas.clientWidth - LEFT - RIGHT;
