@@ -21,7 +21,7 @@ __all__ = [
     "attach", "detach", "device_map", "plan",
 ]
 
-# Imported when first asked for: torch takes seconds, and schedules don't need it.
+# Imported on first use: importing torch takes seconds, and schedules don't need it.
 _OWNERS = {
     "DeferredBatchNorm": "splitpipe.batchnorm",
     "DoesNotFitError": "splitpipe.planner.planning",

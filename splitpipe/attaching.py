@@ -46,8 +46,8 @@ def attach(
     """Makes a module run as a pipeline, in place. It stays the same object, with its class, methods and attributes.
 
     Only ``forward`` is replaced, on the instance, by one with the same signature. Code that knows the module keeps
-    working: ``isinstance``, ``generate``, ``save_pretrained``, transformers' Trainer, PEFT. ``SplitPipe(module,
-    cuts=...)`` does the same in a separate wrapper.
+    working: ``isinstance``, ``generate``, ``save_pretrained``, transformers' Trainer, PEFT.
+    ``SplitPipe(module, cuts=...)`` does the same in a separate wrapper.
 
     Args:
         module: any module. Its parameters are moved to their stages' devices in the first call, or now if ``sample`` is

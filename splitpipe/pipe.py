@@ -250,7 +250,8 @@ class SplitPipe(Shell):
             TypeError: the input or the target can't be split into microbatches.
             ValueError: a target is given without a ``loss_fn``, or has a different batch size; or the counts that terms
                 of the loss are divided by aren't proportional.
-            BaseException: whatever a layer raises, with a note of stage, layer and microbatch. The model stays usable.
+            BaseException: whatever a layer raises, with a note that names stage, layer and microbatch. The model stays
+                usable.
         """
         refuse_export(input)
         return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, input, target)

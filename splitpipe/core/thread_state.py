@@ -55,7 +55,7 @@ class State(NamedTuple):
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
-    #: True if subclasses of Tensor see torch's functions. Their own backward() runs without.
+    #: True if subclasses of Tensor see torch's functions; inside their own backward(), they don't.
     overrides: bool
     hooks: Hooks | None
     hooks_disabled: str | None

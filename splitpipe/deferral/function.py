@@ -67,8 +67,7 @@ class SplitFunction:
     * ``forward(ctx, x, *weights, **options)`` returns one tensor. It saves what only the input's gradient needs with
       ``ctx.save_for_input(...)``, and what the weights' gradients need with ``ctx.save_for_weight(...)``.
     * ``backward_input(ctx, grad_output)`` returns the gradient of x. It is called if ``ctx.needs_input_grad``, and may
-    use
-      ``ctx.saved_for_input`` and ``ctx.saved_for_weight``.
+      use ``ctx.saved_for_input`` and ``ctx.saved_for_weight``.
     * ``backward_weight(ctx, grad_output)`` returns a tuple with a gradient for each weight, or None where
       ``ctx.needs_weight_grad`` is False. It may only use ``ctx.saved_for_weight``.
 
@@ -156,8 +155,8 @@ class SplitFunction:
             weights: tensors, or None. Those that require grad get a gradient.
             options: passed to ``forward`` as they are.
 
-            Raises:
-                TypeError: x isn't a tensor, a weight is neither a tensor nor None, or forward returns something else.
+        Raises:
+            TypeError: x isn't a tensor, a weight is neither a tensor nor None, or forward returns something else.
         """
         _verify(cls, x, weights)
         y: Tensor = SplitCall.apply(cls, options, x, *weights)

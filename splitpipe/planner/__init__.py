@@ -1,1 +1,1 @@
-"""The planner behind ``splitpipe.plan``: measures the layers, then chooses how to cut and run them."""
+"""The planner behind ``splitpipe.plan``: measures the layers, then chooses how to split and run them."""

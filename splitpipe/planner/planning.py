@@ -108,7 +108,7 @@ def plan(
             is a ValueError.
         TypeError: an argument has a wrong type.
         ValueError: an argument has a wrong value.
-        BaseException: whatever a layer raises, with a note of the layer.
+        BaseException: whatever a layer raises, with a note that names the layer.
 
     Example:
         >>> import splitpipe

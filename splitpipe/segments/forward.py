@@ -94,7 +94,7 @@ class DropinWork:
         return found, numbers
 
     def rejoin(self) -> None:
-        """Hands back to the caller's streams."""
+        """Makes the caller's streams wait for the stages'."""
         for ends in self._events:
             ends.spent()
         self._run.call.rejoin()

@@ -109,7 +109,7 @@ class Call:
         return _handed(leaves, self.computes[stage], self.callers[stage])
 
     def rejoin(self) -> None:
-        """Hands back to the caller's streams."""
+        """Makes the caller's streams wait for the stages'."""
         if self.batch is not None:
             self.batch.close()
         for compute, caller in zip(self.computes, self.callers):

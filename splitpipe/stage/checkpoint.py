@@ -154,7 +154,7 @@ class Frame:
             # If such a layer asks during the forward, the records aren't complete.
             number, expected = len(refill.tensors), len(self._metas)
             if number < expected or self._complete and number > expected:
-                raise recomputation_error(f"saved {counted(number, 'tensor')}, where the forward saved {expected}")
+                raise recomputation_error(f"saved {counted(number, 'tensor')}, but the forward saved {expected}")
             self._records, self._versions = refill.records(passing()), refill.versions
         finally:
             # The hooks, which their nodes keep, have the list: a node's own output in it would be an uncollectable

@@ -98,8 +98,7 @@ class Recording(Timeline):
 
     @property
     def losses(self) -> dict[str, float]:
-        """The milliseconds in which a device doesn't compute, on average, by reason; they add up to the mean of
-        ``idle``.
+        """The average milliseconds in which a device doesn't compute, by reason; their sum is the mean of ``idle``.
 
         * "unbalanced stages": what equal work on all devices would save in the plan;
         * "the schedule's own bubble": what remains with equal work and without copies;

@@ -17,7 +17,7 @@ _SMALL = 0.005  # The fraction of a step below which lost time isn't reported.
 _LARGE = 0.02  # The fraction of a step from which on lost time gets advice.
 
 ADVICE = {
-    ORDER: "It shrinks with more chunks, or in another schedule: splitpipe.schedule.search finds one for "
+    ORDER: "It shrinks with more chunks, or with another schedule: splitpipe.schedule.search finds one for "
            "timeline.costs()",
     COPIES: "Cut where activations are small, or use fewer stages per device",
     WAITING: "Longer ops outweigh the time that the host and the copies take: use fewer chunks, or a larger batch",

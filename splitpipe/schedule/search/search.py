@@ -47,9 +47,9 @@ def search(
             number, or one per device. Default: all.
         stages_per_device: 1; 2, with V or loop placement; or more, with loop placement. Default: as many as the costs
             are for, or else the better of 1 and 2.
-        seconds: how long to search, roughly, on one core, for each of the two numbers of stages. Building and rating
-            the named schedules takes additional time, which is longer for many thousands of ops. Work is counted rather
-            than time: the same arguments give the same schedule.
+        seconds: roughly how long to search on one core; twice as long if both 1 and 2 stages per device are tried.
+            Building and rating the named schedules takes additional time, which is longer for many thousands of ops.
+            Work is counted rather than time: the same arguments give the same schedule.
         span: what to minimise: ``"makespan"``, or ``"longest"``, the longest span of a device, for devices that needn't
             wait for each other between steps.
 
