@@ -4,7 +4,7 @@
     python docs/examples/lora_trainer.py --out lora    # keeps the adapters in this folder
 
 The model is tiny and has random weights. Its adapters learn to count: each row starts anywhere and goes up by one.
-Needs ``pip install transformers peft accelerate``. Without GPUs it runs on two CPU stages, with a warning.
+It needs ``pip install transformers peft accelerate``. Without GPUs it runs on two CPU stages and warns.
 
 On GPUs with a real model: in `make`, load the model with ``from_pretrained``; its weights may be quantised
 (docs/clients.md). Replace `Counting` by your data set. ``splitpipe.attach`` uses all GPUs, or those that the model was

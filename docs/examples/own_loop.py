@@ -3,8 +3,8 @@
     python docs/examples/own_loop.py
     python docs/examples/own_loop.py --checkpoint counting.pt    # saves there, and resumes from there the next time
 
-The model is tiny and learns to count: each row starts anywhere and goes up in steps of 1, 2, 3 or 4. Needs
-``pip install transformers``. Without GPUs it runs on two CPU stages, with a warning.
+The model is tiny and learns to count: each row starts anywhere and goes up in steps of 1, 2, 3 or 4. It needs
+``pip install transformers``. Without GPUs it runs on two CPU stages and warns.
 
 On GPUs with a real model: in `make`, load the model with ``from_pretrained``, and return your own data from `batch`.
 ``splitpipe.attach`` uses all GPUs; ``devices=[0, 1]`` names them. docs/tuning.md explains how to choose ``chunks`` and
