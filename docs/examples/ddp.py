@@ -31,15 +31,14 @@ BALANCE = [4, 5]  # layers of each stage
 STAGES, ARMS = len(BALANCE), 3
 
 
-def layers() -> nn.Sequential:
-    """The model, the same in all processes: DDP copies the weights of the first."""
-    width = 64
+def layers(width: int = 64) -> nn.Sequential:
+    """The model. DDP copies the weights of the first process to all others."""
     hidden = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(2, width), nn.ReLU(), *hidden, nn.Linear(width, ARMS))
 
 
 def spirals(points: int = 3072) -> TensorDataset:
-    """Points on the arms of a spiral, and the number of the arm; the same in all processes."""
+    """Points on the arms of a spiral, and the numbers of the arms: the same data in all processes."""
     generator = torch.Generator().manual_seed(0)
     arm = torch.randint(ARMS, (points,), generator=generator)
     radius = torch.rand(points, generator=generator)
@@ -56,7 +55,7 @@ def shuffled(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Itera
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
 
     first = int(os.environ["LOCAL_RANK"]) * STAGES
@@ -66,8 +65,9 @@ def main() -> None:
         torch.cuda.set_device(devices[0])
     dist.init_process_group("nccl" if on_gpus else "gloo")
 
+    torch.manual_seed(0)
     model = DistributedDataParallel(SplitPipe(layers(), BALANCE, devices=devices, chunks=4))  # Without device_ids.
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     data = spirals()
     sampler = DistributedSampler(data)  # Gives each process its part.
     loader = DataLoader(data, batch_size=64, sampler=sampler)
@@ -79,7 +79,7 @@ def main() -> None:
         loss.backward()  # Averages the gradients over all processes.
         optimizer.step()
         losses.append(loss.item())
-        if dist.get_rank() == 0 and step % 20 == 0:
+        if dist.get_rank() == 0 and step % 10 == 0:
             print(f"step {step}: loss {losses[-1]:.4f}", flush=True)
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
