@@ -7,8 +7,8 @@ The model is tiny and learns to count: each row starts anywhere and goes up in s
 ``pip install transformers``. Without GPUs it runs on two CPU stages and warns.
 
 On GPUs with a real model: in `make`, load the model with ``from_pretrained``, and return your own data from `batch`.
-``splitpipe.attach`` uses all GPUs; ``devices=[0, 1]`` names them. docs/tuning.md explains how to choose ``chunks`` and
-``schedule``. For bfloat16, call the model under ``torch.autocast``.
+``splitpipe.attach`` uses all GPUs (the tiny model has blocks for four); ``devices=[0, 1]`` names them. docs/tuning.md
+explains how to choose ``chunks`` and ``schedule``. For bfloat16, call the model under ``torch.autocast``.
 """
 from __future__ import annotations
 

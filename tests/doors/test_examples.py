@@ -21,6 +21,7 @@ COMMANDS = dict(re.findall(
     r"^\| \[(\S+)\]\(examples/\1\) \|.*\| `(.*)` \|$", (ROOT / "docs/examples.md").read_text(encoding="utf-8"),
     flags=re.MULTILINE,
 ))
+gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
 scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 
 
@@ -72,10 +73,7 @@ def test_a_script_imports_only_what_users_may(script: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [
-    "vision_skips.py",
-    pytest.param("ddp.py", marks=pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")),
-])
+@pytest.mark.parametrize("name", ["vision_skips.py", pytest.param("ddp.py", marks=gloo)])
 def test_a_script_learns(name: str) -> None:
     ((first, last),) = losses(printed(name, "--steps", "8"))
     assert last < 0.9 * first  # Batches differ by less.
