@@ -37,7 +37,7 @@ _OWNERS = {
 }
 _DOORS = "balance", "distributed", "schedule", "skip"
 
-if not TYPE_CHECKING:  # To a type checker, a name that is not there is not there.
+if not TYPE_CHECKING:  # Hidden from type checkers, so that they report unknown names.
 
     def __getattr__(name):
         if name in _DOORS:

@@ -12,28 +12,28 @@ HELP = """usage: python -m splitpipe COMMAND ...
 Pipeline parallelism for torch modules, in one process.
 
 commands:
-  plan        measure a module, and say how to cut and run it
+  plan        measure a module, and choose how to split and run it
   schedule    build, simulate, draw, compare and search pipeline schedules
 
 For more: python -m splitpipe COMMAND --help"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what a command line says.
+    """Runs the command given on the command line.
 
     Args:
-        arguments: all but the program's name.
+        arguments: the command line, without the program's name.
 
     Returns:
         The exit code.
     """
     if arguments and arguments[0] == "schedule":
         return command.main(arguments[1:])
-    if arguments and arguments[0] == "plan":  # Imported when it is asked for: torch takes seconds.
+    if arguments and arguments[0] == "plan":  # Imported only when needed: torch takes seconds.
         code: int = import_module("splitpipe.planner.command").main(arguments[1:])
         return code
     if arguments and arguments[0] not in ("-h", "--help"):
-        return command.failed(f"no command {arguments[0]!r}: expected plan or schedule. See --help.", "splitpipe")
+        return command.failed(f"unknown command {arguments[0]!r}: expected plan or schedule. See --help.", "splitpipe")
     return command.guarded(lambda: print(HELP))
 
 

@@ -1,4 +1,4 @@
-"""``attach``: a module runs as a pipeline in place; and ``detach``."""
+"""``attach`` makes a module run as a pipeline, in place; ``detach`` undoes it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,47 +43,51 @@ def attach(
     sample: Sample | None = None,
     compile: bool | Mapping[str, Any] = False,
 ) -> M:
-    """Has a module run as a pipeline, in place: the same object, of its class, with its methods and attributes.
+    """Makes a module run as a pipeline, in place. It stays the same object, with its class, methods and attributes.
 
-    Its ``forward`` is replaced on the instance, by one with the same signature. So what knows the module goes on:
-    ``isinstance``, ``generate``, ``save_pretrained``, transformers' Trainer, PEFT. ``SplitPipe(module, cuts=...)`` is
-    the same in a wrapper of its own.
+    Only ``forward`` is replaced, on the instance, by one with the same signature. Code that knows the module keeps
+    working: ``isinstance``, ``generate``, ``save_pretrained``, transformers' Trainer, PEFT. ``SplitPipe(module,
+    cuts=...)`` does the same in a separate wrapper.
 
     Args:
-        module: any module. Its parameters go to their stages' devices in the first call, or with ``sample``.
-        cuts: qualified names of submodules, in the order of their calls: stage j+1 begins where ``cuts[j]`` is called.
-            None: where the device map changes by which the model was loaded (``hf_device_map``); else among the calls
-            of blocks that repeat, as the layers of a transformer do, so that each stage's weights, with gradients and
-            Adam's averages of those that train, fill the same share of its device's free memory; with ``sample``, so
-            that stages take the same time.
-        devices: one per stage. None: those of the model's ``hf_device_map``, else all accelerators, else two stages on
-            the CPU. All further arguments are as for SplitPipe.
-        chunks: number of microbatches. None: four per device.
-        checkpoint: which microbatches have their blocks run again in backward.
+        module: any module. Its parameters are moved to their stages' devices in the first call, or now if ``sample`` is
+            given.
+        cuts: qualified names of submodules, in the order of their calls: stage j+1 starts where ``cuts[j]`` is called.
+            Default: where the device changes in the ``hf_device_map`` that the model was loaded with. Without such a
+            map, at calls of repeated blocks, such as the layers of a transformer, chosen so that each stage's weights,
+            gradients and Adam states fill the same share of its device's free memory, or, with ``sample``, so that the
+            stages take the same time.
+        devices: one per stage. Default: those of the model's ``hf_device_map``; without one, all accelerators; without
+            any, two stages on the CPU. This and all arguments below are as for SplitPipe.
+        chunks: number of microbatches. Default: four per device.
+        checkpoint: which microbatches have their blocks recomputed in backward.
         deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch.
         backward: ``"split"`` or ``"autograd"``.
-        schedule: a name, or a Schedule. All but ``"gpipe"`` go backward inside the forward, from ``loss_fn`` or else
-            from the field ``loss`` of the module's output.
-        loss_fn: ``loss_fn(output, target)``, called where the model is called with ``target=``.
-        grad_scaler: the loop's ``torch.amp.GradScaler``, for a schedule under float16 autocast.
-        stash_limit: bytes held back for weight gradients.
-        batched: how arguments and ``target`` are cut, by name: True, False, a dimension, ``"rows"`` (a list with one
-            entry per row), or a nesting of them. None: tensors whose first dimension has the size of the batch, that of
-            the first tensor, and lists with as many entries.
-        split: ``split(args, kwargs, chunks)`` gives (args, kwargs) for each microbatch, for what no rule can cut.
-        reduction: how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by rows, ``"sum"``,
-            or, drop-in, a function of the list of values and the list of rows. None: as the trace shows.
-        sample: arguments of a call (keywords in a dict, positional ones in a tuple), of which one row places the
-            parameters now. None: the first call does. Without ``cuts``, the sample is also what stages are timed with.
+        schedule: a name, or a Schedule. All but ``"gpipe"`` run backward inside the forward, from ``loss_fn`` or,
+            without it, from the field ``loss`` of the module's output.
+        loss_fn: ``loss_fn(output, target)``, called if the model is called with ``target=``.
+        grad_scaler: the training loop's ``torch.amp.GradScaler``, for a schedule under float16 autocast.
+        stash_limit: the number of bytes that a stage may keep for postponed weight gradients.
+        batched: how arguments and ``target`` are split, by name: True, False, a dimension, ``"rows"`` (a list with one
+            entry per row), or a nesting of these. Default: tensors whose first dimension has the batch size, which is
+            that of the first tensor, and lists of that length.
+        split: ``split(args, kwargs, chunks)`` returns (args, kwargs) for each microbatch, for inputs that ``batched``
+            can't describe.
+        reduction: how numbers returned by microbatches, such as losses, are combined: ``"mean"`` weighted by rows,
+            ``"sum"``, or (drop-in only) a function of the list of values and the list of row counts. Default: as the
+            trace of the computation shows.
+        sample: the arguments of a call (keyword arguments in a dict, positional ones in a tuple). A forward on one row
+            of them places the parameters now; otherwise, the first call does. Without ``cuts``, stages are timed on the
+            sample too.
         compile: whether blocks are compiled, as for SplitPipe.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: an argument has a wrong value; a parameter is on meta, or accelerate has offloaded it; without
-            ``cuts``, no blocks repeat, or the devices can't hold the model.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument has a wrong value; a parameter is on meta or offloaded by accelerate; or, without
+            ``cuts``, no blocks repeat or the devices can't hold the model.
 
     Example:
         >>> class Net(torch.nn.Module):
@@ -110,33 +114,33 @@ class Detached:
     """The forward of a SplitPipe that was detached."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raises an error."""
         raise RuntimeError(
-            "this SplitPipe was detached: expected calls of the module that splitpipe.detach gave, or of a new "
-            "SplitPipe around that. To go on with a model, detach a copy of it (copy.deepcopy)."
+            "this SplitPipe was detached: expected calls of the module that splitpipe.detach returned, or of a new "
+            "SplitPipe around it. To keep using a model, detach a copy of it (copy.deepcopy)."
         )
 
 
 def detach(module: nn.Module, device: torch.device | str | int | None = None) -> nn.Module:
-    """Gives the plain module back, to export, trace, compile or save it, or to run it on one device.
+    """Returns the plain module, to export, trace, compile or save it, or to run it on one device.
 
-    It has its parameters (the same objects: optimizers go on with them), hooks, mode, and running statistics;
-    BatchNorm layers that became deferred ones are of their own class again, and layers are not compiled by the pipeline
-    any more. It can become a pipeline again.
+    It keeps its parameters (the same objects, so optimizers stay valid), hooks, mode and running statistics. Deferred
+    BatchNorm layers get their original class back, and layers are no longer compiled by the pipeline. The module can
+    become a pipeline again.
 
     Args:
-        module: a SplitPipe, or a module that ``attach`` was called with. A SplitPipe can't be called afterwards; to go
-            on with it, detach a copy (``copy.deepcopy(model)``).
-        device: where all parameters and buffers go. None: they stay on the devices of their stages, and the module runs
-            there if that is one device.
+        module: a SplitPipe, or a module that ``attach`` was called with. A SplitPipe can't be called afterwards; to
+            keep using it, detach a copy (``copy.deepcopy(model)``).
+        device: where to move all parameters and buffers. Default: they stay on the devices of their stages, and the
+            module can be run if that is a single device.
 
     Returns:
-        Of a SplitPipe the module that it was given; of an attached one the same object, with its own ``forward`` and
-        without ``hf_device_map``.
+        For a SplitPipe, the module that it wraps. For an attached module, the module itself, with its original
+        ``forward`` and without ``hf_device_map``.
 
     Raises:
         TypeError: the module is not a pipeline, or ``device`` is not a device.
-        ValueError: there is no such device.
+        ValueError: ``device`` doesn't exist on this machine.
 
     Example:
         >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -153,7 +157,7 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
     else:
         raise TypeError(_no_pipeline(module))
     if place is not None:
-        _bring(found, place)  # First: what fails changes nothing.
+        _bring(found, place)  # First, so that a failure changes nothing.
     if isinstance(module, Shell):
         vars(module)["forward"] = Detached()
     forward = vars(found).get("forward")
@@ -173,7 +177,7 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
 
 
 def _bring(module: nn.Module, device: torch.device) -> None:
-    """Moves all that is in a module: tensors stay themselves, and ties ties. Pipelines in it stay where they are."""
+    """Moves everything in a module, keeping tensors' identities and ties. Pipelines inside it stay where they are."""
     parts, before = [*_parts(module)], dict[int, torch.device]()
 
     def bring(x: Tensor) -> Tensor:
@@ -202,9 +206,9 @@ def _is_pipeline(module: nn.Module) -> bool:
 
 def _no_pipeline(module: object) -> str:
     if isinstance(module, Shell):
-        return "module is a SplitPipe that was detached: expected calls of the module that splitpipe.detach gave."
+        return "module is a SplitPipe that was detached: expected calls of the module that splitpipe.detach returned."
     inside = [
         name for name, part in module.named_modules() if _is_pipeline(part)
     ] if isinstance(module, nn.Module) else []
-    found = f"; {inside[0]!r} in it is one: detach that" if inside else ""
+    found = f"; {inside[0]!r} inside it is one: detach that" if inside else ""
     return f"module is a {type(module).__name__}, not a pipeline: expected a SplitPipe, or an attached module{found}."

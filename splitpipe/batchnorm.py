@@ -1,7 +1,7 @@
-"""BatchNorm that normalises by microbatch and keeps the running statistics of the whole batch.
+"""BatchNorm that normalises each microbatch and keeps the running statistics of the whole batch.
 
-A call of the model collects the statistics of its microbatches and updates each layer once, when all are in. So their
-number may differ from call to call, and a call that fails leaves no trace.
+A call of the model collects the statistics of its microbatches, and updates each layer once, at its end. So the number
+of microbatches may change from call to call, and a failed call changes nothing.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Part:
-    """Statistics of each channel: of how many values, their mean and unbiased variance."""
+    """Statistics of each channel: the number of values, their mean and their unbiased variance."""
 
     count: int
     mean: Tensor
@@ -36,24 +36,24 @@ class Part:
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Normalises by microbatch, and keeps the running statistics that nn.BatchNorm keeps of the whole batch.
+    """Normalises each microbatch, and keeps the running statistics that nn.BatchNorm would have for the whole batch.
 
-    In a SplitPipe they change at the end of a forward pass, whatever the number of microbatches. A layer used
-    by hand changes them after every ``chunks`` forwards; a switch between train and eval starts a new count.
-    A layer that is used at several places of a model is updated once for each place, as nn.BatchNorm is; in a
-    SplitPipe inside another SplitPipe, once in all.
+    In a SplitPipe, running statistics are updated at the end of each forward pass, whatever the number of microbatches.
+    A layer used on its own updates them after every ``chunks`` forwards; switching between train and eval restarts the
+    count. A layer that is used at several places of a model is updated once for each place, as nn.BatchNorm is, but
+    only once in all in a SplitPipe inside another SplitPipe.
 
     Args:
         num_features: channels, the second dimension of the input ``(N, C, ...)``.
         eps: added to the variance.
-        momentum: weight of a batch in the running statistics; None: all batches weigh the same.
-        affine: whether there are a learnable weight and bias of shape ``(C,)``.
-        chunks: microbatches of a batch, for a layer used by hand.
+        momentum: weight of a batch in the running statistics. None gives all batches the same weight.
+        affine: whether the layer has a learnable weight and bias, of shape ``(C,)``.
+        chunks: number of microbatches per batch, for a layer used on its own.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: ``chunks`` or ``num_features`` is below 1, ``eps`` or ``momentum`` is negative or not finite. When
-            called: a microbatch has a single value per channel.
+        TypeError: an argument has a wrong type.
+        ValueError: ``chunks`` or ``num_features`` is below 1, or ``eps`` or ``momentum`` is negative or not finite. In
+            a call: a microbatch has only one value per channel.
 
     Example:
         >>> layer = DeferredBatchNorm(1, momentum=None, chunks=2)
@@ -73,7 +73,7 @@ class DeferredBatchNorm(_BatchNorm):
     ) -> None:
         _verify_count("chunks", chunks, "microbatches")
         _verify_count("num_features", num_features, "channels")
-        number_of("eps", eps, "what is added to the variance")
+        number_of("eps", eps, "the number added to the variance")
         if momentum is not None:
             number_of("momentum", momentum, "the weight of a batch")
         if not isinstance(affine, bool):
@@ -88,22 +88,22 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
-        """Turns every BatchNorm of a module into a deferred one, in place: it stays the same object.
+        """Turns every BatchNorm in a module into a deferred one, in place: each stays the same object.
 
-        Parameters, buffers, hooks, mode and the check of the input's dimensions stay as they are. Left alone
-        are those without running statistics and those with a ``forward`` of their own, as nn.SyncBatchNorm.
+        Parameters, buffers, hooks, mode and the check of the input's dimensions stay as they are. Layers without
+        running statistics and layers with a custom ``forward``, such as nn.SyncBatchNorm, are left alone.
 
         Args:
-            module: a BatchNorm, or a module with some at any depth.
+            module: a BatchNorm, or a module that contains some, at any depth.
             chunks: as in the constructor.
 
         Returns:
             The module.
 
         Raises:
-            TypeError: ``chunks`` is no int, ``module`` no module.
-            ValueError: ``chunks`` is below 1; a BatchNorm is parametrized, or lazy and not initialized yet.
-                Nothing is changed then.
+            TypeError: ``chunks`` isn't an int, or ``module`` isn't a module.
+            ValueError: ``chunks`` is below 1, or a BatchNorm is parametrized, or lazy and not initialized yet. Nothing
+                is changed in that case.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -112,7 +112,7 @@ class DeferredBatchNorm(_BatchNorm):
         """
         _verify_count("chunks", chunks, "microbatches")
         if not isinstance(module, nn.Module):
-            raise TypeError(f"found module={module!r}: expected an nn.Module, with BatchNorm layers in it.")
+            raise TypeError(f"found module={module!r}: expected an nn.Module that contains BatchNorm layers.")
         found = [(name, layer) for name, layer in module.named_modules() if _deferrable(layer)]
         faults = [fault for name, layer in found for fault in _faults(name, layer)]
         if faults:
@@ -125,26 +125,26 @@ class DeferredBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if self._original is not None:
-            # The check may call other methods of its class: it gets an instance with this one's state.
+            # The check may call other methods of its class: call it on an instance with the state of this one.
             original: Any = object.__new__(self._original)
             vars(original).update(vars(self))
             original._check_input_dim(input)
         elif input.dim() < 2:
-            raise ValueError(f"found a {input.dim()}D input: expected (N, C, ...). Add what is missing.")
+            raise ValueError(f"found a {input.dim()}D input: expected (N, C, ...). Add the missing dimensions.")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises one microbatch, of shape (rows, channels, ...); in training, notes its statistics."""
+        """Normalises one microbatch, of shape (rows, channels, ...); in training, records its statistics."""
         running = self.running_mean
         if not self.training or not self.track_running_stats or running is None:
             return super().forward(input)
         self._check_input_dim(input)
         if running.dtype.itemsize < 4:
-            # The kernel takes running statistics only of its parameters' type, too coarse for joining them.
+            # The kernel takes running statistics only in the parameters' dtype, which is too coarse for combining them.
             output = self._normalised(input, None, None)
             if not is_recomputing():
                 self._note(_measured(input))
             return output
-        # Given momentum 1, the kernel leaves the statistics of this input here: it is not read once more.
+        # With momentum 1, the kernel stores this input's statistics here, so that it isn't read twice.
         mean, variance = torch.zeros_like(running), torch.ones_like(running)
         output = self._normalised(input, mean, variance)
         if not is_recomputing():
@@ -155,7 +155,7 @@ class DeferredBatchNorm(_BatchNorm):
         try:
             return F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         except ValueError as error:
-            add_note(error, "A microbatch is normalised by itself: use fewer chunks, or a larger batch.")
+            add_note(error, "Each microbatch is normalised separately: use fewer chunks, or a larger batch.")
             raise
 
     def _note(self, part: Part) -> None:
@@ -188,7 +188,7 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def undefer(module: nn.Module) -> None:
-    """Gives every BatchNorm of a module that was made a deferred one its class back."""
+    """Returns every BatchNorm in a module that was made a deferred one to its original class."""
     for layer in module.modules():
         if isinstance(layer, DeferredBatchNorm) and layer._original is not None:
             layer.__class__, own = layer._original, vars(layer)  # type: ignore[assignment]
@@ -197,7 +197,7 @@ def undefer(module: nn.Module) -> None:
 
 
 class Statistics:
-    """The statistics of one call: collected in any thread, each layer's in one at a time, committed once."""
+    """The statistics of one call: collected from any thread, one thread at a time per layer, committed once."""
 
     def __init__(self) -> None:
         self._rounds: dict[DeferredBatchNorm, list[list[Part]]] = {}
@@ -205,9 +205,9 @@ class Statistics:
         self._open = True
 
     def collect(self, context: Context, microbatch: int | None = None) -> Context:
-        """Lets layers that run in this context, or in a copy of it, add to these statistics, of this microbatch."""
+        """Makes layers that run in this context, or in a copy of it, add to these statistics, for this microbatch."""
         outer = context.get(_active)
-        # Inside a call of another model, that one collects: a batch of the inner is only a microbatch of the outer.
+        # Inside a call of another model, the outer one collects: the inner model's batch is one of its microbatches.
         owner = self if outer is None else outer[0]
         context.run(_active.set, (owner, microbatch if owner is self else None))
         return context
@@ -216,7 +216,7 @@ class Statistics:
         if not self._open:
             return
         rounds = self._rounds.setdefault(layer, [])
-        # The k-th calls of all microbatches make one update. Without a number each counts as another microbatch.
+        # The k-th calls of all microbatches make one update. Without a number, each call counts as a new microbatch.
         call = 0
         if microbatch is not None:
             call = self._calls[layer, microbatch]
@@ -226,13 +226,13 @@ class Statistics:
         rounds[call].append(part)
 
     def commit(self) -> object:
-        """Updates every layer, once; gives the tensors that it read: hold them until their streams wait for this."""
+        """Updates every layer once; returns the tensors that were read: keep them until their streams have waited."""
         rounds, self._rounds, self._open = self._rounds, {}, False
         _update(rounds)
         return rounds
 
 
-#: The statistics that collect, and the microbatch if it is known.
+#: The statistics being collected, and the microbatch if known.
 _active: ContextVar[tuple[Statistics, int | None] | None] = ContextVar("splitpipe.batchnorm", default=None)
 
 
@@ -251,7 +251,7 @@ def _measured(input: Tensor) -> Part:
 
 
 def _joined(parts: list[Part]) -> Part:
-    """The statistics of all values together (Chan, Golub & LeVeque 1983), without waiting for the device."""
+    """The combined statistics (Chan, Golub & LeVeque 1983), without waiting for the device."""
     if len(parts) == 1:
         return parts[0]
     parts = sorted(parts, key=lambda part: part.count)
@@ -266,7 +266,7 @@ def _joined(parts: list[Part]) -> Part:
 
 
 def _update(rounds: Mapping[DeferredBatchNorm, list[list[Part]]]) -> None:
-    """Computes everything first, then writes in one call: no error and no interrupt leaves a part of them updated."""
+    """Computes everything first, then writes in one call, so that no error or interrupt leaves it half done."""
     with torch.no_grad():
         updates = [update for layer, parts in rounds.items() for update in _updated(layer, parts)]
         if updates:
@@ -274,7 +274,7 @@ def _update(rounds: Mapping[DeferredBatchNorm, list[list[Part]]]) -> None:
 
 
 def _updated(layer: DeferredBatchNorm, rounds: list[list[Part]]) -> list[tuple[Tensor, Tensor]]:
-    """The buffers of a layer, each with its new value."""
+    """The buffers of a layer, paired with their new values."""
     buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
     if buffers[0] is None or buffers[1] is None or buffers[2] is None:
         return []

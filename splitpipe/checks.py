@@ -1,6 +1,6 @@
-"""Checks of arguments: the module, balance, devices, schedule and options of SplitPipe, and numbers anywhere.
+"""Checks of arguments: the module, balance, devices, schedule and options of SplitPipe, and numbers in general.
 
-All that is wrong with an argument is said at once: what was found, what was expected, what to do next.
+An error lists all that is wrong with an argument: what was found, what was expected, and what to do next.
 """
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from splitpipe.schedule.op import Schedule, listed
 from splitpipe.schedule.plurals import counted
 
 Checkpoint = Literal["always", "except_last", "never"]
-#: The number of last microbatches that are not checkpointed; None: all of them.
+#: How many of the last microbatches aren't checkpointed; None: all of them.
 UNCHECKPOINTED_TAIL: dict[str, int | None] = {"always": 0, "except_last": 1, "never": None}
 _ONE_OF = f"one of {', '.join(map(repr, UNCHECKPOINTED_TAIL))}"
 
 
 def number_of(name: str, value: object, what: str) -> float:
-    """Refuses values that are no number, or negative."""
+    """The value as a float; raises unless it is a finite number that isn't negative."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}: expected a number, {what}.")
     if not 0 <= finite(value) < math.inf:
-        raise ValueError(f"{name} is {value!r}: expected {what}, not negative and finite.")
+        raise ValueError(f"{name} is {value!r}: expected {what}, finite and not negative.")
     return finite(value)
 
 
 def finite(value: Real) -> float:
-    """The number; one that is too large for a float is infinite."""
+    """The number as a float, infinite if it is too large for one."""
     try:
         return float(value)
     except OverflowError:
@@ -59,9 +59,10 @@ def verify_options(
     stash_limit: Any = None,
     own_loss: bool = False,
 ) -> None:
-    """Refuses values that SplitPipe's arguments can't have; all that is wrong is said at once.
+    """Raises if any of SplitPipe's arguments has a wrong value, with all faults in one error.
 
-    ``chosen``: None is allowed for what is chosen then. ``own_loss``: without ``loss_fn`` the loss is the module's own.
+    ``chosen``: whether None is allowed for arguments that can be chosen. ``own_loss``: whether the module's own loss is
+    used if there is no ``loss_fn``.
     """
     for name, value, fits, expected in (
         (
@@ -94,10 +95,10 @@ def verify_options(
     if backward not in ("split", "autograd"):
         faults.append(f"backward is {backward!r}: expected 'split' or 'autograd'.")
     if schedule != "gpipe" and loss_fn is None and not own_loss:
-        name = getattr(schedule, "name", schedule) or "of your own"
+        name = getattr(schedule, "name", schedule) or "custom"
         faults.append(
-            f"schedule {name!r} goes backward inside the forward, and needs the loss there: expected "
-            "loss_fn=criterion, and the targets given to the model."
+            f"schedule {name!r} runs backward inside the forward, so it needs the loss there: expected "
+            "loss_fn=criterion, and calls of the model with target=."
         )
     if grad_scaler is not None and loss_fn is None and (schedule == "gpipe" or not own_loss):
         faults.append("grad_scaler is given without loss_fn: expected None, since scaler.scale(loss) works as usual.")
@@ -106,7 +107,7 @@ def verify_options(
 
 
 _MEASURE = """
-A balance that fits can be measured, on the layers' own times:
+Measure the layers to find a balance that fits:
 
     from splitpipe.balance import balance_by_time
     balance = balance_by_time({devices}, module, sample)    # sample: an input of one microbatch
@@ -114,10 +115,10 @@ A balance that fits can be measured, on the layers' own times:
 
 
 class TooFewDevicesError(ValueError, IndexError):
-    """Fewer devices than stages: a ValueError, and the IndexError that torchgpipe's users catch."""
+    """Fewer devices than stages. A ValueError, and also the IndexError that torchgpipe's users catch."""
 
 
-#: The methods that code outside calls on a module. A module may print as it likes.
+#: Methods that other code calls on a module, so they must be nn.Sequential's. Printing may be overridden.
 _METHODS = [
     name for name, value in inspect.getmembers(nn.Sequential, inspect.isfunction)
     if not name.startswith("_") and name != "extra_repr"
@@ -125,28 +126,28 @@ _METHODS = [
 
 
 def verify_module(module: object) -> None:
-    """Refuses what is no plain nn.Sequential."""
+    """Raises unless the module is a plain nn.Sequential."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module is a {type(module).__name__}: expected an nn.Sequential, whose layers can be cut into stages. "
+            f"module is a {type(module).__name__}: expected an nn.Sequential, whose layers can be divided into stages. "
             "Write the model as nn.Sequential(layer, layer, ...)."
         )
     if getattr(module.forward, "__func__", None) is not nn.Sequential.forward:
         raise TypeError(
-            f"module is a {type(module).__name__}, whose forward() is its own: expected nn.Sequential's, since stages "
+            f"module is a {type(module).__name__} with a custom forward(): expected nn.Sequential's, since stages "
             "call the layers one after the other. Move that code into a layer."
         )
     own = [name for name in _METHODS if getattr(type(module), name) is not getattr(nn.Sequential, name)]
     if own:
         raise TypeError(
-            f"module is a {type(module).__name__}, whose {', '.join(own)} is its own: expected nn.Sequential's, as the "
-            "pipeline is a module of another class, and would not call it. Move that code into a layer, or into a "
-            "subclass of SplitPipe, and wrap nn.Sequential(*module)."
+            f"module is a {type(module).__name__} that overrides {', '.join(own)}: expected nn.Sequential's, because "
+            "the pipeline is a module of another class, which would not call it. Move that code into a layer, or "
+            "into a subclass of SplitPipe, and wrap nn.Sequential(*module)."
         )
 
 
 def is_layered(module: object) -> bool:
-    """True for an nn.Sequential whose stages can call its layers: what ``verify_module`` lets through."""
+    """True for an nn.Sequential whose layers stages can call, which ``verify_module`` accepts."""
     return (
         isinstance(module, nn.Sequential) and getattr(module.forward, "__func__", None) is nn.Sequential.forward
         and all(getattr(type(module), name) is getattr(nn.Sequential, name) for name in _METHODS)
@@ -154,28 +155,28 @@ def is_layered(module: object) -> bool:
 
 
 def verify_ungathered(module: nn.Module) -> None:
-    """Refuses FSDP, whose collectives go with the calls of a module: a process has as many as microbatches."""
-    # FSDP would take the end of a microbatch's backward for the end of the module's, and miss later gradients.
+    """Raises for FSDP, which runs collectives per call of a module: a pipeline makes one call per microbatch."""
+    # FSDP would mistake the end of a microbatch's backward for the end of the module's, and miss later gradients.
     found = gathered(module)
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         names = ", ".join(repr(name) if name else "the module itself" for name in found[:3])
         raise TypeError(
             f"FSDP (fully_shard) has {names}{more}: expected modules with whole parameters. FSDP gathers and frees "
-            "parameters and reduces gradients around each call of a module, on one device a process. A pipeline calls "
-            "a layer once for each microbatch, and goes backward in an order of its own, on several devices: processes "
-            "would wait for each other, and gradients be lost. For data parallelism use "
-            "DistributedDataParallel(SplitPipe(...)); for a model that is too large for a process's devices, more "
-            "processes with splitpipe.distributed.Pipeline."
+            "parameters and reduces gradients around each call of a module, on one device per process. A pipeline "
+            "calls a layer once per microbatch, and runs backward in a different order, on several devices, so "
+            "processes would wait for each other and gradients would be lost. For data parallelism, use "
+            "DistributedDataParallel(SplitPipe(...)); for a model that is too large for one process's devices, use "
+            "more processes with splitpipe.distributed.Pipeline."
         )
 
 
 def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
-    """The balance as a list of positive ints that sum to the number of layers."""
+    """The balance as a list of positive ints, which must sum to the number of layers."""
     hint = _MEASURE.format(devices="devices")
     if balance is None:
         raise ValueError(
-            "balance is required: expected one number of layers a stage, that sum to the module's "
+            "balance is required: expected the number of layers of each stage, in sum the module's "
             f"{counted(layers, 'layer')}.\n{hint}"
         )
     found = listed(balance)
@@ -201,7 +202,7 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
 
 
 def is_integer(number: Any) -> bool:
-    """Tells whole numbers, of whatever type, from other values; a truth value is none."""
+    """True for whole numbers of any type; bools don't count."""
     try:
         operator.index(number)
     except TypeError:
@@ -210,15 +211,15 @@ def is_integer(number: Any) -> bool:
 
 
 def verify_listed(devices: Iterable[Device] | None, stages: int) -> list[Device] | None:
-    """The devices that were named, in a list; None if none were."""
+    """The given devices in a list, or None."""
     found = listed(devices)
     if devices is not None and found is None:
-        raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as {['cpu'] * stages}.")
+        raise TypeError(f"devices is {devices!r}: expected a list with one per stage, such as {['cpu'] * stages}.")
     return found
 
 
 def verify_devices(devices: Sequence[Device] | None, stages: int) -> list[Place]:
-    """One place a stage. More devices than stages leave the last ones unused."""
+    """One place per stage. If there are more devices than stages, the last ones are unused."""
     if devices is None:
         places = accelerators()
         if not places:
@@ -229,14 +230,14 @@ def verify_devices(devices: Sequence[Device] | None, stages: int) -> list[Place]
         raise TooFewDevicesError(
             f"{counted(len(places), 'device')} ({', '.join(map(str, places)) or 'none'}) for "
             f"{counted(stages, 'stage')}: expected {stages}, "
-            f"one a stage. Name {stages} (one may be named twice), or give a balance of "
+            f"one per stage. Give {stages} (a device may be repeated), or give a balance of "
             f"{counted(len(places) or 1, 'number')}."
         )
     return places[:stages]
 
 
 def accelerators() -> list[Place]:
-    """All of them; none on a machine that has none."""
+    """All accelerators of the machine, possibly none."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     return [] if kind is None else [
         Place(torch.device(kind.type, index)) for index in range(torch.accelerator.device_count())
@@ -244,10 +245,10 @@ def accelerators() -> list[Place]:
 
 
 def resolve_devices(devices: Iterable[Device]) -> list[Place]:
-    """The devices that were named, each with its index."""
+    """The given devices, each with its index."""
     found = listed(devices)
     if found is None:
-        raise TypeError(f"devices is {devices!r}: expected a list with one a stage, such as ['cuda:0', 'cuda:1'].")
+        raise TypeError(f"devices is {devices!r}: expected a list with one per stage, such as ['cuda:0', 'cuda:1'].")
     places: list[Place] = []
     faults: list[TypeError | ValueError] = []
     for number, device in enumerate(found):
@@ -261,7 +262,7 @@ def resolve_devices(devices: Iterable[Device]) -> list[Place]:
 
 
 def resolve_device(device: object) -> torch.device:
-    """The device that an argument names, with its index; for None the current accelerator, or the CPU without one."""
+    """The device that an argument names, with its index. None: the current accelerator, or the CPU without one."""
     if device is None:
         kind = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if kind is None else kind.type
@@ -271,17 +272,17 @@ def resolve_device(device: object) -> torch.device:
 def resolve_schedule(
     schedule: str | Schedule, stages: int, devices: int | None, chunks: int, stages_from: str = "balance"
 ) -> Schedule:
-    """The schedule, verified, or built by its name; None devices are as many as it takes."""
+    """The schedule, verified, or built from its name. If ``devices`` is None, it has as many as it needs."""
     if isinstance(schedule, str):
         return _built(schedule, stages, devices, chunks, stages_from)
     check(schedule)
     faults = []
     if schedule.stages != stages:
-        faults.append(f"it has {counted(schedule.stages, 'stage')}: expected {stages}, as {_STAGES[stages_from]}")
+        faults.append(f"it has {counted(schedule.stages, 'stage')}: expected {stages}, {_STAGES[stages_from]}")
     if devices is not None and schedule.devices != devices:
-        faults.append(f"it has {counted(schedule.devices, 'row')}: expected {devices}, as there are devices")
+        faults.append(f"it has {counted(schedule.devices, 'row')}: expected {devices}, one per device")
     if schedule.microbatches != chunks:
-        faults.append(f"it has {counted(schedule.microbatches, 'microbatch')}: expected as many chunks, not {chunks}")
+        faults.append(f"it has {counted(schedule.microbatches, 'microbatch')}: expected {chunks}, the number of chunks")
     if faults:
         raise ValueError(f"the schedule does not fit: {'; '.join(faults)}.")
     return schedule
@@ -290,7 +291,7 @@ def resolve_schedule(
 def resolve_chunks(
     chunks: Any, schedule: str | Schedule, devices: Sequence[Device] | None, stages: int
 ) -> int:
-    """The number of microbatches; None: those of a Schedule, or four a device."""
+    """The number of microbatches. Default: those of a Schedule, or else four per device."""
     if chunks is not None:
         return operator.index(chunks)
     if isinstance(schedule, Schedule):
@@ -303,7 +304,7 @@ def resolve_places(
     schedule: str | Schedule, drop_in: bool, devices: Sequence[Device] | None, stages: int, chunks: int,
     stages_from: str = "balance",
 ) -> tuple[Schedule | None, list[Place]]:
-    """The schedule, None for a drop-in, and the place of each stage."""
+    """The schedule (None if drop-in) and the place of each stage."""
     if drop_in:
         return None, verify_devices(devices, stages)
     plan = resolve_schedule(schedule, stages, None if devices is None else len(devices), chunks, stages_from)
@@ -311,8 +312,8 @@ def resolve_places(
     return plan, [rows[device] for device in plan.placement]
 
 
-#: What says how many stages there are.
-_STAGES = {"balance": "the balance has numbers", "cuts": "there are cuts, and one more"}
+#: What the number of stages follows from.
+_STAGES = {"balance": "one per number of the balance", "cuts": "one more than there are cuts"}
 
 
 def _built(name: str, stages: int, devices: int | None, chunks: int, stages_from: str) -> Schedule:
@@ -325,7 +326,7 @@ def _built(name: str, stages: int, devices: int | None, chunks: int, stages_from
     if free and devices and stages % devices == 0:
         return build(name, devices, chunks, stages_per_device=stages // devices)
     number = "one stage" if each == 1 else f"{each} stages"
-    want = "a multiple of the devices as its number of stages" if free else f"{number} for each device"
+    want = "a multiple of the number of devices" if free else f"{number} per device"
     wanted = each * max(1, devices)
     fix = f"Give a balance of {counted(wanted, 'number')}, or other devices."
     if stages_from == "cuts":
@@ -348,8 +349,8 @@ def _device(name: str, device: object, expected: str) -> torch.device:
     there = "cpu" + (f" and {kind.type}:0 to {kind.type}:{count - 1}" if kind else "")
     try:
         found = torch.device(device)
-    except (RuntimeError, ValueError) as error:  # An index that is too large for any device, say.
-        raise ValueError(f"{name} is {device!r}, no device here: expected one of {there}.") from error
+    except (RuntimeError, ValueError) as error:  # For example, an index that is too large for any device.
+        raise ValueError(f"{name} is {device!r}, which isn't a device here: expected one of {there}.") from error
     if found.type == "cpu":
         return torch.device("cpu")
     if kind is None or found.type != kind.type or (found.index is not None and found.index >= count):

@@ -1,4 +1,4 @@
-"""``SplitPipe``: a module that runs as a pipeline, and otherwise stays as it is."""
+"""``SplitPipe``: a module that runs as a pipeline, and otherwise behaves like the module that it wraps."""
 from __future__ import annotations
 
 import sys
@@ -36,64 +36,68 @@ from splitpipe.training.engine import called, outside_of_compilers, refuse_expor
 class SplitPipe(Shell):
     """Runs a module as a pipeline of stages on several devices of one machine, in one process.
 
-    A batch is cut into microbatches, and the stages work on different ones at the same time (GPipe,
-    arXiv 1811.06965). Outputs, losses, gradients, buffers and parameter hooks are those of the unwrapped module,
-    and so are the keys of ``state_dict()``. The training loop stays as it is.
+    A batch is split into microbatches, and the stages work on different ones at the same time (GPipe,
+    arXiv 1811.06965). Outputs, losses, gradients, buffers, parameter hooks and the keys of ``state_dict()`` are those
+    of the unwrapped module. The training loop stays as it is.
 
     Args:
-        module: an nn.Sequential, or any other module, whose own forward is run. The layers of a Sequential take and
-            give a tensor, or any nesting of tuple, list, dict and namedtuple with tensors and other values in it. They
-            are moved to their stage's device, those of another module in the first call.
-        balance: number of layers of each stage, of an nn.Sequential. None, without ``cuts``: so that the weights of
-            each stage, with gradients and Adam's averages of those that train, fill the same share of its device's
-            free memory; with ``sample``, so that stages take the same time. Other modules get cuts in the same way, as
-            ``splitpipe.attach`` chooses them.
-        devices: one per stage, or as many as the schedule has rows: a ``torch.device``, an index, a string, or a
-            ``torch.Stream`` to compute on. Default: all accelerators, else the CPU for every stage (two stages, if it
-            is not said how many). A device may be named twice.
-        chunks: number of microbatches. A batch is cut as ``torch.chunk`` cuts it, so it may give fewer. None: four per
-            device, or those of the Schedule.
-        checkpoint: which microbatches drop what autograd saves and compute it again in backward: ``"always"``,
-            ``"except_last"`` or ``"never"``. Default: ``"except_last"`` for gpipe, ``"never"`` for other schedules. In
-            eval mode or without grad mode: none.
-        deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch, as
-            nn.BatchNorm would, instead of those of each microbatch. They become ``DeferredBatchNorm`` layers.
-        backward: ``"split"`` computes the input gradient of a stage at once and its weight gradients later, many
-            microbatches together (2BP, arXiv 2405.18047); ``"autograd"`` leaves all to autograd. With a schedule that
-            has W apart from B, it is the schedule that says when.
-        stash_limit: how many bytes of layer inputs and output gradients a stage may hold back for its weight
-            gradients. Beyond it they are computed earlier, the heaviest first. With checkpointing nothing is held
-            back while a microbatch is run again. None: as many bytes for each weight as its gradient takes, which a
-            fused backward would have at that time; beyond that none on the CPU, where W runs alone, and a sixteenth
-            of the memory of an accelerator.
-        schedule: a name of ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` of as many stages and
-            microbatches. All but ``"gpipe"`` go backward inside the forward and so need ``loss_fn``. A schedule with
-            several stages a device needs a balance of as many numbers as it has stages.
-        loss_fn: ``loss_fn(output, target)`` gives a number. It is traced while it is computed, so that the loss is that
-            of the batch for sums and means of any count. Or it gives a pair (total, count), for sum of totals / sum of
-            counts.
-        grad_scaler: the ``torch.amp.GradScaler`` of the loop, where a schedule runs under float16 autocast: its scale
-            is needed before ``loss.backward()``.
-        batched: how the input is cut, by a nesting that its own begins with, of True (tensors along their first
-            dimension), an int (along this one), ``"rows"`` (a list with one entry per row) and False (goes whole into
-            every microbatch): ``(True, False)`` for ``model((x, mask))``. With ``cuts`` by the names of arguments; a
-            target's key is ``"target"``. None: all tensors, and lists with one entry per row.
-        split: ``split(args, kwargs, chunks)`` gives (args, kwargs) for each microbatch, for what no rule can cut.
-        cuts: names of submodules in place of ``balance``: stage j+1 begins where ``cuts[j]`` is called.
-        reduction: how numbers that microbatches give, such as a loss, make one: ``"mean"`` weighted by rows, ``"sum"``,
-            or, drop-in, a function of the list of values and the list of rows. None: as the trace shows; numbers that
-            an nn.Sequential returns are stacked.
-        sample: the arguments of a call (keywords in a dict, positional ones in a tuple): with ``cuts``, parameters go
-            to their devices at once (None: the first call does that); where neither ``cuts`` nor ``balance`` is given,
-            stages are timed with it.
-        compile: True compiles layers (with ``cuts``: blocks) by torch.compile, equal ones once, with a backward in two
-            halves: weight gradients of all ops are deferred. A dict has options: backend, dynamic, mode, options.
+        module: an nn.Sequential, or any other module, which runs its own forward. The layers of a Sequential take and
+            return a tensor, or any nesting of tuples, lists, dicts and namedtuples with tensors and other values in it.
+            They are moved to their stage's device now; parameters of other modules, in the first call.
+        balance: for an nn.Sequential, the number of layers of each stage. Default, if ``cuts`` isn't given either:
+            stages whose weights, gradients and Adam states fill the same share of their device's free memory, or, with
+            ``sample``, stages that take the same time. For other modules, cuts are then chosen as by
+            ``splitpipe.attach``.
+        devices: one per stage, or one per row of the schedule: a ``torch.device``, an index, a string, or a
+            ``torch.Stream`` to compute on. A device may be repeated. Default: all accelerators; without any, the CPU
+            for every stage (two stages, if their number isn't given).
+        chunks: number of microbatches. Batches are split as by ``torch.chunk``, so there may be fewer. Default: those
+            of a given Schedule, or else four per device.
+        checkpoint: which microbatches drop what autograd saves, and recompute it in backward: ``"always"``,
+            ``"except_last"`` or ``"never"``. Default: ``"except_last"`` for gpipe, ``"never"`` for other schedules.
+            Nothing is checkpointed in eval mode or without grad mode.
+        deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch, as nn.BatchNorm
+            would, instead of those of each microbatch. If so, they become ``DeferredBatchNorm`` layers.
+        backward: ``"split"`` computes the input gradient of a stage first and its weight gradients later, for several
+            microbatches together (2BP, arXiv 2405.18047). ``"autograd"`` leaves both to autograd. If the schedule
+            separates W from B, it decides when weight gradients are computed.
+        stash_limit: how many bytes of layer inputs and output gradients a stage may keep for its weight gradients.
+            Above this limit, weight gradients are computed earlier, those that keep the most memory first. With
+            checkpointing, nothing is kept while a microbatch is recomputed. Default: as many bytes per weight as its
+            gradient takes, which an unsplit backward would need at that time, plus, on an accelerator, a sixteenth of
+            its memory. (On the CPU, W runs alone.)
+        schedule: a name from ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` with the same numbers
+            of stages and microbatches. All but ``"gpipe"`` run backward inside the forward, and so need ``loss_fn``.
+            For a schedule with several stages per device, the balance has one number for each of its stages.
+        loss_fn: ``loss_fn(output, target)`` returns a number. It is traced while it is computed, so that the loss is
+            that of the whole batch for sums and means over any count. Or it returns a pair (total, count); the loss is
+            then the sum of totals divided by the sum of counts.
+        grad_scaler: the training loop's ``torch.amp.GradScaler``, for a schedule under float16 autocast, which needs
+            the scale before ``loss.backward()``.
+        batched: how the input is split: a nesting that matches the outer levels of the input's, with True (tensors are
+            split along their first dimension), an int (along this dimension), ``"rows"`` (a list with one entry per
+            row) or False (every microbatch gets the whole value): ``(True, False)`` for ``model((x, mask))``. With
+            ``cuts``, a dict by argument name; the target's key is ``"target"``. Default: all tensors, and lists with
+            one entry per row, are split.
+        split: ``split(args, kwargs, chunks)`` returns (args, kwargs) for each microbatch, for inputs that ``batched``
+            can't describe.
+        cuts: names of submodules, instead of ``balance``: stage j+1 starts where ``cuts[j]`` is called.
+        reduction: how numbers returned by microbatches, such as losses, are combined: ``"mean"`` weighted by rows,
+            ``"sum"``, or (drop-in only) a function of the list of values and the list of row counts. Default: as the
+            trace of the computation shows; numbers that an nn.Sequential returns are stacked.
+        sample: the arguments of a call (keyword arguments in a dict, positional ones in a tuple). With ``cuts``, it is
+            used to move the parameters to their devices now; otherwise, the first call does. With neither ``cuts`` nor
+            ``balance``, stages are timed on it.
+        compile: True compiles layers (with ``cuts``: blocks) with torch.compile, equal ones only once. Their backward
+            has two halves, so that all weight gradients are deferred. A dict sets options: backend, dynamic, mode,
+            options.
 
     Raises:
-        TypeError: with balance, no plain nn.Sequential; skips don't match, or an argument is of a wrong type.
-        ValueError: an argument has a wrong value; the message says what was found and expected. Or the devices can't
-            hold the module.
-        IndexError: fewer devices than stages (the exception is a ValueError too).
+        TypeError: ``balance`` is given for a module that isn't a plain nn.Sequential, skips don't match, or an argument
+            has a wrong type.
+        ValueError: an argument has a wrong value (the message reports what was found and what was expected), or the
+            devices can't hold the module.
+        IndexError: there are fewer devices than stages (this exception is a ValueError too).
 
     Example:
         >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
@@ -130,10 +134,12 @@ class SplitPipe(Shell):
         sample: Sample | None = None,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
-        """Moves the layers to the devices of their stages. All arguments are explained by help(splitpipe.SplitPipe)."""
+        """Moves the layers to the devices of their stages. help(splitpipe.SplitPipe) explains all arguments."""
         super().__init__()
         if cuts is not None and balance is not None:
-            raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
+            raise ValueError(
+                "both balance and cuts are given: expected one of them, numbers of layers or names of submodules."
+            )
         if cuts is not None or balance is None and not checks.is_layered(module) and isinstance(module, nn.Module):
             cuts, devices = chosen_cuts(module, cuts, devices, schedule, sample)
             plain = sample is None and not isinstance(batched, dict)
@@ -179,14 +185,14 @@ class SplitPipe(Shell):
         self._stand_for(module)
         self._balance = numbers
         self._places = options.places
-        # Past nn.Module, which would take a loss for a layer, and its parameters into the state_dict.
+        # Not by nn.Module's __setattr__, which would register a loss as a layer, with its parameters in the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
         self._runtime = Runtime(spans, options._replace(loss_fn=None, grad_scaler=None), deferred_batch_norm)
         self._runtime.layers(module)
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
-        """The devices of layers, or of a module's blocks, by name, as accelerate and transformers' Trainer ask."""
+        """The devices of layers, or of a module's blocks, by name, for accelerate and transformers' Trainer."""
         if isinstance(self._runtime, SegmentRuntime):
             return self._runtime.device_map()
         stages = [device for device, count in zip(self.devices, self._balance) for _ in range(count)]
@@ -194,27 +200,27 @@ class SplitPipe(Shell):
 
     @property
     def cuts(self) -> list[str]:
-        """The names of the modules at whose calls the stages but the first begin; none for an nn.Sequential."""
+        """The names of the modules with whose calls stages 1, 2, ... start; empty for an nn.Sequential."""
         return list(self._runtime.options.cuts) if isinstance(self._runtime, SegmentRuntime) else []
 
     @property
     def balance(self) -> list[int]:
-        """The number of layers of each stage; none for a module with cuts."""
+        """The number of layers of each stage; empty for a module with cuts."""
         return list(self._balance)
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each stage: inputs go to the first, outputs come on the last."""
+        """The device of each stage: inputs are copied to the first, outputs are on the last."""
         return [place.device for place in self._places]
 
     @property
     def chunks(self) -> int:
-        """The number of microbatches of a batch that has at least as many rows."""
+        """The number of microbatches of a batch with at least this many rows."""
         return self._runtime.options.chunks
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The microbatches that are checkpointed: always, except_last or never."""
+        """Which microbatches are checkpointed: "always", "except_last" or "never"."""
         return self._runtime.options.checkpoint
 
     @property
@@ -224,26 +230,27 @@ class SplitPipe(Shell):
         return build("gpipe", len(options.places), options.chunks) if options.schedule is None else options.schedule
 
     def forward(self, input: Any, target: Any = None) -> Any:
-        """The output of the module for the batch; given a target, the loss.
+        """Runs the batch through the pipeline: returns the output, or, given a target, the loss.
 
         Args:
-            input: a tensor of shape (batch, ...), or a nesting of them that agree in batch, and of lists with one entry
-                per row; what ``batched`` leaves whole, tensors without dimensions and other values reach every
-                microbatch as they are. What is on another device goes to the first stage's.
-            target: for ``loss_fn``, a nesting that agrees with the input in batch. The whole schedule is
-                run then, forward and backward; ``loss.backward()`` hands the finished gradients over, scaled by the
-                gradient of the loss. A loss that is thrown away leaves every ``.grad`` alone.
+            input: a tensor of shape (batch, ...), or a nesting of such tensors with the same batch size and of lists
+                with one entry per row. Values that ``batched`` marks False, tensors without dimensions, and other
+                values are passed to every microbatch as they are. Tensors on other devices are copied to the first
+                stage's.
+            target: for ``loss_fn``, a nesting with the same batch size as the input. The whole schedule is then run,
+                forward and backward, and ``loss.backward()`` hands over the finished gradients, scaled by the gradient
+                of the loss. If the loss is dropped, no ``.grad`` changes.
 
         Returns:
-            the output on the last stage's device, joined along the batch's dimension. Numbers that an nn.Sequential
-            gives are stacked, one per microbatch, unless ``reduction`` is given; with ``cuts`` they are combined. Given
-            a target: the loss, a tensor without dimensions.
+            the output on the last stage's device, joined along the batch dimension. Numbers that an nn.Sequential
+            returns are stacked, one per microbatch, unless ``reduction`` is given; with ``cuts`` they are combined.
+            Given a target: the loss, a tensor without dimensions.
 
         Raises:
-            TypeError: the input or the target can't be cut into microbatches.
-            ValueError: a target without a ``loss_fn``, or that disagrees in batch; terms of the loss whose
-                counts are not proportional.
-            BaseException: what a layer raises, with a note of stage, layer and microbatch. The model stays usable.
+            TypeError: the input or the target can't be split into microbatches.
+            ValueError: a target is given without a ``loss_fn``, or has a different batch size; or the counts that terms
+                of the loss are divided by aren't proportional.
+            BaseException: whatever a layer raises, with a note of stage, layer and microbatch. The model stays usable.
         """
         refuse_export(input)
         return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, input, target)
@@ -260,8 +267,8 @@ class SplitPipe(Shell):
         loss_fn: Any = self._loss_fn
         if loss_fn is None:
             raise ValueError(
-                "a second argument was given, the target, but the model has no loss_fn to take it. For a second "
-                "input, expected model((x, mask)), one input with layers that take the tuple; for a target, "
+                "a second argument, the target, was given, but the model has no loss_fn to pass it to. For a second "
+                "input, expected model((x, mask)), one tuple, which the layers take; for a target, "
                 "SplitPipe(..., loss_fn=criterion), or model(input) and the loss computed from its output."
             )
         return runtime.train(layers, input, target, self.training, loss_fn, self._grad_scaler)
@@ -269,22 +276,22 @@ class SplitPipe(Shell):
     def extra_repr(self) -> str:
         devices = ", ".join(map(str, self._places))
         options = self._runtime.options
-        named = "" if options.schedule is None else f", schedule={options.schedule.name or 'of your own'!r}"
+        named = "" if options.schedule is None else f", schedule={options.schedule.name or 'custom'!r}"
         parts = f"cuts={self.cuts}" if self.inner else f"balance={self._balance}"
         return f"{parts}, devices=[{devices}], chunks={options.chunks}, checkpoint={options.checkpoint!r}{named}"
 
     def record(self) -> AbstractContextManager[Recording]:
-        """Records the training steps of a block, as a timeline that can be read after it.
+        """Records the training steps of a ``with`` block, as a timeline that can be read after it.
 
-        Steps are calls that went backward, by a schedule, and completed. The clock is the host's for stages on the
-        CPU, and the streams' for others; nobody waits for a device before the block ends.
+        Steps are calls that ran backward with a schedule and completed. Stages on the CPU are timed by the host's
+        clock, others by their streams. No device is waited for before the block ends.
 
         Returns:
-            a context manager that gives the timeline: ``print`` names the bottleneck, ``to_html`` draws it above the
-            plan, ``costs()`` are what ``schedule.simulate`` and ``schedule.search`` ask for.
+            a context manager that yields the timeline: ``print`` shows the bottleneck, ``to_html`` draws the timeline
+            above the planned one, and ``costs()`` returns what ``schedule.simulate`` and ``schedule.search`` need.
 
         Raises:
-            RuntimeError: when entered: the model has no ``loss_fn``, or is recorded already.
+            RuntimeError: on entry, if the model has no ``loss_fn`` or is being recorded already.
 
         Example:
             >>> layers = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -298,11 +305,11 @@ class SplitPipe(Shell):
         return self._runtime.recording()
 
     def deferral_report(self) -> DeferralReport:
-        """Lists which parameters have their gradients deferred, and why others have not, as steps have shown so far.
+        """Lists which parameters have their gradients deferred, and why others don't, according to the steps so far.
 
         Returns:
             a row for each parameter: its name, stage and number of elements, whether it is deferred, and by which
-            function, or why not. ``print`` shows it as a table.
+            function, or why not. ``print`` shows the rows as a table.
 
         Example:
             >>> layers = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)

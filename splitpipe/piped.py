@@ -1,4 +1,4 @@
-"""A module whose forward runs as a pipeline, by cuts: what ``attach`` and ``SplitPipe`` have in common."""
+"""A module whose forward runs as a pipeline with cuts: what ``attach`` and ``SplitPipe`` have in common."""
 from __future__ import annotations
 
 import operator
@@ -27,17 +27,17 @@ from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.segments.stages import Options
 from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
-#: The tensors of one call, to place the module with: keyword arguments, or positional ones.
+#: The arguments of one call, for placing the module: keyword arguments, or positional ones.
 Sample = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
 
 
 class Piped:
-    """A module's forward as a pipeline: called as it is, with its signature."""
+    """A module's forward, run as a pipeline, with the same signature."""
 
     def __init__(self, runtime: SegmentRuntime, name: str) -> None:
         self.runtime = runtime
         self.attached = False  #: Whether the module has an ``hf_device_map``.
-        #: The hooks of accelerate's that were taken off, and the map that the module had.
+        #: accelerate's hooks that were removed, and the module's previous map.
         self.hooks: dispatched.Hooks = []
         self.map_before: Any = None
         self.__name__ = name
@@ -51,7 +51,7 @@ class Piped:
 
     @property
     def __code__(self) -> CodeType:
-        """That of a call: torch.export asks for it before it calls."""
+        """The code of a call: torch.export reads it before it calls."""
         return Piped.__call__.__code__
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,7 +69,7 @@ class Piped:
         return value
 
     def write_map(self) -> None:
-        """Writes ``hf_device_map``: accelerate and Trainer leave a model that has one where it is."""
+        """Writes ``hf_device_map``: accelerate and Trainer don't move a model that has one."""
         runtime, self.attached = self.runtime, True
         runtime.mapped = len(runtime.stage_of)
         vars(runtime.module)["hf_device_map"] = runtime.device_map()
@@ -94,9 +94,9 @@ def options_of(
     reduction: Literal["mean", "sum"] | Reduce | None,
     compile: bool | Mapping[str, Any],
 ) -> Options:
-    """How a module is run, of arguments that are checked here: those that SplitPipe and attach have in common.
+    """Checks the arguments that SplitPipe and attach have in common, and returns the options of a run.
 
-    ``stages_from``: the argument that says how many stages there are.
+    ``stages_from``: the argument that determines the number of stages.
     """
     verify_options(
         chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
@@ -137,11 +137,11 @@ def piped(
     sample: Sample | None,
     compile: bool | Mapping[str, Any],
 ) -> Piped:
-    """Checks everything, and has the module's forward run as a pipeline from now on."""
+    """Checks all arguments, and makes the module's forward run as a pipeline."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("module is a torch.jit.ScriptModule: expected one whose forward is Python, to be run as it is.")
+        raise TypeError("module is a torch.jit.ScriptModule: expected a module whose forward is Python code.")
     checks.verify_ungathered(module)
     names = verify_cuts(module, cuts)
     dispatched.verify_resident(module)
@@ -153,7 +153,7 @@ def piped(
     )
     if any(place.stream is not None for place in options.places):
         raise TypeError(
-            "devices names a torch.Stream: with cuts=, expected devices alone, whose current streams are used."
+            "devices names a torch.Stream: with cuts=, expected devices, since their current streams are used."
         )
     before = vars(module).get("forward")
     again = before if isinstance(before, Piped) else None

@@ -1,4 +1,4 @@
-"""The forward of a model, drop-in or scheduled, on its threads and streams in this process."""
+"""The forward of a model, drop-in or scheduled, on threads and streams of this process."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Runtime:
-    """Runs an nn.Sequential: each span of layers on its own place, by a schedule if there is one."""
+    """Runs an nn.Sequential: each span of layers on its place, scheduled or drop-in."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], options: Options, deferred: bool = False) -> None:
         self.options = options
@@ -54,7 +54,7 @@ class Runtime:
         self._batched: tuple[Any, Any] = (None, None) if options.batched is None else options.batched
         self._memory = Memory()
         self._joiner = Joiner()
-        self._known: list[nn.Module] = []  # The layers that are in their places.
+        self._known: list[nn.Module] = []  # The layers that have been placed.
         rows = range(len(places)) if schedule is None else schedule.placement
         # With a schedule the loss is the last layer.
         whole = spans if schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
@@ -70,7 +70,7 @@ class Runtime:
         return Runtime, (self._spans, self.options, self._deferred)
 
     def layers(self, module: nn.Module) -> list[Named]:
-        """The layers of a module as they are now, each on its stage's device."""
+        """The module's current layers, each on its stage's device."""
         named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
         found = [layer for _, layer in named]
         if len(found) != len(self._known) or not all(map(is_, found, self._known)):
@@ -79,16 +79,16 @@ class Runtime:
         return named
 
     def _place(self, module: nn.Module, layers: list[nn.Module]) -> None:
-        """Treats layers that have taken others' places as those were when the module was wrapped."""
+        """Prepares layers that have replaced others as those were prepared when the module was wrapped."""
         expected = self._spans[-1][1]
         if len(layers) != expected:
             raise RuntimeError(
                 f"the model has {counted(len(layers), 'layer')} now, but balance "
-                f"{[end - start for start, end in self._spans]} was given for {expected}: expected as many. Layers may "
-                "be replaced; to add or remove some, build a new SplitPipe."
+                f"{[end - start for start, end in self._spans]} was given for {expected}: expected the same number. "
+                "Layers may be replaced; to add or remove some, build a new SplitPipe."
             )
         known = {*map(id, self._known)}
-        new = [layer for layer in layers if id(layer) not in known] if known else []  # A copy's are in their places.
+        new = [layer for layer in layers if id(layer) not in known] if known else []  # A copy's layers are in place.
         if not new:
             return
         for layer in new:
@@ -106,7 +106,7 @@ class Runtime:
             raise
 
     def forward(self, layers: Sequence[Named], input: Any, training: bool) -> Any:
-        """The output for the batch."""
+        """The output of the batch."""
         state = thread_state.capture()
 
         def outputs() -> Any:
@@ -124,7 +124,7 @@ class Runtime:
         return self._engine.guarded(state, outputs)
 
     def _reduced(self, whole: Any, parts: Parts, rows: list[int]) -> Any:
-        """The output with its numbers reduced, which have been stacked."""
+        """The output with its numbers, which were stacked, reduced."""
         reducer, columns = Reducer(self.options.reduction, [], self._told), list(zip(*(leaves for leaves, _ in parts)))
         leaves, spec = microbatch.flatten(whole, "the output")
         numbers = [k for k, column in enumerate(columns) if all(isinstance(x, Tensor) and not x.dim() for x in column)]
@@ -173,7 +173,7 @@ class Runtime:
         return call, [(call.handed_back(leaves), spec) for leaves, spec in found]
 
     def _rehearsed(self, layers: ModelLayers, input: Division, rows: int) -> tuple[Any] | None:
-        """The output for the first rows of the input; None if the layers can't be run on so few."""
+        """The output for the first rows of the input; None if the layers can't be run on that few."""
         if input.first is None:
             return None
         module = nn.Sequential()
@@ -185,14 +185,14 @@ class Runtime:
                 call, [part] = self._outputs(layers, whole, None, thread_state.capture())
                 call.end()
                 return (microbatch.unflatten(*part),)
-        except torch.OutOfMemoryError:  # It tells nothing of the layers.
+        except torch.OutOfMemoryError:  # This says nothing about the layers.
             raise
-        except Exception as error:  # They may need more rows, say.
-            error.__traceback__ = None  # Its frames hold the run.
+        except Exception as error:  # For example, they may need more rows.
+            error.__traceback__ = None  # Its frames keep the run's tensors alive.
             return None
 
     def _divided(self, input: Any, target: Any) -> tuple[Division, Division | None]:
-        """The input and the target (None: none), divided into microbatches."""
+        """The input and the target, if there is one, divided into microbatches."""
         if self.options.splitting is not None:
             return self._split(self.options.splitting, input, target, self.options.chunks)
         division = of_input(input, self._batched[0], self.options.chunks, self._memory)
@@ -207,7 +207,7 @@ class Runtime:
             if len(args) != 1 or kwargs.keys() != named.keys():
                 expected = "((input,), {})" if target is None else "((input,), {'target': target})"
                 raise ValueError(
-                    f"split gave {len(args)} positional arguments and the names {sorted(kwargs)} for microbatch "
+                    f"split returned {len(args)} positional arguments and the names {sorted(kwargs)} for microbatch "
                     f"{number}: expected {expected}."
                 )
         inputs = [args[0] for args, _ in parts]
@@ -224,7 +224,7 @@ class Runtime:
         loss_fn: Callable[..., Any],
         grad_scaler: Any,
     ) -> Tensor:
-        """The loss of the batch, with forward and backward done."""
+        """Runs forward and backward, and returns the loss of the batch."""
         if callable(self.options.reduction):
             raise ValueError(NO_FUNCTION)
         trainer, state = self._engine.trainer, thread_state.capture()
@@ -273,7 +273,7 @@ class Runtime:
         return self._engine.recording()
 
     def report(self, module: nn.Module) -> DeferralReport:
-        """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
+        """The report on deferral, from the uses of parameters seen in the stages' forwards."""
         layers = [layer for layer in module._modules.values() if layer is not None]
         stage_of: dict[nn.Module, int] = {}
         for stage, (start, end) in enumerate(self._spans):

@@ -61,9 +61,9 @@ def patched() -> nn.Sequential:
         (nn.Linear(1, 1), "module is a Linear: expected an nn.Sequential", "Write the model as nn.Sequential(layer"),
         (None, "module is a NoneType: expected an nn.Sequential", "Write the model as"),
         (nn.ModuleList(), "module is a ModuleList", "Write the model as"),
-        (Custom(), "module is a Custom, whose forward() is its own: expected nn.Sequential's", "Move that code into a"),
-        (patched(), "module is a Sequential, whose forward() is its own", "Move that code into a layer"),
-        (Frozen(), "module is a Frozen, whose train is its own: expected nn.Sequential's", "Move that code into a"),
+        (Custom(), "module is a Custom with a custom forward(): expected nn.Sequential's", "Move that code into a"),
+        (patched(), "module is a Sequential with a custom forward()", "Move that code into a layer"),
+        (Frozen(), "module is a Frozen that overrides train: expected nn.Sequential's", "Move that code into a"),
     ],
 )
 def test_what_is_no_plain_sequential_is_refused(module: Any, found: str, step: str) -> None:
@@ -120,7 +120,7 @@ def test_devices_are_named_in_any_way(no_accelerator: None) -> None:
         (["meta", "cpu"], ValueError, ["devices[0] is 'meta', which isn't available: expected one of cpu"]),
         (["cuda:0", 1.5, "meta"], ValueError, ["devices[0] is 'cuda:0'", "devices[1] is 1.5", "devices[2] is 'meta'"]),
         ([], ValueError, ["0 devices (none) for 2 stages: expected 2", "balance of 1 number."]),
-        (["cpu"], ValueError, ["1 device (cpu) for 2 stages: expected 2", "Name 2 (one may be named twice)"]),
+        (["cpu"], ValueError, ["1 device (cpu) for 2 stages: expected 2", "Give 2 (a device may be repeated)"]),
     ],
 )
 def test_wrong_devices_are_refused_together(

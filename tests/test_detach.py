@@ -138,7 +138,7 @@ def test_a_detached_splitpipe_says_where_the_module_is() -> None:
         make, wrap = WAYS[way]
         model = wrap(make())
         detach(model)
-        with pytest.raises(RuntimeError, match="was detached: expected calls of the module that splitpipe.detach gave"):
+        with pytest.raises(RuntimeError, match="expected calls of the module that splitpipe.detach returned"):
             model(torch.randn(4, 4))
         with pytest.raises(TypeError, match="is a SplitPipe that was detached"):
             detach(model)
@@ -148,7 +148,7 @@ def test_what_is_no_pipeline_is_told_where_there_is_one() -> None:
     for way in WAYS:
         make, wrap = WAYS[way]
         parent = nn.ModuleDict({"body": nn.Sequential(wrap(make()))})
-        with pytest.raises(TypeError, match=r"is a ModuleDict, not a pipeline: .*; 'body\.0' in it is one"):
+        with pytest.raises(TypeError, match=r"is a ModuleDict, not a pipeline: .*; 'body\.0' inside it is one"):
             detach(parent)
         detach(parent.get_submodule("body.0"))
     module = attached(Net())

@@ -1,4 +1,4 @@
-"""A balance or cuts for SplitPipe that fit the model: by the time of its parts, or by their memory."""
+"""A balance or cuts for SplitPipe that fit the model, by the time or the memory of its parts."""
 from __future__ import annotations
 
 from splitpipe.balance.choose import balance_by_size, balance_by_time

@@ -25,29 +25,29 @@ def balance_by_time(
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[int]:
-    """Chooses a balance whose slowest stage is as fast as can be.
+    """Chooses the balance whose slowest stage is as fast as possible.
 
-    Runs each layer forward and backward, in train mode, and cuts where the largest sum of their times is
-    least. The layers run as copies, made one at a time: the model, its gradients and buffers, the sample
-    and the random state stay as they are, and no device has to hold the whole model. Hooks of the user's do
-    not run. Autocast, if it is on around the call, does its work.
+    Runs each layer forward and backward, in train mode, and divides the layers so that the largest sum of times is as
+    small as possible. The layers run as copies, made one at a time: the model, its gradients and buffers, the sample
+    and the random state stay as they are, and no device has to hold the whole model. The user's hooks don't run.
+    Autocast applies if it is on around the call.
 
     Args:
         partitions: number of stages.
         module: the model.
-        sample: an input, a tensor of shape (rows, ...) or a nesting of them; best as many rows as a microbatch has,
-            on any device.
-        timeout: seconds in which runs are repeated, for all layers together. On top come the copies and a
-            first run of each layer, which warms up and counts only where no time is left for a second.
+        sample: an input, a tensor of shape (rows, ...) or a nesting of them, on any device; ideally with as many rows
+            as a microbatch.
+        timeout: seconds for repeating runs, for all layers together. The copies take additional time, and so does a
+            first run of each layer, which is a warm-up and counts only if there is no time for a second.
         device: where to run the layers. Default: the current accelerator, or the CPU if there is none.
 
     Returns:
         The number of layers of each stage.
 
     Raises:
-        TypeError: ``module`` is no nn.Sequential, or another argument is of the wrong type.
-        ValueError: ``partitions`` is less than 1 or more than there are layers, ``timeout`` is not more
-            than 0, or there is no such ``device``.
+        TypeError: ``module`` isn't an nn.Sequential, or another argument has a wrong type.
+        ValueError: ``partitions`` is less than 1 or more than the number of layers, ``timeout`` isn't positive, or
+            there is no such ``device``.
 
     Example:
         >>> from splitpipe.balance import balance_by_time
@@ -77,20 +77,20 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[int]:
-    """Chooses a balance whose fullest stage holds as little memory as can be.
+    """Chooses the balance whose fullest stage holds as little memory as possible.
 
-    Runs each layer forward on one microbatch, in train mode, and cuts where the largest sum of what they hold
-    is least: the tensors that autograd saves for backward, each storage for the first layer that saves it
-    (the model's input for none), and ``param_scale`` times the parameters. What is not trained, frozen
-    parameters and buffers, counts at most once; what layers share, for the first of them. The layers run as
-    copies, as in ``balance_by_time``.
+    Runs each layer forward on one microbatch, in train mode, and divides the layers so that the largest sum of the
+    bytes that they hold is as small as possible. A layer holds the tensors that autograd saves for backward (a storage
+    counts for the first layer that saves it; the model's input isn't counted) and ``param_scale`` times the parameters.
+    Frozen parameters and buffers count at most once; state that layers share counts for the first of them. The layers
+    run as copies, as in ``balance_by_time``.
 
     Args:
         partitions: number of stages.
         module: the model.
-        input: a batch as it is trained with, a tensor of shape (rows, ...) or a nesting of them, on any device.
-        chunks: number of microbatches that the batch is cut into. The first of them is what runs.
-        param_scale: tensors of a parameter's size that training holds, itself included: 2 with its
+        input: a training batch, a tensor of shape (rows, ...) or a nesting of them, on any device.
+        chunks: number of microbatches that the batch is split into. Only the first of them is run.
+        param_scale: number of tensors of a parameter's size that training holds, including the parameter: 2 with its
             gradient, 3 with SGD's momentum, 4 with Adam's two averages, 5 with the third one of amsgrad.
         device: where to run the layers. Default: the current accelerator, or the CPU if there is none.
 
@@ -98,10 +98,10 @@ def balance_by_size(
         The number of layers of each stage.
 
     Raises:
-        TypeError: ``module`` is no nn.Sequential, or another argument is of the wrong type.
-        ValueError: ``partitions`` is less than 1 or more than there are layers, ``chunks`` is less than 1,
-            ``param_scale`` is less than 0 or makes sizes infinite, the tensors of ``input`` disagree on the
-            number of rows, or there is no such ``device``.
+        TypeError: ``module`` isn't an nn.Sequential, or another argument has a wrong type.
+        ValueError: ``partitions`` is less than 1 or more than the number of layers, ``chunks`` is less than 1,
+            ``param_scale`` is less than 0 or makes sizes infinite, the tensors of ``input`` have different numbers of
+            rows, or there is no such ``device``.
 
     Example:
         >>> from splitpipe.balance import balance_by_size
@@ -114,7 +114,7 @@ def balance_by_size(
     pieces = integer("chunks", chunks, "the number of microbatches")
     faults = _too_many(number, module)
     if pieces < 1:
-        faults.append(f"chunks is {pieces}: expected 1 or more. Give the number that SplitPipe gets.")
+        faults.append(f"chunks is {pieces}: expected 1 or more. Give the same number as to SplitPipe.")
     if not 0 <= real("param_scale", param_scale) < math.inf:
         faults.append(f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2.")
     refuse(faults)
@@ -126,21 +126,21 @@ def balance_by_size(
     costs = sizes(module, microbatch, param_scale, resolve_device(device))
     if math.inf in costs:
         raise ValueError(
-            f"param_scale is {param_scale}: expected a number that a float still holds when the bytes of layer "
-            f"{costs.index(math.inf)} are multiplied by it. Leave it out for 2."
+            f"param_scale is {param_scale}: expected a number small enough that the bytes of layer "
+            f"{costs.index(math.inf)} times it fit into a float. Leave it out for 2."
         )
     return solve(costs, number)
 
 
 def integer(name: str, value: Any, meaning: str) -> int:
-    """A whole number that was given."""
+    """The argument as a whole number."""
     if not is_integer(value):
-        raise TypeError(f"{name} is {value!r}: expected an int, {meaning}. Mind the order of the arguments.")
+        raise TypeError(f"{name} is {value!r}: expected an int, {meaning}. Check the order of the arguments.")
     return operator.index(value)
 
 
 def real(name: str, value: object) -> float:
-    """A real number that was given."""
+    """The argument as a real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}: expected a number. Leave it out for the default.")
     return finite(value)
@@ -153,10 +153,10 @@ def _too_many(partitions: int, module: nn.Sequential) -> list[str]:
 
 
 def too_many(partitions: int, most: int, what: str) -> list[str]:
-    """The fault of a number of stages, of which each has one thing at least."""
+    """The fault of a number of stages for which there are too few parts."""
     if 1 <= partitions <= most:
         return []
-    return [f"partitions is {partitions}: expected 1 to {most}, as a stage has {what} at least."]
+    return [f"partitions is {partitions}: expected 1 to {most}, as each stage needs at least {what}."]
 
 
 def refuse(faults: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a user leaves out is chosen: devices, and where a module is cut into stages."""
+"""Chooses what a user leaves out: devices, and where a module is cut into stages."""
 from __future__ import annotations
 
 import logging
@@ -29,13 +29,13 @@ _log = logging.getLogger("splitpipe")
 def chosen_cuts(
     module: Any, cuts: Iterable[str] | None, devices: Iterable[Device] | None, schedule: str | Schedule, sample: Any
 ) -> tuple[Iterable[str], Iterable[Device] | None]:
-    """The cuts and devices of a module, as they are given, or chosen where they are None.
+    """The cuts and devices of a module, as given, or chosen where they are None.
 
     Raises:
-        ValueError: nothing in the module repeats, or the devices can't hold it.
+        ValueError: no blocks of the module repeat, or the devices can't hold it.
     """
     if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
-        return () if cuts is None else cuts, devices  # What is wrong with it is said where all arguments are checked.
+        return () if cuts is None else cuts, devices  # Faults are reported where all arguments are checked.
     verify_resident(module)
     names, homes = cuts_of_map(module, device_map_of(module)) if devices is None else ([], [])
     if cuts is not None:
@@ -60,10 +60,10 @@ def chosen_cuts(
 def chosen_balance(
     module: nn.Sequential, devices: Iterable[Device] | None, schedule: str | Schedule, sample: Any
 ) -> tuple[list[int], Iterable[Device]]:
-    """The balance and devices of an nn.Sequential.
+    """The balance and devices of an nn.Sequential, as given, or chosen where they are None.
 
     Raises:
-        ValueError: the devices can't hold it, or it has fewer layers than there are stages.
+        ValueError: the devices can't hold it, or there are fewer layers than stages.
     """
     rows = _rows(devices, [], schedule)
     places = _stages(rows, schedule)
@@ -83,21 +83,22 @@ def chosen_balance(
 
 
 def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> dict[str, torch.device]:
-    """Chooses the device of each block of a module, to load it by: no device, nor the CPU, ever holds all of it.
+    """Chooses the device of each block of a module, for loading it without ever holding all of it in one place.
 
     The module may be on ``meta``, where it takes no memory. Stages get shares by bytes and free memory, as ``attach``
-    gives them where ``cuts`` is left out; loaded by this map, a model is cut by ``attach`` where the map changes.
+    chooses them if ``cuts`` is left out. A model that is loaded with this map is cut by ``attach`` where the map
+    changes.
 
     Args:
-        module: the model; its blocks that repeat, as the layers of a transformer do, are where it may be cut.
-        devices: one a stage. Default: all accelerators.
+        module: the model; it may be cut at its repeated blocks, such as the layers of a transformer.
+        devices: one per stage. Default: all accelerators.
 
     Returns:
-        The device of each block and tensor by name, as ``from_pretrained(device_map=...)`` takes it.
+        The device of each block and tensor by name, for ``from_pretrained(device_map=...)``.
 
     Raises:
-        TypeError: ``module`` is not an nn.Module, or a device is of a wrong type.
-        ValueError: nothing in the module repeats, a device is not available, or the devices can't hold the module.
+        TypeError: ``module`` isn't an nn.Module, or a device has a wrong type.
+        ValueError: no blocks of the module repeat, a device isn't available, or the devices can't hold the module.
 
     Example:
         >>> layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, device="meta") for _ in range(4))
@@ -114,7 +115,7 @@ def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> di
 
 
 def _with_ties(found: dict[str, torch.device], blocks: Blocks) -> dict[str, torch.device]:
-    """The map with blocks where their tensors are, if these are all an earlier block's: accelerate runs them there."""
+    """The map, with blocks whose tensors are all an earlier block's where these are: accelerate runs them there."""
     for block, name in blocks.blocks.items():
         tensors = [f"{name}.{own}" for own in block.state_dict(keep_vars=True)]
         away = {found[own] for own in tensors if own in found}
@@ -124,7 +125,7 @@ def _with_ties(found: dict[str, torch.device], blocks: Blocks) -> dict[str, torc
 
 
 def _rows(devices: Iterable[Device] | None, homes: Sequence[torch.device], schedule: str | Schedule) -> list[Place]:
-    """The devices, one a row of the schedule."""
+    """The devices, one per row of the schedule."""
     if devices is not None:
         return resolve_devices(devices)
     count = schedule.devices if isinstance(schedule, Schedule) else None
@@ -132,8 +133,8 @@ def _rows(devices: Iterable[Device] | None, homes: Sequence[torch.device], sched
     if not found:
         count = count or 2
         warnings.warn(
-            f"no accelerator is available: {counted(count, 'stage')} on the CPU are chosen. Name the devices to say "
-            "that this is meant: devices=['cpu', 'cpu'].", stacklevel=4,
+            f"no accelerator is available: using {counted(count, 'stage')} on the CPU. If that is intended, pass "
+            "devices=['cpu', 'cpu'] to silence this warning.", stacklevel=4,
         )
         return [Place(torch.device("cpu"))] * count
     return found if count is None else found[:count]
@@ -146,7 +147,7 @@ def _stages(rows: list[Place], schedule: str | Schedule) -> list[Place]:
             return rows
         schedule = build(schedule, len(rows), len(rows))
     if not isinstance(schedule, Schedule):
-        return rows  # The error comes where all arguments are checked.
+        return rows  # The error is raised where all arguments are checked.
     return [rows[row] for row in schedule.placement] if len(rows) >= schedule.devices else rows
 
 
@@ -157,7 +158,7 @@ def _named(rows: Sequence[Place]) -> list[Device]:
 def _by_bytes(
     module: nn.Module, places: list[Place], where: Sequence[str], schedule: str | Schedule
 ) -> tuple[list[str], list[Place]]:
-    """The names of the modules that stages but the first begin with, and the places of these stages."""
+    """The names of the modules that start stages 1, 2, ..., and the places of all stages."""
     if len(places) == 1:
         where = []
     elif not where:
@@ -166,8 +167,9 @@ def _by_bytes(
     if len(parts) < len(places):
         if schedule != "gpipe":
             raise ValueError(
-                f"module, a {type(module).__name__}, has {counted(len(parts), 'block')} to cut it at, and the schedule "
-                f"{counted(len(places), 'stage')}: expected at least as many. Name fewer devices, or another schedule."
+                f"module, a {type(module).__name__}, can be cut into {counted(len(parts), 'block')}, and the schedule "
+                f"has {counted(len(places), 'stage')}: expected at least as many blocks. Name fewer devices, or "
+                "another schedule."
             )
         places = places[: len(parts)]
     devices = [place.device for place in places]
@@ -187,14 +189,14 @@ def _verify_room(stages: Sequence[tuple[int, int]], rooms: Sequence[float], devi
     there = ", ".join(f"{device} {room / 2**30:.1f}" for device, room in zip(devices, rooms))
     if any([own > room for (own, _), room in zip(stages, rooms)]):
         raise ValueError(
-            f"the module's weights take {weights / 2**30:.1f} GiB, and its stages have too little memory free (GiB: "
-            f"{there}): expected devices that hold it. Name another device, or load it in fewer bits (4-bit, with "
+            f"the module's weights take {weights / 2**30:.1f} GiB, and its stages don't have enough free memory (GiB: "
+            f"{there}): expected devices that can hold it. Name another device, or load it in fewer bits (4-bit, with "
             "LoRA to train it)."
         )
     trained = sum([own for _, own in stages])
     if any([own > room for (_, own), room in zip(stages, rooms)]):
         _log.warning(
             "weights, gradients and Adam's averages take %.1f GiB, and the stages have (GiB): %s. To train, freeze "
-            "weights (LoRA), take an optimizer that keeps less, or name another device; checkpoint='always' saves "
+            "weights (LoRA), use an optimizer that keeps less, or name another device; checkpoint='always' saves "
             "activations.", trained / 2**30, there,
         )

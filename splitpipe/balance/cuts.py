@@ -26,7 +26,7 @@ from splitpipe.checks import is_layered, resolve_device
 from splitpipe.core import microbatch
 from splitpipe.core.stream import Place
 
-#: Steps of a stage that computes nothing, to know what a stage costs by itself.
+#: Steps of a stage that computes nothing, to measure the cost of having a stage.
 _EMPTY = 12
 
 
@@ -38,28 +38,28 @@ def cuts_by_time(
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[str]:
-    """Chooses cuts whose slowest stage is as fast as can be, for any module.
+    """Chooses the cuts whose slowest stage is as fast as possible, for any module.
 
-    A copy of the module is trained by the split engine, with a cut at each call of a block that repeats (children of
-    one module, of one class, such as the layers of a transformer); of these cuts those are chosen for which the largest
-    sum of times is least. The module, its gradients and buffers, the sample and the random state stay as they are.
-    Hooks of the user's do not run. Of an nn.Sequential, the names are those of ``balance_by_time``.
+    A copy of the module is trained with the split backward, with a cut at each call of a repeated block (children of
+    one module, of one class, such as the layers of a transformer). Of these cuts, it returns those for which the
+    largest sum of times is smallest. The module, its gradients and buffers, the sample and the random state stay as
+    they are. The user's hooks don't run. For an nn.Sequential, the cuts are those of ``balance_by_time``.
 
     Args:
         partitions: number of stages.
-        module: the model. It goes backward from the field ``loss`` of its output, or else from all tensors of it.
-        sample: the arguments of a call, keywords in a dict, positional ones in a tuple, or one tensor; best as many
-            rows as a microbatch has, on any device.
-        timeout: seconds in which steps are repeated, behind the first two.
+        module: the model. Backward starts at the field ``loss`` of its output, or else at all tensors in it.
+        sample: the arguments of a call, keyword arguments in a dict, positional ones in a tuple, or one tensor, on any
+            device; ideally with as many rows as a microbatch.
+        timeout: seconds for repeating steps, after the first two.
         device: where to run the copy. Default: the current accelerator, or the CPU if there is none.
 
     Returns:
-        The names of the blocks with whose calls the stages but the first begin.
+        The names of the blocks with whose calls stages 1, 2, ... start.
 
     Raises:
-        TypeError: ``module`` is no nn.Module, or another argument is of the wrong type.
-        ValueError: no blocks of ``module`` repeat, ``partitions`` is less than 1 or more than there are cuts and one,
-            ``timeout`` is not more than 0, or there is no such ``device``.
+        TypeError: ``module`` isn't an nn.Module, or another argument has a wrong type.
+        ValueError: no blocks of ``module`` repeat, ``partitions`` is less than 1 or more than one plus the number of
+            possible cuts, ``timeout`` isn't positive, or there is no such ``device``.
 
     Example:
         >>> from splitpipe.balance import cuts_by_time
@@ -104,29 +104,30 @@ def cuts_by_size(
     param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[str]:
-    """Chooses cuts whose fullest stage holds as little memory as can be, for any module.
+    """Chooses the cuts whose fullest stage holds as little memory as possible, for any module.
 
     One microbatch is trained, as in ``cuts_by_time``. A stage holds what autograd saves for backward, each storage
-    once, and ``param_scale`` times the parameters of the modules that it calls first, as in ``balance_by_size``.
+    once, and ``param_scale`` times the parameters of the modules that it is the first to call, as in
+    ``balance_by_size``.
 
     Args:
         partitions: number of stages.
         module: the model.
-        input: the arguments of a call with a batch as it is trained with: keywords in a dict, positional ones in a
-            tuple, or one tensor; on any device.
-        chunks: number of microbatches that the batch is cut into. The first of them is what runs.
-        param_scale: tensors of a parameter's size that training holds, itself included: 2 with its gradient, 3 with
-            SGD's momentum, 4 with Adam's two averages.
+        input: the arguments of a call with a training batch: keyword arguments in a dict, positional ones in a tuple,
+            or one tensor; on any device.
+        chunks: number of microbatches that the batch is split into. Only the first of them is run.
+        param_scale: number of tensors of a parameter's size that training holds, including the parameter: 2 with its
+            gradient, 3 with SGD's momentum, 4 with Adam's two averages.
         device: where to run the copy. Default: the current accelerator, or the CPU if there is none.
 
     Returns:
-        The names of the blocks with whose calls the stages but the first begin.
+        The names of the blocks with whose calls stages 1, 2, ... start.
 
     Raises:
-        TypeError: ``module`` is no nn.Module, or another argument is of the wrong type.
-        ValueError: no blocks of ``module`` repeat, ``partitions`` is less than 1 or more than there are cuts and one,
-            ``chunks`` is less than 1, ``param_scale`` is less than 0 or makes sizes infinite, the tensors of ``input``
-            have no rows, or there is no such ``device``.
+        TypeError: ``module`` isn't an nn.Module, or another argument has a wrong type.
+        ValueError: no blocks of ``module`` repeat, ``partitions`` is less than 1 or more than one plus the number of
+            possible cuts, ``chunks`` is less than 1, ``param_scale`` is less than 0 or makes sizes infinite, the
+            tensors of ``input`` have no rows, or there is no such ``device``.
 
     Example:
         >>> from splitpipe.balance import cuts_by_size
@@ -150,7 +151,7 @@ def cuts_by_size(
     number = integer("partitions", partitions, "the number of stages")
     pieces = integer("chunks", chunks, "the number of microbatches")
     if pieces < 1:
-        refuse([f"chunks is {pieces}: expected 1 or more. Give the number that SplitPipe gets."])
+        refuse([f"chunks is {pieces}: expected 1 or more. Give the same number as to SplitPipe."])
     if not 0 <= real("param_scale", param_scale) < math.inf:
         refuse([f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2."])
 
@@ -178,7 +179,7 @@ def _cuts(
         finally:
             torch.clear_autocast_cache()
     if math.inf in sizes:
-        refuse(["param_scale makes sizes infinite: expected a number that a float still holds. Leave it out for 2."])
+        refuse(["param_scale makes sizes infinite: expected one for which they fit into a float. Leave it out for 2."])
     return _at(found.cuts, solve(sizes, partitions), 1)
 
 
@@ -187,5 +188,5 @@ def _names(module: nn.Sequential, balance: Sequence[int]) -> list[str]:
 
 
 def _at(names: Sequence[str], balance: Sequence[int], before: int) -> list[str]:
-    """The names at which the stages but the first begin; ``before``: of how many of them the first has no name."""
+    """The names with which stages 1, 2, ... start; ``before``: how many parts come before the first name."""
     return [names[start - before] for start in accumulate(balance[:-1])]

@@ -1,13 +1,13 @@
-"""Measures each layer of an nn.Sequential in training, on a copy, one copy at a time; balance and planner use it.
+"""Measures each layer of an nn.Sequential in training, on one copy at a time, for balance and planner.
 
     sample ─> [copy of layer 0] ─> value, skips ─> [copy of layer 1] ─> value, skips ─> ...
                 forward, backward     detached       forward, backward
 
-A copy is gone before the next one is made, so a model that no device could hold is measured too. The model,
-its gradients and buffers, the sample and the random state are only read.
+A copy is deleted before the next one is made, so a model that is too large for any device can be measured too. The
+model, its gradients and buffers, the sample and the random state are only read.
 
-A copy has all that its layer has except gradients and the user's hooks: a hook that counts or records would notice
-the runs. Hooks that torch itself installs are kept, since they compute: the hooks of the old weight_norm and
+A copy has everything that its layer has except gradients and the user's hooks: a hook that counts or records would
+notice the runs. Hooks that torch itself installs are kept, since they compute: the hooks of the old weight_norm and
 spectral_norm, of pruning, and of lazy layers.
 """
 from __future__ import annotations
@@ -49,13 +49,13 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Flow:
-    """The values between two layers: the value that the next one takes, and skips not popped yet."""
+    """The values between two layers: the input of the next one, and skips that haven't been popped yet."""
 
     value: Any
     skips: Mapping[Key, Any]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Flow:
-        """The same with another tensor in each tensor's place."""
+        """The same flow, with ``function`` applied to each tensor."""
         skips = {key: tree_map_only(Tensor, function, skip) for key, skip in self.skips.items()}
         return Flow(tree_map_only(Tensor, function, self.value), skips)
 
@@ -66,19 +66,20 @@ class Flow:
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """Stands for a saved tensor: gone when autograd does not need it any more."""
+    """A placeholder for a saved tensor, deleted once autograd no longer needs the tensor."""
 
     tensor: Tensor
 
 
 def times(module: nn.Sequential, sample: object, timeout: float, device: torch.device) -> list[float]:
-    """Seconds of each layer's forward and backward: the median of its runs but the first, which warms up.
+    """Seconds of each layer's forward and backward: the median of all runs but the first, which is a warm-up.
 
-    Layers share the timeout equally; what one leaves goes to those after it. Where none is left, the first run counts.
+    Layers share the timeout equally; time that a layer doesn't use goes to those after it. If none is left, the first
+    run counts.
     """
     left = timeout
     if device.type != "cpu":
-        # Autograd's thread gets the device's context by its first kernel: were that a product, cuBLAS would warn.
+        # Autograd's thread gets the device's context with its first kernel; if that were a product, cuBLAS would warn.
         with torch.enable_grad():
             torch.ones((), device=device, requires_grad=True).mul(2).backward()
 
@@ -99,16 +100,16 @@ def times(module: nn.Sequential, sample: object, timeout: float, device: torch.d
 def sizes(module: nn.Sequential, input: object, param_scale: float, device: torch.device) -> list[float]:
     """Bytes that each layer holds between forward and backward of the input: activations and state.
 
-    Activations are the storages that autograd saves and still holds when the layer returns, each whole, and
-    counted for the first layer that saves it. So a layer's input counts only if no layer before has saved it,
-    and the model's own input, which is the caller's, never. What a custom autograd.Function keeps elsewhere
-    than in ``save_for_backward`` is not seen.
+    Activations are the storages that autograd saves and still holds when the layer returns, each as a whole, and
+    counted for the first layer that saves it. So a layer's input counts only if no earlier layer has saved it, and the
+    model's input, which belongs to the caller, never does. Tensors that a custom autograd.Function keeps without
+    ``save_for_backward`` aren't seen.
 
-    Parameters count ``param_scale`` times; frozen ones and buffers, which need no gradient and no optimiser
-    state, at most once. What several layers share counts for the first of them.
+    Parameters count ``param_scale`` times. Frozen parameters and buffers, which need no gradient and no optimizer
+    state, count at most once. State that several layers share counts for the first of them.
     """
     shared = repeated_state(module)
-    counted: frozenset[Address] = frozenset()  # Storages that are alive and need not count any more.
+    counted: frozenset[Address] = frozenset()  # Storages that are alive and have been counted.
 
     def measure(done: list[float], copied: nn.Module, flow: Flow) -> tuple[float, Flow]:
         nonlocal counted
@@ -128,7 +129,7 @@ def sizes(module: nn.Sequential, input: object, param_scale: float, device: torc
                 state += scale * sum(memory_of(tensor).values())
         following = output_flow(flow, arriving, after)
         counted |= known | new | {origin[address] for address in new & origin.keys()}
-        counted &= _addresses(following)  # An address means nothing any more once its memory is free.
+        counted &= _addresses(following)  # An address means nothing once its memory is freed.
         return sum(saved[address] for address in new) + state, following
 
     return measure_layers(module, input, device, measure)
@@ -140,7 +141,7 @@ Measure = Callable[[list[T], nn.Module, Flow], tuple[T, Flow]]
 def measure_layers(
     module: nn.Sequential, sample: object, device: torch.device, measure: Measure[T], size: str = ""
 ) -> list[T]:
-    """Measures a copy of one layer after the other, each on what the one before it gave."""
+    """Measures a copy of one layer after the other, each on the output of the one before it."""
     done: list[T] = []
     with measuring(device):
         flow = Flow(sample, {}).map(lambda tensor: detached_as(tensor, tensor.to(device)))
@@ -148,13 +149,13 @@ def measure_layers(
             try:
                 result, flow = measure(done, copy_of(layer).to(device).train(), flow)
             except BaseException as error:
-                where = f"layer {len(done)} ({name!r}, {type(layer).__name__}), in a copy of it on {device}{size}"
+                where = f"layer {len(done)} ({name!r}, {type(layer).__name__}), in a copy on {device}{size}"
                 foreign = any(_is_foreign(hook) for table in _tables(layer) for hook in table.values())
-                hooks = ", where its hooks do not run" if foreign else ""
+                hooks = ", whose hooks don't run" if foreign else ""
                 add_note(error, f"Raised while profiling {where}{hooks}. The model is unchanged.")
                 raise
             finally:
-                # Under the caller's autocast, the cast weights of a copy would outlive it.
+                # Under the caller's autocast, cast weights would be cached, and outlive the copy.
                 torch.clear_autocast_cache()
             done.append(result)
     return done
@@ -162,11 +163,11 @@ def measure_layers(
 
 @contextmanager
 def measuring(device: torch.device) -> Iterator[None]:
-    """Autograd is on, the device is the current one, and after the block the random state is what it was."""
+    """Turns autograd on, makes the device the current one, and restores the random state after the block."""
     numbered = [] if device.type == "cpu" else [device]
-    # Unnamed on the CPU: None is a type since torch 2.13, and before that the default is another one.
+    # No type is passed for the CPU: None is a type since torch 2.13, and the default was another one before that.
     kind: dict[str, Any] = {} if device.type == "cpu" else {"device_type": device.type}
-    # Leaving inference mode switches gradients on, wherever the caller switched them off.
+    # Leaving inference mode turns gradients on, even if the caller had turned them off.
     with torch.inference_mode(False), torch.accelerator.device_index(device.index):
         with torch.random.fork_rng(devices=numbered, **kind):
             yield
@@ -178,7 +179,7 @@ def input_flow(layer: nn.Module, flow: Flow) -> Flow:
 
 
 def output_flow(flow: Flow, arriving: Flow, after: Flow) -> Flow:
-    """The flow behind a layer: its output, what it stashed, and the skips that passed it by."""
+    """The flow after a layer: its output, the skips that it stashed, and those that bypassed it."""
     flatten(after.value, "the output")
     for (_, name), skip in after.skips.items():
         flatten(skip, f"skip {name!r}")
@@ -193,7 +194,7 @@ def detached_as(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A clone for one run: no leaf, so a layer may work on it in place, as on an output."""
+    """A clone for one run. It isn't a leaf, so a layer may write to it in place, as to an output."""
     return detached_as(tensor, tensor).clone()
 
 
@@ -204,7 +205,7 @@ def _forward(layer: nn.Module, entered: Flow) -> Flow:
 
 
 def _step(layer: nn.Module, arriving: Flow, device: torch.device) -> tuple[float, Flow]:
-    """Seconds of one forward and backward, and what the forward gave."""
+    """Seconds of one forward and backward, and the output flow of the forward."""
     entered = arriving.map(_fresh)
     synchronize(device)
     begun = perf_counter()
@@ -227,7 +228,7 @@ def _saved(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]:
     saved: WeakSet[_Saved] = WeakSet()
 
     def pack(tensor: Tensor) -> _Saved:
-        # Detached: a saved output that knew its grad_fn, which keeps it, would never be freed.
+        # Detached: a saved output would otherwise keep its grad_fn, which keeps it, so it would never be freed.
         holder = _Saved(tensor.detach())
         saved.add(holder)
         return holder
@@ -238,7 +239,7 @@ def _saved(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]:
 
 
 def repeated_state(module: nn.Sequential) -> list[set[str]]:
-    """For each layer, the names of its parameters and buffers that a layer before it has too."""
+    """For each layer, the names of its parameters and buffers that an earlier layer has too."""
     seen: set[int] = set()
     shared = []
     for layer in module:
@@ -264,7 +265,7 @@ def memory_of(tensor: Tensor) -> dict[Address, int]:
 
 
 def _origins(entered: Flow, arriving: Flow) -> dict[Address, Address]:
-    """The storages that a run was given, each with the one that it was cloned from."""
+    """The storages that a run was given, each with the one it was cloned from."""
     return {
         own: other
         for clone, tensor in zip(entered.tensors(), arriving.tensors(), strict=True)
@@ -277,12 +278,12 @@ def _addresses(flow: Flow) -> frozenset[Address]:
 
 
 def _tables(layer: nn.Module) -> list[dict[int, Any]]:
-    """The dicts of hooks of a layer and all its parts that are not empty."""
+    """The non-empty dicts of hooks of a layer and all its submodules."""
     return [table for part in layer.modules() for name in _HOOKS if (table := getattr(part, name, None))]
 
 
 def _is_foreign(hook: object) -> bool:
-    """True for hooks that were written outside of torch."""
+    """True for hooks that were written outside torch."""
     return str(getattr(hook, "__module__", None)).partition(".")[0] != "torch"
 
 
@@ -299,7 +300,7 @@ def copy_of(layer: nn.Module) -> nn.Module:
 
 
 class _Detaching(TorchFunctionMode):
-    """Lets deepcopy take tensors that it refuses, autograd's and uninitialised ones, and leave gradients."""
+    """Lets deepcopy copy tensors that it rejects (non-leaf and uninitialised ones), without gradients."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,11 +1,10 @@
-"""Cuts a list of costs into consecutive runs, as even as can be.
+"""Divides a list of costs into consecutive runs that are as even as possible.
 
-The largest sum of a run comes first, since it sets the pace of a pipeline. Ways to cut that agree on it are
-told apart by the sum of the squared sums, and those that agree on both by the squared lengths: layers that
-cost nothing spread evenly.
+The largest sum of a run is minimised first, since it sets the pace of a pipeline. Ties are broken by the sum of the
+squared sums, and remaining ties by the squared lengths: layers that cost nothing are spread evenly.
 
-The squares obey the quadrangle inequality. So when the end of a list moves right, the best place for its last
-cut never moves left, and each search halves the range of those that follow: O(parts * n * log n) in all.
+The squares obey the quadrangle inequality: when the end of a list moves right, the best place for its last cut never
+moves left. So each search halves the range of those that follow, O(parts * n * log n) in all.
 """
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from itertools import accumulate
 
 
 def solve(costs: Sequence[float], parts: int) -> list[int]:
-    """Lengths of ``parts`` non-empty runs, in order, that are the most even. Exact: sums are not rounded."""
+    """Lengths of the ``parts`` most even non-empty runs, in order. Exact: sums aren't rounded."""
     sums = [0, *accumulate(_integers(costs))]
     limit = _least_limit(sums, parts)
-    weight = len(costs) ** 2 + 1  # More than the squared lengths can sum to: they decide nothing but ties.
+    weight = len(costs) ** 2 + 1  # Exceeds any sum of squared lengths, which therefore only break ties.
 
     def price(start: int, end: int) -> int:
         return (sums[end] - sums[start]) ** 2 * weight + (end - start) ** 2
 
-    # The first cost that a run may start from to end where it does; the last end that so many runs reach.
+    # For each end, the first cost that its run may start from; the last end that this many runs can reach.
     first = [bisect_left(sums, end_sum - limit) for end_sum in sums]
     best = {0: 0}
     cuts: list[dict[int, int]] = []
@@ -39,14 +38,14 @@ def solve(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs in a unit of which all are multiples."""
+    """The costs as multiples of a common unit."""
     exact = [Fraction(cost) for cost in costs]
     unit = math.lcm(*(cost.denominator for cost in exact))
     return [int(cost * unit) for cost in exact]
 
 
 def _least_limit(sums: list[int], parts: int) -> int:
-    """The least number that no run's sum has to exceed."""
+    """The smallest limit that no run's sum has to exceed."""
     low, high = -1, sums[-1]
     while high - low > 1:
         middle = (low + high) // 2
@@ -58,7 +57,7 @@ def _least_limit(sums: list[int], parts: int) -> int:
 
 
 def _fits(sums: list[int], parts: int, limit: int) -> bool:
-    """True if that many runs, each as long as the limit allows, take all costs."""
+    """True if that many runs, each as long as the limit allows, cover all costs."""
     end = 0
     for _ in range(parts):
         end = bisect_right(sums, sums[end] + limit) - 1
@@ -68,7 +67,7 @@ def _fits(sums: list[int], parts: int, limit: int) -> bool:
 def _choose(
     best: dict[int, int], ends: range, first: list[int], price: Callable[[int, int], int]
 ) -> dict[int, int]:
-    """For each end, the best start of its run; ``best`` is the price of all runs before that start."""
+    """For each end, the best start of its run; ``best`` is the cost of all runs before that start."""
     chosen: dict[int, int] = {}
     todo = [(ends, min(best), max(best))]
     while todo:

@@ -1,8 +1,8 @@
-"""Where a module may be cut: the calls of blocks that repeat, found by running a copy of it once, on one row.
+"""Finds the calls of repeated blocks, where a module may be cut, by running a copy of it once, on one row.
 
-Blocks that repeat are children of one module, of one class: the layers of a transformer, the blocks of a ResNet. Those
-in a list are taken whole (experts are inside of them, say); of others, and of an nn.Sequential, what repeats inside of
-them comes first. Single layers are taken where nothing else repeats.
+Repeated blocks are children of one module, of one class: the layers of a transformer, the blocks of a ResNet. Items of
+a list are blocks as a whole (a layer may contain experts, for example). In other modules, and in an nn.Sequential, what
+repeats inside the children comes first. Single layers are blocks only if nothing else repeats.
 """
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.partition.resident import Shell
 from splitpipe.segments.step import loss_of
 
-#: The arguments of a call: keywords in a dict, positional ones in a tuple, or one tensor.
+#: The arguments of a call: keyword arguments in a dict, positional ones in a tuple, or one tensor.
 Sample = Mapping[str, Any] | tuple[Any, ...] | Tensor
 
 
 class Batch(NamedTuple):
-    """The arguments of a call with a whole batch, as they are cut into microbatches."""
+    """The arguments of a call with a whole batch, as they are split into microbatches."""
 
     found: Division
     rows: int
 
     def first(self, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for the first rows, as tensors of their own on a device."""
+        """The arguments for the first rows, copied to a device."""
         assert self.found.first is not None
         args, kwargs = tree_map_only(
             Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), self.found.first(rows)
@@ -45,15 +45,15 @@ class Batch(NamedTuple):
 
 
 def batch_of(module: nn.Module, sample: object, whose: str = "sample") -> Batch:
-    """A sample's arguments. Raises TypeError and ValueError for what is none."""
+    """A sample's arguments. Raises TypeError or ValueError if it has none."""
     if isinstance(sample, Mapping):
         args, kwargs = (), dict(sample)
     elif isinstance(sample, (tuple, Tensor)):
         args, kwargs = sample if isinstance(sample, tuple) else (sample,), {}
     else:
         raise TypeError(
-            f"{whose} is a {type(sample).__name__}: expected the arguments of a call, keywords in a dict, positional "
-            "ones in a tuple, or one tensor."
+            f"{whose} is a {type(sample).__name__}: expected the arguments of a call, keyword arguments in a dict, "
+            "positional ones in a tuple, or one tensor."
         )
     found = arguments.read(arguments.parameters_of(module.forward), args, kwargs, None, Memory(), whose)
     rows = found.reading.size
@@ -65,14 +65,14 @@ def batch_of(module: nn.Module, sample: object, whose: str = "sample") -> Batch:
 
 
 def surveyed(module: object, sample: object, whose: str = "sample") -> tuple[nn.Module, Batch, Survey]:
-    """A copy of a module, a batch for it, and what one call has shown; the module is left as it is.
+    """A copy of a module, a batch for it, and the result of one call. The module stays as it is.
 
-    Raises TypeError and ValueError for a module that can't be cut, or for a sample that is none.
+    Raises TypeError or ValueError for a module that can't be cut, or for an invalid sample.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
     if isinstance(module, Shell):
-        raise TypeError("module is a SplitPipe: expected the module that it was made of.")
+        raise TypeError("module is a SplitPipe: expected the module that it was made from.")
     verify_ungathered(module)
     verify_filled(module)
     blocks = repeated(module)
@@ -89,7 +89,7 @@ def surveyed(module: object, sample: object, whose: str = "sample") -> tuple[nn.
 
 
 def has_loss(output: object) -> bool:
-    """True if a schedule can go backward from a module's output: it has the field ``loss``."""
+    """True if a schedule can run backward from a module's output, because it has the field ``loss``."""
     try:
         loss_of(output)
     except TypeError:
@@ -98,14 +98,14 @@ def has_loss(output: object) -> bool:
 
 
 class Survey(NamedTuple):
-    """What one call of a module has shown."""
+    """The result of one call of a module."""
 
     cuts: list[str]  # The blocks where it may be cut, in the order of their calls.
     output: Any
 
 
 def survey(module: nn.Module, batch: Batch) -> Survey:
-    """Calls a copy of a module with one row, where its parameters are, in eval mode."""
+    """Calls a copy of a module on one row, in eval mode, on the device of its parameters."""
     names = {part: name for name, part in repeated(module).items()}
     calls: list[nn.Module] = []
     before = inside = 0
@@ -139,7 +139,7 @@ def survey(module: nn.Module, batch: Batch) -> Survey:
         for handle in handles:
             handle.remove()
     times = Counter(calls)
-    # Before the first of them there has to be something for the stage before it.
+    # Before the first cut there must be something for the stage before it.
     cuts = [names[part] for at, part in enumerate(calls) if times[part] == 1 and (at or before)]
     if not cuts:
         raise no_blocks(module)

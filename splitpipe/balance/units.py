@@ -1,8 +1,8 @@
-"""Measures a module between its possible cuts, as stages of the real engine; balance and planner use it.
+"""Measures a module between its possible cuts, as stages of the real pipeline, for balance and planner.
 
     unit 0 ─ cut ─> unit 1 ─ cut ─> unit 2 ...       each a stage, on one device; F, B and W apart
 
-The module is a copy: it is called as in training, on one microbatch after the other.
+The module is a copy. It is called as in training, on one microbatch after the other.
 """
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class Times(NamedTuple):
     backward_weight: float
 
     def less(self, other: Times) -> Times:
-        """The differences; nothing takes less than no time."""
+        """The differences; negative ones count as 0."""
         return Times(*(max(0.0, one - two) for one, two in zip(self, other)))
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of a unit, for one microbatch."""
+    """Bytes of a unit per microbatch."""
 
     saved: int  # By F, for backward.
     kept: int  # Of these, by W after B.
     input: int  # What a cut before it copies.
-    shared: int  # What the unit before has saved, too.
-    trained: int  # Parameters that train.
+    shared: int  # What the unit before it saves too.
+    trained: int  # Trained parameters.
     state: int  # Other parameters, and buffers.
 
 
 class Units:
-    """A module on devices, each unit a stage; microbatches come one after the other, ``chunks`` a call."""
+    """A module on devices with each unit as a stage; microbatches run one after the other, ``chunks`` per call."""
 
     def __init__(
         self, module: nn.Module, cuts: Sequence[str], places: Sequence[Place], chunks: int,
@@ -74,13 +74,13 @@ class Units:
         self._runtime = piped(
             module, cuts, devices=[place.device for place, row in zip(places, rows) if row], chunks=chunks,
             schedule=self.schedule, loss_fn=loss_fn, grad_scaler=torch.amp.GradScaler(kind) if half else None,
-            compile=compile, reduction="mean",  # Times alone are looked at.
+            compile=compile, reduction="mean",  # Only times are used.
             checkpoint=None, deferred_batch_norm=False, backward="split", stash_limit=None, batched=None, split=None,
             sample=None,
         ).runtime
 
     def step(self, batch: Batch, rows: int, target: object = None) -> Callable[[], None]:
-        """Makes a step with the first rows of a batch; ``target`` is as long, and for a loss that is free made here."""
+        """Makes a step with the first rows of a batch; ``target`` has as many, and is made here for a free loss."""
         args, kwargs = batch.first(rows, self._device)
         if self._free:
             target = torch.zeros(rows)
@@ -92,7 +92,7 @@ class Units:
         return run
 
     def recorded(self, run: Callable[[], None], go_on: Callable[[int], bool]) -> Recording:
-        """Steps, as long as ``go_on``, given their number, is true."""
+        """Records steps as long as ``go_on`` returns true for their number."""
         done = 0
         with self._runtime.recording() as recording:
             while go_on(done):
@@ -101,7 +101,7 @@ class Units:
         return recording
 
     def bytes(self, recording: Recording, run: Callable[[], None]) -> list[UnitBytes]:
-        """The bytes of each unit, by a recording and one more step."""
+        """The bytes of each unit, from a recording and one more step."""
         held = recording.held
         assert held is not None
         saved = held.changes(self.schedule)["F"]
@@ -112,7 +112,7 @@ class Units:
         ]
 
     def _crossing(self, run: Callable[[], None]) -> tuple[list[int], list[int]]:
-        """For each unit, the bytes of its arguments, and of what it saves that the unit before has saved as well."""
+        """For each unit, the bytes of its arguments, and of what both it and the unit before it save."""
         living = {storage_of(x) for x in (*self._module.parameters(), *self._module.buffers())}
         saved: list[dict[int, int]] = [{} for _ in range(len(self._cuts) + 1)]
         inputs = [0] * len(saved)
@@ -136,7 +136,7 @@ class Units:
             for j, name in enumerate(self._cuts)
         ]
         try:
-            # The hooks above are no graph: compiled blocks run as they are.
+            # The hooks above can't be compiled: compiled blocks run uncompiled here.
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), Bound(rehearsing, True):
                 run()
         finally:
@@ -145,7 +145,7 @@ class Units:
         return inputs, [0, *(sum(two[key] for key in one.keys() & two.keys()) for one, two in pairwise(saved))]
 
     def _parameters(self) -> list[tuple[int, int]]:
-        """For each unit, the bytes of the parameters that train, and of its other state; each counts once."""
+        """For each unit, the bytes of its trained parameters and of its other state; shared state counts once."""
         sizes = [[0, 0] for _ in range(len(self._cuts) + 1)]
         seen: set[int] = set()
         stages = self._runtime.stage_of
@@ -171,7 +171,7 @@ def overhead(place: Place, steps: int) -> Times:
 
 
 class Chain(nn.Sequential):
-    """Layers one after the other, by a forward of its own: it is cut by names, as any module."""
+    """Layers in a row, called by a custom forward, so that they can be cut by name like any module."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:
@@ -180,7 +180,7 @@ class Chain(nn.Sequential):
 
 
 class FreeLoss:
-    """A loss that costs nothing: its gradients, for all tensors that require grad, are made in advance."""
+    """A loss that costs nothing: the gradients for all tensors that require grad are made in advance."""
 
     def __init__(self) -> None:
         self._grads: list[Tensor] = []
@@ -197,7 +197,7 @@ class FreeLoss:
 
 
 class _GivenGradients(Function):
-    """Zero; in backward, the gradients that were given."""
+    """Zero; its backward returns the given gradients."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor], *tensors: Tensor) -> Tensor:

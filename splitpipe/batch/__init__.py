@@ -1,1 +1,1 @@
-"""A batch cut into microbatches: which values are, along which dimension or row by row, and how outputs are joined."""
+"""Splits a batch into microbatches: which values, along which dimension or row by row; and joins outputs."""

@@ -1,7 +1,7 @@
-"""The arguments of a call: which are cut into microbatches, and whether there may be several at all.
+"""The arguments of a call: which ones are split into microbatches, and whether there may be several at all.
 
-Tensors whose first dimension has the batch's size, that of the first tensor, are cut; lists with one entry per row are
-cut between entries; all else goes whole into every microbatch. ``batched=`` says otherwise by name.
+Tensors are split if their first dimension has the batch size, which is that of the first tensor; lists with one entry
+per row are split between entries; every microbatch gets all other values whole. ``batched=`` overrides this by name.
 """
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CONSTANT = (
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call, as they can be cut."""
+    """The arguments of a call, and how they can be split."""
 
     value: tuple[tuple[Any, ...], dict[str, Any]]
     nodes: list[Node]
     reading: Reading
-    #: The arguments that hold an object which several microbatches can't share: a cache.
+    #: The arguments that contain an object which several microbatches can't share, such as a cache.
     objects: list[str]
 
     def divided(self, chunks: int) -> Division:
@@ -52,11 +52,11 @@ class Arguments(NamedTuple):
         rows = cuts(self.reading.size, chunks)
         hint = self._hint()
         if hint and len(rows) > 1 and all(count == 1 for _, count in rows):
-            raise AmbiguousBatchError(hint)  # What has all rows would be broadcast with the one row of a microbatch.
+            raise AmbiguousBatchError(hint)  # A value with all rows would be broadcast with a microbatch's single row.
         return replace(divide(self.value, self.nodes, self.reading.dims, rows, build), hint=hint)
 
     def _hint(self) -> str:
-        """What to write if tensors of which nothing is said have the batch as their second dimension."""
+        """Advice for unmarked tensors that may have the batch as their second dimension."""
         size, dims = self.reading.size, self.reading.dims
         found = [
             leaf for node in self.nodes for leaf in _shared(node)
@@ -67,14 +67,14 @@ class Arguments(NamedTuple):
             return ""
         shapes = ", ".join(f"{leaf.where} of shape {list(leaf.value.shape)}" for leaf in found[:3])
         return (
-            f"{shapes} goes whole into every microbatch, and its dimension 1 has as many elements as the batch has "
-            f"rows: if it is the batch, write SplitPipe(..., batched={written(found[0], 1)}), and if not, "
+            f"{shapes} isn't split, but its dimension 1 has as many elements as the batch has "
+            f"rows. If that is the batch, pass SplitPipe(..., batched={written(found[0], 1)}), and if not, "
             f"batched={written(found[0], False)}."
         )
 
 
 def parameters_of(forward: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a forward; None if it has none."""
+    """The signature of a forward, if it has one."""
     try:
         return inspect.signature(forward)
     except (TypeError, ValueError):
@@ -89,7 +89,7 @@ def takes(signature: inspect.Signature | None, name: str) -> bool:
 
 
 def caches(signature: inspect.Signature | None, opened: Iterable[nn.Module]) -> bool:
-    """True if a module can be told to keep no cache: by its own argument, or one that a module inside is handed on."""
+    """True if a module can be told not to keep a cache: by its own argument, or by one of a module inside it."""
     if signature is None or "use_cache" in signature.parameters:
         return signature is not None
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
@@ -98,7 +98,7 @@ def caches(signature: inspect.Signature | None, opened: Iterable[nn.Module]) -> 
 
 
 def labelled(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call is given labels: an evaluation, which needs no cache."""
+    """True if a call is given labels: then it is an evaluation, which needs no cache."""
     return any(
         value is not None and ("label" in name or name in ("start_positions", "end_positions"))
         for name, value in pairs(signature, args, kwargs)
@@ -119,7 +119,7 @@ def read(
     memory: Memory,
     whose: str = "the input",
 ) -> Arguments:
-    """Tells apart what is cut and what is whole. Raises what the checks of a batch raise."""
+    """Decides which values are split and which are whole. Raises the errors of the checks of a batch."""
     nodes = _nodes(signature, args, kwargs, batched)
     reading = Reader(nodes, whose, memory, optional=True).read(strict=False)
     objects = [node.where for node in nodes if any(map(_is_object, _shared(node)))]
@@ -137,7 +137,7 @@ def _nodes(
         allowed = set() if signature is None else {*signature.parameters}
         if wrong := sorted(map(str, unknown - allowed)):
             raise ValueError(
-                f"batched names {', '.join(map(repr, wrong))}, which the call was not given: expected names of "
+                f"batched names {', '.join(map(repr, wrong))}, which the call doesn't have: expected names of "
                 f"arguments, of {', '.join(repr(name) for name, _ in given)}."
             )
     nodes: list[Node] = []
@@ -148,7 +148,7 @@ def _nodes(
 
 
 def _shared(node: Node) -> Iterator[Node]:
-    """The leaves that all microbatches have: those without a row of their own."""
+    """The leaves that all microbatches share: those without a separate row for each."""
     if node.children is None:
         yield node
     elif not node.by_rows:
@@ -173,7 +173,7 @@ def pairs(
 
 
 class Divider:
-    """Divides the arguments of a module's calls into microbatches; knows what earlier calls have shown."""
+    """Divides the arguments of a module's calls into microbatches, and remembers what earlier calls have shown."""
 
     def __init__(
         self, signature: inspect.Signature | None, batched: Mapping[str, Any] | None, split: Split | None, chunks: int,
@@ -183,14 +183,14 @@ class Divider:
         self._batched = batched
         self._splitting = split
         self._chunks = chunks
-        self._limit = limit  # The most microbatches that a schedule has.
+        self._limit = limit  # The most microbatches that the schedule allows.
         self._memory = Memory()
-        self._separable: dict[str, bool] = {}  # In eval mode, by the kind of call.
+        self._separable: dict[str, bool] = {}  # In eval mode, by kind of call.
 
     def without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Iterable[nn.Module], trains: bool
     ) -> dict[str, Any]:
-        """The keywords, with ``use_cache=False`` where several microbatches may run: nothing joins their caches."""
+        """The keywords, with ``use_cache=False`` if there may be several microbatches, whose caches can't be joined."""
         given = [name for name, _ in pairs(self._signature, args, kwargs)]
         if "use_cache" in given or not (trains or labelled(self._signature, args, kwargs)):
             return kwargs
@@ -204,16 +204,16 @@ class Divider:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool,
         separable: Callable[[Division], bool],
     ) -> tuple[Division, Division | None]:
-        """The arguments and the target (None: none), divided.
+        """The arguments and the target (if there is one), divided.
 
-        In eval mode ``separable`` tells of a kind of call whether the outputs of microbatches make that of the batch.
+        In eval mode, ``separable`` says for a kind of call whether the outputs of microbatches make that of the batch.
         """
         if self._splitting is not None:
             division, targets = self._split(self._splitting, args, kwargs, target)
             if training or target is not None:
                 return division, targets
             part = tree_unflatten(division.scattered()[0][0], division.spec)
-            seen = replace(division, first=lambda rows: part)  # Which shows the kinds of values in the output.
+            seen = replace(division, first=lambda rows: part)  # It shows the kinds of values in the output.
             return (division if self._separates(seen, separable) else self.whole(args, kwargs)), None
         found = self._read(args, kwargs)
         chunks = 1 if found.objects else self._chunks
@@ -234,7 +234,7 @@ class Divider:
         return self._separable[kind]
 
     def joins(self, division: Division, found: bool) -> None:
-        """Notes of a kind of call in eval mode whether microbatches' outputs make that of the batch."""
+        """Records, for a kind of call in eval mode, whether microbatches' outputs make that of the batch."""
         self._separable[division.kind()] = found
 
     def _split(
@@ -246,15 +246,15 @@ class Divider:
         if target is not None:
             if any("target" not in kwargs for _, kwargs in parts):
                 raise ValueError(
-                    "split gave microbatches without 'target', which the call was given: expected it in the kwargs of "
-                    "each, cut as their inputs are."
+                    "split returned microbatches without 'target', which the call was given: expected it in the "
+                    "kwargs of each, split like their inputs."
                 )
             targets = [kwargs.pop("target") for _, kwargs in parts]
         rows = [rows_of(_nodes(self._signature, *part, self._batched)) for part in parts]
         return collected(parts, rows), collected(targets, rows) if targets else None
 
     def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A few rows of a call's arguments, as a microbatch might have them."""
+        """A few rows of a call's arguments, as in a microbatch."""
         if self._splitting is not None:
             return parts_of(self._splitting, args, kwargs, self._chunks)[0]
         first = self.whole(args, kwargs).first
@@ -264,7 +264,7 @@ class Divider:
 
 
 def holds_objects(value: Any) -> bool:
-    """True if arguments hold an object that may have tensors in it which pytree doesn't see."""
+    """True if arguments contain an object that may contain tensors which pytree doesn't see."""
     if isinstance(value, _KNOWN):
         return False
     if type(value) in (tuple, list):
@@ -278,7 +278,7 @@ _KNOWN = (Tensor, *CONSTANT)
 
 
 def _is_code(value: Any) -> bool:
-    """True for what can be called and holds no values: a module, or a function without a closure."""
+    """True for callables that hold no values: a module, or a function without a closure."""
     return isinstance(value, (nn.Module, BuiltinFunctionType)) or (
         isinstance(value, FunctionType) and not value.__closure__ and not value.__defaults__
     )

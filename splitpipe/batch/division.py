@@ -1,4 +1,4 @@
-"""A call's values, flat, and how they are divided into microbatches."""
+"""A call's values, flattened, and how they are divided into microbatches."""
 from __future__ import annotations
 
 from collections import Counter
@@ -17,27 +17,27 @@ from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Flat values, and the part of them that each microbatch has."""
+    """Flat values, and the part of them that each microbatch gets."""
 
     leaves: Leaves
     spec: TreeSpec
-    #: The dimension that each leaf is cut along; None: it goes whole, wherever it goes.
+    #: The dimension along which each leaf is split; None: every microbatch that has the leaf gets it whole.
     dims: list[int | None]
     rows: Rows
-    #: The numbers of each microbatch's leaves, and their nesting; None: each has all of them.
+    #: The indices of each microbatch's leaves, and their nesting; None: each has all leaves.
     places: list[list[int]] | None = None
     specs: list[TreeSpec] | None = None
-    #: Gives the values for the first rows, where that can be told.
+    #: Returns the values for the first rows, if these are known.
     first: Callable[[int], Any] | None = None
-    #: Gives the nesting and the numbers of what is the same whatever the rows.
+    #: Returns the nesting and the indices of what is the same whatever the rows.
     constant: Callable[[], tuple[TreeSpec, list[int]]] | None = None
 
-    #: What may be the cause if a forward fails.
+    #: The possible cause if a forward fails.
     hint: str = ""
 
     @cached_property
     def whole(self) -> frozenset[int]:
-        """The numbers of tensors with dimensions that several microbatches have."""
+        """The indices of tensors with dimensions that several microbatches share."""
         if len(self.rows) == 1:
             return frozenset()
         found = frozenset(
@@ -68,28 +68,28 @@ class Division:
         return list(zip(found, self.specs))
 
     def kind(self) -> str:
-        """What kind of values a call is given beside tensors, and beside lists with one entry per row."""
+        """A description of the arguments other than tensors and lists with one entry per row, to tell calls apart."""
         spec, chosen = (self.spec, range(len(self.leaves))) if self.constant is None else self.constant()
         given = [self.leaves[k] for k in chosen if isinstance(self.leaves[k], (bool, int, float, str))]
-        # Of other numbers the type is enough: one that changes in each call, a time step, makes no new kind.
+        # For other numbers, the type is enough: one that changes in each call, such as a time step, makes no new kind.
         return f"{spec} {[x if isinstance(x, (bool, str)) else type(x).__name__ for x in given]}"
 
     def having(self, i: int) -> Sequence[int]:
-        """The numbers of a microbatch's leaves."""
+        """The indices of a microbatch's leaves."""
         return range(len(self.leaves)) if self.places is None else self.places[i]
 
 
 def _alone(leaf: Any) -> Any:
-    """A value that one microbatch has for itself: with a version counter of its own if it is part of a tensor."""
+    """A value that only one microbatch has: with a separate version counter if it is part of a tensor."""
     if not isinstance(leaf, Tensor) or not leaf.dim() or not leaf._is_view() or leaf.is_inference():
         return microbatch.pieces(leaf, [(0, 1)], None)[0]
-    return microbatch.pieces(leaf, [(0, 0), (0, leaf.shape[0])], 0)[1]  # The first shares the counter.
+    return microbatch.pieces(leaf, [(0, 0), (0, leaf.shape[0])], 0)[1]  # The first piece shares the counter.
 
 
 def divide(
     value: Any, nodes: Sequence[Node], dims: list[int | None], rows: Rows, build: Callable[[list[Any]], Any]
 ) -> Division:
-    """The division of a value, which ``build`` makes of those of the nodes."""
+    """The division of a value, which ``build`` makes from the parts of its nodes."""
     leaves, spec = tree_flatten(value, microbatch.is_batch_leaf)
 
     def numbers(start: int, stop: int) -> tuple[list[int], TreeSpec]:
@@ -114,7 +114,7 @@ def divide(
 
 
 def collected(parts: Sequence[Any], sizes: Sequence[int]) -> Division:
-    """The division of values that were divided already, of ``sizes`` rows."""
+    """The division of values that are divided already, into ``sizes`` rows."""
     flat = [tree_flatten(part, microbatch.is_batch_leaf) for part in parts]
     leaves: Leaves = []
     places, rows, at = [], [], 0
@@ -130,7 +130,7 @@ def collected(parts: Sequence[Any], sizes: Sequence[int]) -> Division:
 
 
 def undivided(value: Any, rows: int) -> Division:
-    """A value that is one microbatch."""
+    """A value as a single microbatch."""
     leaves, spec = tree_flatten(value, microbatch.is_batch_leaf)
     return Division(leaves, spec, [None] * len(leaves), [(0, rows)])
 

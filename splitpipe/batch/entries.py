@@ -1,9 +1,9 @@
-"""Lists of an output with one entry per row: found, and concatenated.
+"""Finds and concatenates lists with one entry per row in outputs.
 
     rows of microbatches   lengths of a list   the list has
     3, 3, 2                3, 3, 2             one entry per row
-    3, 3, 2                2, 2, 2             one entry for something else: a layer
-    2, 2, 2                2, 2, 2             either: a run of another number of rows shows which
+    3, 3, 2                2, 2, 2             one entry for something else, such as a layer
+    2, 2, 2                2, 2, 2             either: a run with another number of rows shows which
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 class Entries:
-    """A list with one entry per row: a leaf, while the outputs of microbatches are joined."""
+    """A list with one entry per row, which is a leaf while the outputs of microbatches are joined."""
 
     def __init__(self, values: list[Any] | tuple[Any, ...]) -> None:
         self.values = values
@@ -33,7 +33,7 @@ def concatenated(column: Sequence[Entries]) -> Any:
 
 
 class ListReader:
-    """Finds lists with one entry per row, and knows them from call to call."""
+    """Finds lists with one entry per row, and remembers them from call to call."""
 
     def __init__(self) -> None:
         self._known: dict[str, bool] = {}
@@ -44,8 +44,8 @@ class ListReader:
     ) -> list[Any]:
         """The values of microbatches, with such lists as ``Entries``.
 
-        ``again`` gives the output for another number of rows, or None if that can't be; ``kind`` names the kind of
-        call, by which outputs may differ.
+        ``again`` returns the output for another number of rows, or None if it can't be run; ``kind`` is the kind of
+        call, on which outputs may depend.
         """
         self._doubts = {}
         found = self._mark(values, rows, kind)
@@ -66,7 +66,7 @@ class ListReader:
         if type(first) in (list, tuple) and self._by_rows(values, rows, where):
             return list(map(Entries, values))
         if where in self._doubts and where not in self._known:
-            return values  # What is inside counts if it has something else than rows.
+            return values  # Its contents count if it has something other than rows.
         levels = [_level(value) for value in values]
         parts = levels[0][0]
         if parts is None or any(part is None or len(part) != len(parts) for part, _ in levels):
@@ -95,7 +95,7 @@ class ListReader:
 
 
 def _begin_with_rows(lists: Sequence[Any], rows: Sequence[int]) -> bool:
-    """True if all entries are tensors whose first dimension is the rows, as those of layers are."""
+    """True if all entries are tensors whose first dimension is the rows, as in a list of layers' values."""
     return all(
         isinstance(x, Tensor) and x.dim() and x.shape[0] == count
         for entries, count in zip(lists, rows) for x in entries
@@ -129,10 +129,10 @@ def has_list(value: Any, rows: int) -> bool:
 
 
 def _doubt(where: str, length: int, rows: int) -> ValueError:
-    """The error of a list that may be meant in two ways."""
+    """The error for a list that is ambiguous."""
     return ValueError(
         f"the output has a list of {length} at {where or 'its top'}, and each microbatch has {rows} "
         f"rows: it could have one entry per row, to be concatenated, or {length} values for all rows, to be joined one "
-        "by one, and a run of other rows, which would tell, was not possible. Use chunks= that gives microbatches of "
-        "another size, or return a tensor or a dict in its place."
+        "by one, and a run with other rows, which would show which, wasn't possible. Choose chunks= such that "
+        "microbatches have another size, or return a tensor or a dict instead."
     )

@@ -1,15 +1,15 @@
-"""``batched=``: tells how the values of an input are cut into microbatches.
+"""``batched=``: how the values of an input are split into microbatches.
 
-    True       cut: tensors along their first dimension; a list by what its sizes say
-    1, -1      tensors are cut along this dimension
-    "rows"     a list of one thing per row: cut between its entries
-    False      goes whole into every microbatch
+    True       split: tensors along their first dimension; a list as its sizes suggest
+    1, -1      tensors are split along this dimension
+    "rows"     a list with one entry per row: split between its entries
+    False      every microbatch gets it whole
 
-One flag covers all that is below it. A nesting of flags begins as the input does:
+A flag applies to everything inside. A nesting of flags matches the outer levels of the input:
 
-    (True, False)       of (x, mask): the mask goes whole
-    {"mask": False}     of {"x": x, "mask": mask}: all others are cut
-    (True, (False,))    of (x, (tables,)): all that is inside of tables goes whole
+    (True, False)       for (x, mask): the mask is whole
+    {"mask": False}     for {"x": x, "mask": mask}: all others are split
+    (True, (False,))    for (x, (tables,)): everything inside tables is whole
 """
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from splitpipe.schedule.plurals import counted
 
 ROWS = "rows"
 _MEANING = (
-    "None, which cuts all tensors, or a nesting of tuple, list and dict that the input's begins with, with True for "
-    "what is cut (an int: along this dimension; 'rows': a list of one thing per row) and False for what goes whole, "
-    "as (True, False) for (x, mask) or {'mask': False} for a dict"
+    "None, which splits all tensors, or a nesting of tuples, lists and dicts that matches the outer levels of the "
+    "input, with True for what is split (an int: along this dimension; 'rows': a list with one entry per row) and "
+    "False for what every microbatch gets whole, such as (True, False) for (x, mask) or {'mask': False} for a dict"
 )
 
 
 def verify_batched(batched: Any) -> tuple[Any, Any]:
-    """``batched=`` of an nn.Sequential: the flags of the input and those of the target."""
+    """``batched=`` for an nn.Sequential: the flags of the input and those of the target."""
     if batched is None:
         return None, None
     target = None
@@ -37,25 +37,25 @@ def verify_batched(batched: Any) -> tuple[Any, Any]:
         batched = batched.get("input")
     found = None if batched is None else nesting_of_flags(batched, "batched")
     if found is False:
-        raise ValueError(f"batched is False, which leaves nothing to cut into microbatches: expected {_MEANING}.")
+        raise ValueError(f"batched is False, which leaves nothing to split into microbatches: expected {_MEANING}.")
     return found, target
 
 
 def verify_named(batched: Any) -> dict[str, Any] | None:
-    """``batched=`` of a module with cuts: by the names of arguments."""
+    """``batched=`` for a module with cuts: by the names of arguments."""
     if batched is None:
         return None
     if not isinstance(batched, Mapping) or not all(isinstance(name, str) for name in batched):
         raise TypeError(
-            f"batched is {batched!r}: expected a dict of arguments' names, True for what is cut (an int: along this "
-            "dimension; 'rows': a list of one thing per row) and False for what goes whole into every microbatch, as "
-            "{'mask': False}; of a nested argument, a nesting of them."
+            f"batched is {batched!r}: expected a dict by argument name, with True for what is split (an int: along "
+            "this dimension; 'rows': a list with one entry per row) and False for what every microbatch gets whole, "
+            "such as {'mask': False}; for a nested argument, a nesting of these."
         )
     return {name: nesting_of_flags(flag, f"batched[{name!r}]") for name, flag in batched.items()}
 
 
 def nesting_of_flags(flag: Any, where: str) -> Any:
-    """A nesting of flags, verified, as one of our own."""
+    """A nesting of flags, verified and copied into tuples and dicts."""
     if isinstance(flag, (bool, int)) or flag == ROWS and isinstance(flag, str):
         return flag
     if isinstance(flag, Mapping):
@@ -63,8 +63,8 @@ def nesting_of_flags(flag: Any, where: str) -> Any:
     if isinstance(flag, (tuple, list)):
         return tuple([nesting_of_flags(inner, f"{where}[{number}]") for number, inner in enumerate(flag)])
     raise TypeError(
-        f"{where} is {flag!r}: expected True (cut along the first dimension), an int (along that one), 'rows' (a list "
-        "with one entry per row), False (whole in every microbatch), or a tuple or dict of these."
+        f"{where} is {flag!r}: expected True (split along the first dimension), an int (along that dimension), 'rows' "
+        "(a list with one entry per row), False (whole in every microbatch), or a tuple or dict of these."
     )
 
 
@@ -74,7 +74,7 @@ def is_nested(flag: Any) -> bool:
 
 
 def descend(flag: Any, value: Any, count: int, where: str) -> list[Any]:
-    """The flags of a container's ``count`` children. Raises a ValueError if a nesting of flags doesn't fit it."""
+    """The flags of a container's ``count`` children. Raises a ValueError if a nesting of flags doesn't match it."""
     if not is_nested(flag):
         return [None if flag == ROWS else flag] * count
     if isinstance(flag, dict):
@@ -90,7 +90,7 @@ def descend(flag: Any, value: Any, count: int, where: str) -> list[Any]:
 
 
 def misfit(where: str, flag: Any, value: Any, unknown: list[Any] | None = None) -> ValueError:
-    """The error of flags that don't fit a value."""
+    """The error for flags that don't match a value."""
     says = f"has {counted(len(flag), 'value')} there"
     if isinstance(flag, dict):
         says = f"names {', '.join(map(repr, unknown))} there" if unknown else "names what is in it"
@@ -100,6 +100,6 @@ def misfit(where: str, flag: Any, value: Any, unknown: list[Any] | None = None) 
     elif isinstance(value, (tuple, list, deque)):
         found += f" of {len(value)}"
     return ValueError(
-        f"{where} is a {found}, but batched {says}: expected a nesting that the input's begins with. Build the model "
-        "with batched= for the inputs that it is given."
+        f"{where} is a {found}, but batched {says}: expected a nesting that matches the outer levels of the input. "
+        "Build the model with batched= for the inputs that it gets."
     )

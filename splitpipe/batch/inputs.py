@@ -1,4 +1,4 @@
-"""The input of an nn.Sequential and the target of a loss: read, and divided into microbatches."""
+"""Reads the input of an nn.Sequential and the target of a loss, and divides them into microbatches."""
 from __future__ import annotations
 
 from typing import Any
@@ -15,11 +15,11 @@ _LEAF = tree_flatten(None)[1]
 
 
 def of_input(input: Any, flags: Any, chunks: int, memory: Memory) -> Division:
-    """The division of an nn.Sequential's input. Raises what the checks of a batch raise."""
+    """The division of an nn.Sequential's input. Raises the errors of the checks of a batch."""
     if type(input) is Tensor and input.dim() and (flags is None or flags is True):
         microbatch.verify_strided([input], "the input")
         return _one_tensor(input, microbatch.cuts(input.shape[0], chunks))
-    # Several inputs are a tuple: it is not taken for a list of one thing per row.
+    # Several inputs are a tuple, which isn't taken for a list with one entry per row.
     root = Node(input, flags, "the input", 0, record=type(input) is tuple and flags != "rows")
     verify_known(root, "the input")
     size, dims, doubt = Reader([root], "the input", memory).read(strict=chunks > 1)
@@ -39,7 +39,7 @@ def of_target(target: Any, flags: Any, input: Division, memory: Memory) -> Divis
         where = f"first dimensions {sizes}" if not any(dims) else f"sizes {sizes} along dimensions {dims}"
         return ValueError(
             f"the target's tensors have {where}, the input's {rows}: expected the same, since both "
-            "are cut into microbatches along it. Reshape the target (y.view(len(x), -1)), and flatten it in loss_fn; "
+            "are split into microbatches along it. Reshape the target (y.view(len(x), -1)), and flatten it in loss_fn; "
             "or name the dimension, as in batched={'target': 1}."
         )
 
@@ -50,13 +50,13 @@ def of_target(target: Any, flags: Any, input: Division, memory: Memory) -> Divis
 
 
 def rows_of_part(part: Any, flags: Any) -> int:
-    """The rows of a microbatch that the user has divided: by the first tensor that batched= doesn't exclude."""
+    """The rows of a microbatch that the user has divided: those of the first tensor that batched= doesn't exclude."""
     root = Node(part, flags, "the input", 0, record=type(part) is tuple and flags != "rows")
     return rows_of([root])
 
 
 def _one_tensor(x: Tensor, rows: microbatch.Rows) -> Division:
-    """The same as ``divide`` makes, sooner."""
+    """The same result as ``divide``, but faster."""
     def first(count: int) -> Tensor:
         return x.detach()[:count].clone()
 
@@ -64,7 +64,7 @@ def _one_tensor(x: Tensor, rows: microbatch.Rows) -> Division:
 
 
 def verify_known(root: Node, whose: str) -> None:
-    """Refuses containers that pytree doesn't know and that hold tensors, unless batched= says that they go whole."""
+    """Raises for containers with tensors that pytree doesn't know, unless batched= marks them as whole."""
     for leaf in root.leaves():
         if leaf.flag is not False:
             microbatch.verify_open(leaf.value, whose, deep=True)

@@ -1,4 +1,4 @@
-"""The outputs of an nn.Sequential's microbatches, joined along the dimension of the batch, or row by row."""
+"""Joins the outputs of an nn.Sequential's microbatches along the dimension of the batch, or row by row."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ class Joiner:
 
     def __init__(self) -> None:
         self._lists = ListReader()
-        self._known: dict[str, list[int | None]] = {}  # By the nesting of outputs, and by what was given.
+        self._known: dict[str, list[int | None]] = {}  # By the nesting of outputs and the kind of input.
 
     def joined(self, parts: Parts, input: Division, again: Again) -> Any:
-        """The output for the batch; ``again`` gives that for another number of rows, or None if that can't be."""
+        """The output of the batch; ``again`` returns that for another number of rows, or None if it can't be run."""
         rows = [count for _, count in input.rows]
         first = microbatch.unflatten(*parts[0])
         values = None
@@ -40,16 +40,16 @@ class Joiner:
         shown = [leaf.dim() if isinstance(leaf, Tensor) else None for leaf in parts[0][0]]
         key = f"{parts[0][1]} {shown} {input.kind()}"
         dims = self._known.get(key)
-        # On the CPU it takes no time to compare again; elsewhere the host would wait.
+        # On the CPU, comparing again takes no time; elsewhere, the host would wait.
         verify = dims is None or all(leaf.device.type == "cpu" for leaf in parts[0][0] if isinstance(leaf, Tensor))
         dims = list(self._dims(parts, values, rows, again)) if dims is None else dims
         found = iter(dims)
         whole = microbatch.gather(parts, lambda column: join(column, next(found), verify))
-        self._known[key] = dims  # Not sooner: what can't be joined is refused each time.
+        self._known[key] = dims  # Only now: what can't be joined raises each time.
         return whole
 
     def _dims(self, parts: Parts, values: list[Any] | None, rows: Sequence[int], again: Again) -> Batches:
-        """The dimension of the batch in each leaf of the output, if the input has it in another than the first."""
+        """The dimension of the batch in each leaf of the output, if it isn't the input's first dimension."""
         leaves = parts[0][0]
         other = next((i for i, count in enumerate(rows) if count != rows[0]), None)
         if other is not None:
@@ -64,7 +64,7 @@ class Joiner:
 
 
 def join(column: tuple[Any, ...], dim: int | None = 0, verify: bool = True) -> Any:
-    """The values that microbatches give at one place, made one; ``verify``: those without the batch are the same."""
+    """Joins the values of microbatches at one place; ``verify``: those without a batch dimension must be equal."""
     if isinstance(column[0], Entries):
         return concatenated(column)
     if dim is None and isinstance(column[0], Tensor) and column[0].dim():

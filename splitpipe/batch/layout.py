@@ -1,4 +1,4 @@
-"""Layers of torch's own that take the batch as their second dimension, unless they are made with ``batch_first``."""
+"""torch's layers that take the batch as their second dimension unless they are made with ``batch_first``."""
 from __future__ import annotations
 
 import warnings
@@ -13,13 +13,14 @@ _LAYERS = (
 
 
 def warn_of_layout(module: nn.Sequential) -> None:
-    """Warns if a layer of an nn.Sequential takes [length, batch, ...], which would be cut along the length."""
+    """Warns if a layer of an nn.Sequential takes [length, batch, ...], which would be split along the length."""
     for name, layer in _layers(module, ""):
         if isinstance(layer, _LAYERS) and not _batch_first(layer):
             warnings.warn(
                 f"layer {name!r} is a {type(layer).__name__} without batch_first, which takes the batch as its second "
-                "dimension, but microbatches are cut along the first: expected SplitPipe(..., batched=1) if the input "
-                "is [length, batch, ...], batched=0 if another layer turns it, or batch_first=True.",
+                "dimension, but microbatches are split along the first: expected SplitPipe(..., batched=1) if the "
+                "input "
+                "is [length, batch, ...], batched=0 if another layer transposes it, or batch_first=True.",
                 stacklevel=3,
             )
             return

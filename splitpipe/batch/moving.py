@@ -1,8 +1,8 @@
-"""The caller's tensors go to the devices of the stages that take them, as by a ``x.to(device)`` of the caller's own.
+"""Moves the caller's tensors to the devices of the stages that take them, as the caller's ``x.to(device)`` would.
 
-The copies are the caller's: made on its streams, for which the stages wait, and in its graph, which takes gradients
-back to the tensors' own devices. The host waits for a copy from the CPU, but for one from pinned memory at the end of
-the call alone: a loop may fill that again as soon as the call has returned.
+The copies belong to the caller: they are made on its streams, for which the stages wait, and in its graph, which
+returns gradients to the tensors' devices. For a copy from the CPU, the host waits; if the memory is pinned, it waits
+only at the end of the call, because a training loop may refill that memory as soon as the call has returned.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Moves:
         self._unread: list[torch.Event] = []
 
     def input(self, input: Division, devices: Sequence[torch.device]) -> Division:
-        """The input on the devices, the first of which is the first stage's: what is on none of them goes there."""
+        """The input on the devices, the first stage's first; tensors on none of them are moved to that."""
         tensors = [leaf for leaf in input.leaves if isinstance(leaf, Tensor)]
         known = {*devices}
         strange = [x for x in tensors if x.device not in known]
@@ -34,7 +34,7 @@ class Moves:
             raise ValueError(
                 f"the input is on meta, but the first stage is on {devices[0]}: expected tensors with values."
             )
-        # Beside others, a tensor on the CPU may be meant to be there (lengths of sequences).
+        # Next to tensors elsewhere, a tensor on the CPU may belong there, such as lengths of sequences.
         if not all(x.device.type == "cpu" for x in tensors):
             known.add(torch.device("cpu"))
         return self._moved(input, devices[0], lambda x: x.device not in known)
@@ -51,7 +51,7 @@ class Moves:
             stream.spent(event)
 
     def _moved(self, division: Division, device: torch.device, chosen: Callable[[Tensor], bool]) -> Division:
-        found: dict[int, Tensor] = {}  # What several microbatches have whole stays one.
+        found: dict[int, Tensor] = {}  # Tensors that microbatches share are copied once.
         pinned = False
         for x in division.leaves:
             if isinstance(x, Tensor) and id(x) not in found and chosen(x):

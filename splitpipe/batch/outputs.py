@@ -1,12 +1,12 @@
-"""The outputs of microbatches, made one: joined along the batch, averaged, taken from the first, or dropped.
+"""Combines the outputs of microbatches: joined along the batch, averaged, taken from the first, or dropped.
 
-    a tensor with dimensions      joined along that of the batch
+    a tensor with dimensions      joined along the batch dimension
     the same for any rows         the tensor: a weight, positions
-    a number                      made one, see ``reducing``
+    a number                      combined, see ``reducing``
     equal values                  the value
-    an object, such as a cache    None: no rows can be told in it
+    an object, such as a cache    None: its rows can't be identified
 
-Which dimension is the batch's, a run of another number of rows shows: the one that differs.
+A run with another number of rows shows the dimension of the batch: the one that differs.
 """
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
 class Reducer(Protocol):
-    """Makes numbers of microbatches one: see ``loss.reducing``."""
+    """Combines numbers of microbatches: see ``loss.reducing``."""
 
     def gives(self, column: Sequence[Any]) -> bool:
-        """True for numbers of which the batch's is made."""
+        """True for numbers from which the batch's number is made."""
 
     def reduced(self, column: Sequence[Tensor], rows: list[int]) -> Tensor:
         """The number of the batch."""
@@ -55,7 +55,7 @@ class _Fields:
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """The leaves of an output and its nesting: as a pytree, whose dataclasses are taken apart, too."""
+    """The leaves of an output and its nesting: as a pytree, in which dataclasses are flattened too."""
     leaves, spec = tree_flatten(value, lambda x: type(x) is torch.Size)
     found: list[Any] = []
     parts: list[Any] = []
@@ -72,7 +72,7 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(leaves: Sequence[Any], nesting: Any) -> Any:
-    """The value that ``flatten`` took apart; dataclasses are copies of those that were given."""
+    """The value that ``flatten`` flattened; dataclasses are copies of the originals."""
     spec, parts = nesting
     made: list[Any] = []
     at = 0
@@ -97,7 +97,7 @@ def joined(
     known: Batches | None = None,
     verify: bool = False,
 ) -> Any:
-    """The output for the batch. Raises a ValueError for what can't be joined.
+    """The output of the batch. Raises ValueError for what can't be joined.
 
     ``known``: the dimension of the batch in each leaf; None: the first. ``verify``: compare the leaves that have none.
     """
@@ -107,13 +107,13 @@ def joined(
     for number, (_, nesting) in enumerate(outputs):
         if not _same_nesting(nesting, first):
             raise ValueError(
-                f"microbatches 0 and {number} give outputs of different nesting, which can't be joined: {first[0]} and "
-                f"{nesting[0]}. Return the same nesting for every microbatch, or use chunks=1."
+                f"microbatches 0 and {number} return outputs with different nesting, which can't be joined: "
+                f"{first[0]} and {nesting[0]}. Return the same nesting for every microbatch, or use chunks=1."
             )
     columns = list(zip(*(leaves for leaves, _ in outputs)))
     if len(columns) == 1 and not isinstance(columns[0][0], (Tensor, Entries, *_PLAIN)):
         raise TypeError(
-            f"the output is a {type(columns[0][0]).__name__}, of which every microbatch gives its own: expected "
+            f"the output is a {type(columns[0][0]).__name__}, and every microbatch returns a different one: expected "
             "tensors, in any nesting of tuple, list, dict, namedtuple and dataclass. Return these, or use chunks=1."
         )
     if known is None or len(known) != len(columns):
@@ -138,13 +138,13 @@ def _one(column: list[Any], rows: list[int], dim: int | None, verify: bool) -> A
     if not isinstance(first, Tensor):
         if all(isinstance(x, _PLAIN) for x in column):
             return join(tuple(column))
-        # Caches: they hold what each microbatch has computed, by rows that nobody can tell. (One that all microbatches
-        # were given is the caller's own.)
+        # Caches: they hold what each microbatch has computed, whose rows can't be identified. (One that all
+        # microbatches were given belongs to the caller.)
         return first if all(same(first, x) for x in column) else None
-    # A microbatch may have skipped the last stages, and have its values on another device.
+    # A microbatch may have skipped the last stages, so that its values are on another device.
     column = [x.to(first.device) if isinstance(x, Tensor) else x for x in column]
     if dim is None and any(x.shape != first.shape for x in column):
-        dim = 0  # Rows that were chosen: by chance as many of one row of the batch as of two.
+        dim = 0  # Selected rows: by chance, one row of the batch has as many as two.
     if first.dim() and dim is None:
         if verify and any(x is not first and not torch.equal(x, first) for x in column):
             raise ValueError(without_rows(list(first.shape)))
@@ -153,14 +153,14 @@ def _one(column: list[Any], rows: list[int], dim: int | None, verify: bool) -> A
 
 
 def _verify_rows(column: Sequence[Any], rows: list[int]) -> None:
-    """Refuses tensors whose second dimension grows with the rows, too: each row would have to see the whole batch."""
+    """Raises for tensors whose second dimension grows with the rows too: each row would need the whole batch."""
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in column]
     if len(set(rows)) > 1 and all(len(shape) > 1 and shape[1] == count for shape, count in zip(shapes, rows)):
         raise ValueError(coupled(shapes[0], rows[0]))
 
 
 def separable(one: Any, two: Any) -> bool:
-    """True if outputs of microbatches can be joined to that of the batch, as those of one row and of two show."""
+    """True if outputs of microbatches can be joined to that of the batch, judging by those of one row and of two."""
     reader = ListReader()
     one, two = reader.marked([one, two], [1, 2], "", lambda rows: None)
     (leaves, nesting), (others, other) = flatten(one), flatten(two)
@@ -174,7 +174,7 @@ def separable(one: Any, two: Any) -> bool:
 
 
 def _separable(x: Any, y: Any, dim: int | None) -> bool:
-    """True if a value of one row is the part of that of two rows, by its size and by its numbers."""
+    """True if the value of one row is a part of that of two rows, judging by size and numbers."""
     if isinstance(x, Entries):
         (leaves, nesting), (others, other) = flatten(x.values[0]), flatten(y.values[0])
         return _same_nesting(nesting, other) and all(map(_close, leaves, others))
@@ -184,13 +184,13 @@ def _separable(x: Any, y: Any, dim: int | None) -> bool:
         return x.is_floating_point()
     if dim is None or x.dim() != y.dim():
         return _close(x, y)
-    # Other sizes depend on the data: of rows that were chosen, say, or padded to the longest.
+    # Other sizes depend on the data: for example, rows are selected, or padded to the longest.
     fits = [*y.shape] == [size * 2 if d == dim else size for d, size in enumerate(x.shape)]
     return fits and _close(x, y.narrow(dim, 0, x.shape[dim]))
 
 
 def _close(x: Any, y: Any) -> bool:
-    """True if two values are the same, but for the rounding of another batch size."""
+    """True if two values are equal, up to the rounding errors of another batch size."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return isinstance(x, _PLAIN) and same(x, y)
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -202,7 +202,7 @@ def _close(x: Any, y: Any) -> bool:
 
 
 class Inseparable(Exception):
-    """The sizes of outputs are not in proportion to the rows: what they hold depends on the batch."""
+    """Raised if the sizes of outputs aren't proportional to the rows, because they depend on the whole batch."""
 
 
 def _verify_proportion(found: Sequence[tuple[list[Any], Any]], rows: list[int], known: Batches | None) -> None:
@@ -214,18 +214,18 @@ def _verify_proportion(found: Sequence[tuple[list[Any], Any]], rows: list[int], 
 
 
 def _verify_numbers(leaves: Sequence[Any], others: Sequence[Any], rows: int, other: int) -> None:
-    """Refuses plain numbers that are others for another number of rows: no microbatch has the batch's."""
+    """Raises for plain numbers that depend on the number of rows: no microbatch has the batch's number."""
     for x, y in zip(leaves, others):
         if type(x) is type(y) and type(x) in (int, float) and not same(x, y):
             raise ValueError(
-                f"the output has the number {x} for {rows} rows and {y} for {other}: a microbatch can't tell the "
-                "batch's. Expected a number that does not depend on the rows. Return a tensor, such as x.new_ones("
-                "len(x)).sum(), or compute it outside of the module."
+                f"the output has the number {x} for {rows} rows and {y} for {other}: no microbatch knows the batch's "
+                "number. Expected a number that doesn't depend on the rows. Return a tensor, such as x.new_ones("
+                "len(x)).sum(), or compute it outside the module."
             )
 
 
 class Joiner:
-    """Joins outputs, and knows from call to call where those of a kind have their batch."""
+    """Joins outputs, and remembers from call to call where outputs of a kind have their batch."""
 
     def __init__(self) -> None:
         self._known: dict[str, Batches | None] = {}  # By the nesting of outputs.
@@ -240,10 +240,10 @@ class Joiner:
         arguments: str,
         exact: bool,
     ) -> Any:
-        """The outputs as one; ``again`` gives the output for another number of rows, or None if that can't be.
+        """The joined outputs; ``again`` returns the output for another number of rows, or None if it can't be run.
 
-        ``arguments``: what the call was given beside tensors, by which its outputs may differ. ``exact``: raises
-        Inseparable for sizes that are not in proportion to the rows.
+        ``arguments``: the call's arguments other than tensors, on which outputs may depend. ``exact``: whether to raise
+        Inseparable for sizes that aren't proportional to the rows.
         """
         if len(rows) == 1:
             return joined(found, rows, reducer)
@@ -264,7 +264,7 @@ class Joiner:
             return joined(found, rows, reducer)
         dims = [leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = f"{nesting[0]} {[fields and fields.names for _, fields in nesting[1]]} {dims} {arguments}"
-        if key in self._known:  # On the CPU it takes no time to look again.
+        if key in self._known:  # On the CPU, looking again takes no time.
             on_cpu = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
             if exact:
                 _verify_proportion(found, rows, self._known[key])
@@ -282,6 +282,6 @@ class Joiner:
             _verify_proportion(found, rows, known)
         whole = joined(found, rows, reducer, known, verify=True)
         if known is None or all(leaf.numel() for leaf in others if isinstance(leaf, Tensor)):
-            # Of none of the rows it would show little.
-            self._known[key] = known  # Not sooner: what can't be joined is refused each time.
+            # With none of the rows, it would show little.
+            self._known[key] = known  # Only now: what can't be joined raises each time.
         return whole

@@ -1,8 +1,8 @@
-"""Reads how a call's values are cut: the number of rows, and for each value a dimension, its rows, or neither.
+"""Reads how to split a call's values: the number of rows, and for each value a dimension, its rows, or neither.
 
-A list can be meant in two ways: tensors that are each cut along their first dimension, or one thing per row. Where the
-sizes allow one of them alone, it is taken. Where they allow both, an earlier call of other sizes decides; without one
-it is an error.
+A list can have two meanings: tensors that are each split along their first dimension, or one entry per row. If the
+sizes allow only one, that is used. If they allow both, an earlier call with other sizes decides; without one, it is an
+error.
 """
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from splitpipe.batch.tree import Node
 from splitpipe.core.microbatch import disagreement, nothing_to_cut, verify_strided
 
 TENSORS, WHOLE = "tensors", "whole"
-#: A tuple of as many numbers, or fewer, might be a size as well as one number per row.
+#: A tuple of up to this many numbers might be a size as well as one number per row.
 _LONGEST_SIZE = 4
 
 
 class AmbiguousBatchError(ValueError):
-    """The sizes of a call allow two readings."""
+    """Raised if the sizes of a call allow two readings."""
 
 
 class Memory:
-    """The readings of earlier calls, by the place of a list, with its length."""
+    """The readings of earlier calls, by a list's place and length."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, int]] = {}
 
     def note(self, node: Node, reading: str) -> None:
-        """The sizes of a call have shown a reading."""
+        """Records the reading that the sizes of a call have shown."""
         self._known[node.where] = reading, len(node.value)
 
     def of(self, node: Node) -> str | None:
-        """What an earlier call has shown. A list with something else than rows has the same length each time."""
+        """The reading that an earlier call has shown. A list without rows has the same length each time."""
         reading, length = self._known.get(node.where, (None, 0))
         return reading if reading == ROWS or length == len(node.value) else None
 
 
 class Reading(NamedTuple):
-    """How the leaves of a call are cut; lists that are cut by rows are marked in their nodes."""
+    """How to split the leaves of a call; lists that are split by rows are marked in their nodes."""
 
     size: int
-    #: The dimension of each leaf that is cut along one.
+    #: The dimension of each leaf that is split along one.
     dims: list[int | None]
-    #: What leaves a doubt, if one microbatch runs: with several it would be an error.
+    #: The ambiguity, if one microbatch runs; with several, it is an error.
     doubt: AmbiguousBatchError | None
 
 
 def rows_of(nodes: Sequence[Node]) -> int:
-    """The rows of a microbatch: by the first tensor or list that may tell."""
+    """The rows of a microbatch, from the first tensor or list that may show it."""
     items = [item for node in nodes for item in _items(node)]
     said = [item for item in items if item.flag is not None]
     return next((size for item in said or items for size in _sizes(item)), 1)
@@ -61,8 +61,8 @@ def rows_of(nodes: Sequence[Node]) -> int:
 class Reader:
     """Reads the nodes of a call.
 
-    ``optional``: a tensor of another size than the batch's goes whole; ``else_along``: the dimension along which a
-    tensor may be cut as well, where nothing is said; ``disagree`` makes the error of tensors that differ in size.
+    ``optional``: whether tensors of another size than the batch's are whole; ``else_along``: another dimension along
+    which an unmarked tensor may be split; ``disagree`` makes the error for tensors that differ in size.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Reader:
         self._disagree = disagree or partial(disagreement, whose=whose, can_say=True)
 
     def read(self, size: int | None = None, strict: bool = True) -> Reading:
-        """The reading for a batch of ``size`` rows (None: found here). ``strict``: a doubt is raised."""
+        """The reading for a batch of ``size`` rows (None: found here). ``strict``: raise if it is ambiguous."""
         stop = self._nodes[-1].stop if self._nodes else 0
         dims: list[int | None] = [None] * stop
         try:
@@ -109,14 +109,14 @@ class Reader:
         said = [node for node in items if node.flag is not None]
         chosen = said or items
         first = next((node for node in chosen if _sizes(node) and (not node.listed or node.tensors())), None)
-        if first is None:  # No tensor at all: a list of strings, or of dicts.
+        if first is None:  # There is no tensor: a list of strings, or of dicts.
             first = next((node for node in chosen if _sizes(node) and (said or not _numbers(node))), None)
         if first is None:
             return None
         sizes = _sizes(first)
         if len(sizes) == 1:
             return sizes[0]
-        # Another value decides if one of the sizes alone fits it.
+        # Another value decides if only one of the sizes matches it.
         fitting = [[size for size in sizes if size in _sizes(node)] for node in items if node is not first]
         supported = {each[0] for each in fitting if len(each) == 1}
         if len(supported) == 1:
@@ -126,19 +126,19 @@ class Reader:
             return sizes[0] if known == ROWS else sizes[1]
         raise self._doubt(first, f"{sizes[0]} rows, one entry each", f"a batch of {sizes[1]} rows")
 
-    # How each value is cut.
+    # How to split each value.
 
     def _decide(self, node: Node, rows: int, dims: list[int | None], inside: bool = False) -> None:
         value, flag = node.value, node.flag
         if node.children is None:
             if isinstance(value, Tensor) and value.dim() and flag is not False:
-                # A tensor without dimensions goes whole, whatever is said.
+                # A tensor without dimensions is whole, whatever its flag.
                 dims[node.start] = self._dimension(node, rows)
             return
         if node.listed and flag == ROWS:
             if len(value) != rows:
                 raise ValueError(
-                    f"{node.where} has {len(value)} entries, and batched says that each is for a row, but the batch "
+                    f"{node.where} has {len(value)} entries, and batched specifies one entry per row, but the batch "
                     f"has {rows} rows: expected as many entries as rows."
                 )
             node.by_rows = True
@@ -157,7 +157,8 @@ class Reader:
             if x.shape[0] == rows:
                 raise AmbiguousBatchError(
                     f"{node.where} has the shape {list(x.shape)}: its dimension 0 or its dimension {other} could be "
-                    f"the batch. Say which in SplitPipe(..., batched={{'input': {other}, 'target': 0}}), or {other}."
+                    f"the batch. Specify which in SplitPipe(..., batched={{'input': {other}, 'target': 0}}), or "
+                    f"{other}."
                 )
             dim = other
         if node.flag is None and self._optional and x.size(dim) != rows:
@@ -178,7 +179,7 @@ class Reader:
             return False
         if tensors and node.common() == rows:
             if rows == 1:
-                return False  # There is one microbatch.
+                return False  # There is a single microbatch.
             if known is None:
                 raise self._doubt(
                     node, f"one entry for each of {rows} rows", f"tensors whose first dimension is the {rows} rows"
@@ -204,13 +205,13 @@ class Reader:
         more = ", ..." if len(node.tensors()) > 3 else ""
         return AmbiguousBatchError(
             f"{node.where} is a {type(node.value).__name__} of {len(node.value)}{shapes}{more}: it could be {one}, or "
-            f"{other}. Say which in SplitPipe(..., batched={written(node, ROWS)}) for the former, "
+            f"{other}. Specify which in SplitPipe(..., batched={written(node, ROWS)}) for the former, "
             f"batched={written(node, latter)} for the latter."
         )
 
 
 def written(node: Node, flag: Any) -> str:
-    """How batched= would be written for a node."""
+    """How to write batched= for a node."""
     place = node.where
     for prefix in ("argument ", "the input", "the target"):
         if place.startswith(prefix):
@@ -246,13 +247,13 @@ def _verify_dimension(node: Node) -> None:
     x, dim = node.value, _along(node)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(
-            f"{node.where} has the shape {list(x.shape)}, and batched says that its dimension {dim} is the batch: "
+            f"{node.where} has the shape {list(x.shape)}, but batched specifies dimension {dim} as the batch: "
             f"expected a dimension from {-x.dim()} to {x.dim() - 1}."
         )
 
 
 def _is_cut(leaf: Node) -> bool:
-    """True for a tensor that has the dimension along which it is to be cut."""
+    """True for a tensor that has the dimension along which to split it."""
     dim = leaf.value.dim()
     return leaf.flag is not False and -dim <= _along(leaf) < dim
 
@@ -262,7 +263,7 @@ def _along(leaf: Node) -> int:
 
 
 def _items(node: Node) -> Iterator[Node]:
-    """The tensors and lists that may tell the number of rows."""
+    """The tensors and lists that may show the number of rows."""
     if node.flag is False:
         return
     if node.children is None:
@@ -276,7 +277,7 @@ def _items(node: Node) -> Iterator[Node]:
 
 
 def _sizes(node: Node) -> list[int]:
-    """The numbers of rows that a tensor or list may have: of a list, by its entries first."""
+    """The numbers of rows that a tensor or list may have; for a list, first by its entries."""
     if node.children is None:
         if node.value.is_nested:
             verify_strided([node.value], "the input")
@@ -284,7 +285,7 @@ def _sizes(node: Node) -> list[int]:
         return [node.value.size(_along(node))]
     if node.flag == ROWS:
         return [len(node.value)]
-    # Lists in a tuple, as of images and targets, may have the entries of rows themselves.
+    # Lists in a tuple, such as images and targets, may have one entry per row themselves.
     inner = {len(child.value) if child.listed else -1 for child in node.children}
     found = [len(node.value), node.common(), inner.pop() if len(inner) == 1 else None]
     return list(dict.fromkeys(size for size in found if size is not None and size >= 0))

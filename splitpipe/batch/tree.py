@@ -1,4 +1,4 @@
-"""A value as a tree of its leaves and containers, with what ``batched=`` says of each."""
+"""A value as a tree of its leaves and containers, with the ``batched=`` flag of each."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _LEAVES = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtyp
 
 
 class Node:
-    """A leaf or a container; its leaves have the numbers from ``start`` to ``stop``."""
+    """A leaf or a container; its leaves have the indices from ``start`` to ``stop``."""
 
     __slots__ = ("by_rows", "children", "flag", "listed", "rebuild", "start", "stop", "value", "where")
 
@@ -24,14 +24,14 @@ class Node:
         self.flag = flag
         self.where = where
         self.start = start
-        self.by_rows = False  #: One entry per row: each goes into the microbatch of its row.
+        self.by_rows = False  #: One entry per row: each belongs to the microbatch of its row.
         parts, self.rebuild = (None, None) if isinstance(value, _LEAVES) else one_level(value)
-        #: True for a list or tuple which might have one entry per row.
+        #: True for a list or tuple that might have one entry per row.
         self.listed = type(value) in (list, tuple) and not record and not is_nested(flag)
         if flag == ROWS and not self.listed:
             raise ValueError(
-                f"{where} is a {type(value).__name__}, but batched says 'rows' there: expected a list or tuple with "
-                "one entry per row. For a tensor, give the dimension of the batch."
+                f"{where} is a {type(value).__name__}, but batched specifies 'rows' there: expected a list or tuple "
+                "with one entry per row. For a tensor, give the dimension of the batch."
             )
         self.children: list[Node] | None = None
         if parts is None:
@@ -55,7 +55,7 @@ class Node:
                 yield from child.leaves()
 
     def numbers(self, start: int, stop: int) -> Any:
-        """The value for rows ``start`` to ``stop``, with its leaves' numbers in their places."""
+        """The value for rows ``start`` to ``stop``, with its leaves' indices in their places."""
         if self.children is None:
             return self.start
         chosen = self.children[start:stop] if self.by_rows else self.children
@@ -65,7 +65,7 @@ class Node:
     # A list that might have one entry per row.
 
     def alike(self) -> bool:
-        """True if the entries of a list are of one kind, as things of rows are."""
+        """True if the entries of a list are of one kind, as entries for rows are."""
         return alike(self.value)
 
     def tensors(self) -> list[Tensor]:
@@ -79,7 +79,7 @@ class Node:
 
 
 def one_level(value: Any) -> tuple[list[Any] | None, Callable[[list[Any]], Any] | None]:
-    """The children of a container and what makes it of them again; None for a leaf."""
+    """The children of a container, and a function that makes it from them again; None for a leaf."""
     if type(value) is list:
         return value, list
     if type(value) is tuple:
@@ -96,7 +96,7 @@ def one_level(value: Any) -> tuple[list[Any] | None, Callable[[list[Any]], Any] 
 
 
 def alike(values: list[Any] | tuple[Any, ...]) -> bool:
-    """True if values are of one kind: tensors of one type and number of dimensions, dicts, strings, numbers."""
+    """True if values are of one kind: tensors with the same dtype and number of dimensions, dicts, strings, numbers."""
     entries = [entry for entry in values if entry is not None]
     if not entries:
         return False

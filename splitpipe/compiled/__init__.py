@@ -1,1 +1,1 @@
-"""Layers compiled by torch.compile, with a backward in two halves."""
+"""Layers compiled by torch.compile, with a split backward."""

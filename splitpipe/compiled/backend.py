@@ -1,8 +1,8 @@
-"""The backend "splitpipe" of torch.compile: inductor, with a backward in two halves.
+"""The backend "splitpipe" of torch.compile: inductor, with a split backward.
 
-AOTAutograd makes a forward and a backward graph of what was traced. The backward is cut in two (``halves``), and each
-part compiled. In a stage of a pipeline the first runs when autograd comes to the call, and what the second one is
-called with waits for W, as the calls of split functions do. Anywhere else one runs after the other.
+AOTAutograd makes a forward and a backward graph from what was traced. The backward is split in two (``halves``), and
+each part is compiled. In a stage of a pipeline, the first half runs when autograd reaches the call, and the second
+half's arguments wait for W, as with split functions. Anywhere else, one half runs after the other.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from splitpipe.compiled.options import verify_compile
 from splitpipe.core.torch_private import _current_autograd_node
 from splitpipe.deferral.standins import left_in, stand_ins
 
-#: Compiles a graph for some examples; ``is_backward``.
+#: Compiles a graph for some example inputs; ``is_backward``.
 Compile = Callable[..., Callable[[list[Any]], Sequence[Any]]]
 
 
@@ -27,9 +27,9 @@ class Backend:
     """A backend for torch.compile.
 
     Args:
-        inner: what compiles the graphs: ``"inductor"``, or ``"aot_eager"``, which runs them as they are.
-        options: inductor's.
-        halves: False leaves the backward whole, for a model that defers nothing: what W would compute again is there.
+        inner: the compiler of the graphs: ``"inductor"``, or ``"aot_eager"``, which runs them as they are.
+        options: options of inductor.
+        halves: False leaves the backward whole, for a model that defers nothing: W would recompute what B has computed.
     """
 
     def __init__(self, inner: str = "inductor", options: dict[str, Any] | None = None, halves: bool = True) -> None:
@@ -41,7 +41,7 @@ class Backend:
         from splitpipe.compiled.torch_private import graph_config
 
         made = Made(examples, self._halves)
-        # The backward is compiled with the forward: nothing may be compiled in the threads of autograd's.
+        # The backward is compiled with the forward, since nothing may be compiled in autograd's threads.
         settings = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
         with graph_config.patch(settings):
             call = (self._by_inductor if self._inner == "inductor" else self._as_it_is)(graph, examples, made)
@@ -81,13 +81,14 @@ class Backend:
 def backend(
     graph: GraphModule, examples: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """``torch.compile(layer, backend="splitpipe")``, for layers that their user compiles; torch knows it by that name.
+    """``torch.compile(layer, backend="splitpipe")``, for layers that the user compiles; the name under which torch
+    knows it.
 
     Args:
-        graph: what was traced.
-        examples: what it is called with.
-        mode: as torch.compile's, for inductor.
-        options: of inductor's; ``{"backend": "aot_eager"}`` runs graphs as they are.
+        graph: the traced graph.
+        examples: its example inputs.
+        mode: as for torch.compile, for inductor.
+        options: options of inductor; ``{"backend": "aot_eager"}`` runs graphs as they are.
 
     Example:
         >>> layer = torch.compile(torch.nn.Linear(2, 2), backend="splitpipe")
@@ -100,7 +101,7 @@ def backend(
 
 
 class Made:
-    """What is made of one traced graph."""
+    """What is compiled from one traced graph."""
 
     def __init__(self, examples: Sequence[Any], halves: bool) -> None:
         self._halves = halves
@@ -123,7 +124,7 @@ class Made:
     def backward(
         self, whole: GraphModule, given: Sequence[Any], compile: Compile
     ) -> Callable[[list[Any]], Sequence[Any]] | None:
-        """Compiles a backward in two halves; None if it is to stay whole."""
+        """Compiles a backward in two halves; None if it must stay whole."""
         from splitpipe.compiled.torch_private import keep_what_backward_is_given, strides_of_outputs
 
         keep_what_backward_is_given()
@@ -139,7 +140,7 @@ class Made:
             not isinstance(outputs[k], Node) or outputs[k].meta["val"].shape == shape
             for k, shape in self._weights.items()
         )
-        if not as_given:  # AOTAutograd has put other inputs in the place of those given.
+        if not as_given:  # AOTAutograd has replaced the given inputs.
             return None
         found = halved(whole, self._weights, given)
         if found is None:

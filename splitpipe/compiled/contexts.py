@@ -1,9 +1,9 @@
 """Compiled layers in one backward pass over several accelerators.
 
-The backward of a compiled call runs in the context variables of whoever called backward(), and the threads of all
-devices have the same Context, which two can't be in at once: torch raises "cannot enter context" (pytorch#185372). So
-each such node gets a copy, before it runs. The engine gives every node its caller's own again. From 2.14 on torch does
-so itself.
+The backward of a compiled call runs in the context variables of the caller of backward(), and the threads of all
+devices share that Context, but only one at a time can enter it: torch raises "cannot enter context" (pytorch#185372).
+So each such node gets a copy before it runs. The engine gives every node its caller's own again. From torch 2.14 on,
+torch does this itself.
 """
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from splitpipe.core.graph import Edge, reached
 from splitpipe.core.stream import Stream
 from splitpipe.core.torch_private import _get_obj_in_tls, _is_key_in_tls, _stash_obj_in_tls
 
-#: True with a torch that has two devices enter one context.
+#: True if torch makes two devices enter one context.
 NEEDED = torch.__version__ < "2.14"
-#: What torch calls the nodes.
+#: Torch's name for the nodes.
 _NODE = "CompiledFunctionBackward"
 
 
 def part(computes: Sequence[Stream], inputs: Iterable[Any], outputs: Iterable[Any]) -> None:
-    """Has each compiled node between a drop-in call's inputs and outputs go backward in a context of its own.
+    """Makes each compiled node between a drop-in call's inputs and outputs run backward in a separate context.
 
-    ``computes``: the streams of its stages.
+    ``computes``: the streams of the call's stages.
     """
     if not NEEDED or len({stream.device for stream in computes if stream is not None}) < 2:
         return

@@ -1,4 +1,4 @@
-"""The second half of a compiled backward: the weight gradients of one call, or of several microbatches' together."""
+"""The second half of a compiled backward: the weight gradients of one call, or of several microbatches together."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ class Leftover:
 
 
 class Deferred:
-    """The weights' half of a graph, in the place of a SplitFunction of its weights."""
+    """The weights' half of a graph, used like a SplitFunction of its weights."""
 
     __name__ = "compiled"
 
@@ -39,7 +39,7 @@ class Deferred:
     ) -> None:
         self._second = second
         self._made = halves.weights
-        self._number = {number: k for k, number in enumerate(weights)}  # Of an output: which weight.
+        self._number = {number: k for k, number in enumerate(weights)}  # The weight of each output.
 
     def accumulate(self, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Any]]) -> None:
         """Adds the weight gradients of several calls."""
@@ -62,7 +62,7 @@ class Deferred:
                 total.add_product(left.t(), right)
 
     def gradients(self, given: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
-        """The weight gradients of one call, each with the number of the whole graph's output that it is."""
+        """The weight gradients of one call, each with the index of its output in the whole graph."""
         _verify_first()
         made = self._second(list(given))
         for number, places in self._made:
@@ -70,8 +70,8 @@ class Deferred:
 
 
 def _verify_first() -> None:
-    if torch.is_grad_enabled():  # As in a backward that is to be differentiated.
+    if torch.is_grad_enabled():  # As in a backward that is differentiated.
         raise RuntimeError(
-            "a compiled layer was to go backward with create_graph=True, but torch's compiler makes no second "
-            "derivatives: expected SplitPipe(...) without compile=, or layers of another backend."
+            "create_graph=True was used in a backward through a compiled layer, but torch's compiler doesn't support "
+            "second derivatives: expected SplitPipe(...) without compile=, or layers of another backend."
         )

@@ -1,15 +1,14 @@
-"""One thread compiles, and no other is inside compiled code meanwhile.
+"""Only one thread compiles, and meanwhile no other thread runs compiled code.
 
-torch.compile is not thread-safe (pytorch#118260, #168042): while one thread traces, another one that calls compiled
-code is told that it is being traced, and the compiler's settings are the whole process's. So calls of compiled layers
-*pass* the gate, many at a time, and whoever has to compile closes it: it waits until the others have passed or wait
-themselves to compile, and is alone then.
+torch.compile isn't thread-safe (pytorch#118260, #168042): while one thread traces, another one that calls compiled code
+is told that it is being traced, and the compiler's settings are global. So calls of compiled layers *pass* the gate,
+many at a time, and a thread that must compile closes it: it waits until the others have passed or wait to compile too,
+and is then alone.
 
-Guarantee: nobody waits forever. A thread that waits to compile does not count as passing; one that passes waits for
-nothing that another may hold which compiles, as the lock of random numbers is taken before the gate, by who draws and
-by who compiles.
-There is one gate a process, as there is one compiler. What a user's compiled layer calls has one of its own: a pipeline
-inside has other threads, which must not wait for the one that waits for them.
+Guarantee: every wait ends. A thread that waits to compile doesn't count as passing; one that passes waits for nothing
+that a compiling thread may hold, because the lock of random numbers is taken before the gate, both to draw and to
+compile. There is one gate per process, as there is one compiler. Calls inside a user's compiled layer have a separate
+gate: a pipeline inside it has other threads, which must not wait for the one that waits for them.
 """
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._passing: dict[int, int] = {}  # Calls inside, one in another, by thread.
+        self._passing: dict[int, int] = {}  # The number of nested calls inside, by thread.
         self._alone: int | None = None
-        self._waiting = 0  # Threads that are to be alone: who comes later lets them go first.
+        self._waiting = 0  # Threads that want to be alone: later ones let them go first.
 
     @property
     def is_alone(self) -> bool:
@@ -51,7 +50,7 @@ class Gate:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Compiles in the block: no other thread does, and none is inside compiled code."""
+        """Compiles in the block: no other thread compiles or runs compiled code meanwhile."""
         here = threading.get_ident()
         with self._changed:
             if self._alone == here:
@@ -95,14 +94,14 @@ _inner: ContextVar[ProcessLock | None] = ContextVar("splitpipe.gate", default=No
 
 
 def gate() -> Gate:
-    """The gate of this process, or of the call that this context is inside of."""
+    """The gate of this process, or of the call that this context is in."""
     found: Gate = (_inner.get() or _GATES).lock
     return found
 
 
 @contextmanager
 def gate_inside() -> Iterator[None]:
-    """What the block calls, pipelines' workers too, has a gate of its own."""
+    """Gives a separate gate to everything that the block calls, including pipelines' workers."""
     token = _inner.set(ProcessLock(Gate))
     try:
         yield

@@ -1,10 +1,10 @@
-"""A backward graph of AOTAutograd's, cut in two: the input gradients (B), and from what these leave the weights' (W).
+"""A backward graph of AOTAutograd, split in two: input gradients (B), and weight gradients from what B leaves (W).
 
-Both are cut by torch's own partitioner, which takes the first half for a forward and the second for its backward: it
-looks for the cut that holds the fewest bytes, and has the second half compute again what is cheap.
+Both are separated by torch's own partitioner, which treats the first half as a forward and the second as its backward:
+it looks for the cut that keeps the fewest bytes, and makes the second half recompute what is cheap.
 
-Products of two matrices, which most weight gradients are, are not compiled: W adds them to its sums in place, those of
-several microbatches by one call (see ``products``).
+Products of two matrices, which most weight gradients are, aren't compiled: W adds them to its sums in place, those of
+several microbatches in one call (see ``products``).
 """
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _VIEWS = frozenset([
     "permute.default t.default transpose.int view.default reshape.default _unsafe_view.default expand.default "
     "unsqueeze.default squeeze.dim squeeze.default slice.Tensor select.int alias.default detach.default".split()
 ])
-#: Ops that take long: computed in B, their small results would be fewer bytes to hold, and W would have nothing to do.
+#: Slow ops: computed in B, their small results would be fewer bytes to keep, and W would have nothing to do.
 _LONG = frozenset([
     f"aten.{name}" for name in
     "mm.default bmm.default addmm.default baddbmm.default convolution.default convolution_backward.default "
     "embedding_dense_backward.default index_put.default _unsafe_index_put.default scatter_add.default "
     "scatter_reduce.two index_add.default _trilinear.default mkldnn_rnn_layer_backward.default".split()
 ])
-#: Of a node's meta: what tells partitioners where it belongs.
+#: The part of a node's meta from which partitioners know where it belongs.
 _TAGS = ("partitioner_tag", "recompute", "ac_graph_id", "must_be_in_backward")
 
 
 class Halves(NamedTuple):
-    """Two graphs. The first gives the gradients of ``inputs``, and then what the second is called with.
+    """Two graphs. The first returns the gradients of ``inputs``, followed by the second graph's arguments.
 
     Attributes:
-        first: B; None if no input needs a gradient: then the second is called with all that backward is given.
-        second: W. It gives what ``weights`` says.
-        inputs: which of the whole graph's outputs the first one gives.
-        weights: of each weight gradient: which output of the whole graph it is, and which outputs of the second graph
-            it is made of: itself; or two matrices, the first one's transpose times the second.
-        held: bytes that live from B to W, as far as the graph's example tells.
+        first: B; None if no input needs a gradient: then the second gets all of the backward's arguments.
+        second: W. Its outputs are described by ``weights``.
+        inputs: which of the whole graph's outputs the first one returns.
+        weights: for each weight gradient, which output of the whole graph it is, and from which outputs of the second
+            graph it is made: a single one; or two matrices, the first one's transpose times the second.
+        held: bytes that live from B to W, according to the example inputs.
     """
 
     first: GraphModule | None
@@ -57,16 +57,16 @@ class Halves(NamedTuple):
 
 
 def halved(whole: GraphModule, weights: Collection[int], given: Sequence[Any] | None = None) -> Halves | None:
-    """Cuts a backward graph.
+    """Splits a backward graph.
 
     Args:
-        whole: of ATen's ops, functional. Left as it is.
+        whole: the graph, of functional ATen ops. It isn't changed.
         weights: which of its outputs are gradients of weights.
-        given: examples of what it is called with, where these are laid out otherwise than when it was traced: what
-            compiles the forward chooses how what this saves lies in memory.
+        given: example inputs, if their layout differs from that at tracing: the compiler of the forward chooses the
+            layout of what it saves.
 
     Returns:
-        None if no output is a weight's gradient that is computed.
+        None if no output is a computed gradient of a weight.
     """
     graph = copy.deepcopy(whole)
     for node in graph.graph.nodes:
@@ -120,7 +120,7 @@ def _cut(graph: GraphModule, inputs: int) -> tuple[GraphModule, GraphModule]:
 
 
 def _keep_for_weights(graph: Graph, inputs: Sequence[Node]) -> None:
-    """Has what takes long, and no input's gradient needs, computed in the second half."""
+    """Moves slow ops that no input's gradient needs into the second half."""
     needed, left = set[Node](), list(inputs)
     while left:
         node = left.pop()
@@ -133,7 +133,7 @@ def _keep_for_weights(graph: Graph, inputs: Sequence[Node]) -> None:
 
 
 def _in_order(first: GraphModule, second: GraphModule, inputs: int) -> None:
-    """Has the first half give what it leaves in the order in which the second one takes it."""
+    """Makes the first half return what it leaves in the order in which the second one takes it."""
     output = first.graph.output_node()
     outputs: Any = output.args[0]
     left = {node.name: node for node in outputs[inputs:]}
@@ -142,7 +142,7 @@ def _in_order(first: GraphModule, second: GraphModule, inputs: int) -> None:
 
 
 def _untangle(graph: Graph) -> None:
-    """Gives the output gradients names by which no partitioner knows them: they are there in both halves."""
+    """Renames the output gradients so that partitioners don't recognise them, since both halves need them."""
     for node in graph.find_nodes(op="placeholder"):
         if "tangents" in str(node.target):
             with graph.inserting_before(node):
@@ -153,7 +153,7 @@ def _untangle(graph: Graph) -> None:
 
 
 def _part(graph: Graph) -> None:
-    """Computes the two gradients of a convolution apart, as each half needs one."""
+    """Computes the two gradients of a convolution separately, since each half needs one."""
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         users = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         mask: Any = node.args[-1]
@@ -171,7 +171,7 @@ def _part(graph: Graph) -> None:
 
 
 def _product(node: Node) -> tuple[Node, Node] | None:
-    """The two matrices of which a gradient is the first one's transpose times the second; None if it is no product."""
+    """The two matrices of a gradient that is the first one's transpose times the second; None if it isn't a product."""
     turned = False
     while node.op == "call_function":
         if node.target in (aten.permute.default, aten.t.default) and node.meta["val"].dim() == 2:
@@ -207,7 +207,7 @@ def _hint(number: Any) -> int:
 
 
 def values(graph: GraphModule, strides: Sequence[tuple[int, ...] | None] = ()) -> Sequence[Any]:
-    """What a graph is called with, as examples, with the strides that some of them are known to have."""
+    """A graph's arguments, as examples, with strides where these are known."""
     found = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     return [
         x if stride is None or not isinstance(x, Tensor) or tuple(map(_hint, x.stride())) == stride

@@ -1,7 +1,7 @@
-"""Layers that a pipeline compiles. Their calls stand in nn.Module's slot for these, as those of ``layer.compile()`` do.
+"""Layers that a pipeline compiles. Their calls are in nn.Module's slot for compiled calls, as with ``layer.compile()``.
 
-Layers that are equal share one function to be compiled, and so what is compiled: 24 equal blocks compile once.
-What can't be compiled runs as it is, and says why.
+Equal layers share one function to compile, and thus the compiled code: 24 equal blocks are compiled once. Layers that
+can't be compiled run uncompiled, and the reason is reported.
 """
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ from splitpipe.core.generator import state_lock, undisturbed
 from splitpipe.core.torch_private import _has_any_global_hook
 from splitpipe.deferral.function import caller_here
 
-#: Each is one op, whose weight gradient is deferred as it is.
+#: Each is a single op, whose weight gradient is deferred anyway.
 _ONE_OP = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
-#: Of torch's compiler: as many graphs as equal layers may need, of batch sizes and modes; beyond them, an error. Hooks
-#: that come later are seen.
-#: A number that a layer counts in an attribute is one of any value, not a graph for each.
+#: Settings of torch's compiler: as many graphs as equal layers may need, for batch sizes and modes; above that, an
+#: error. Hooks that are added later are seen. A number that a layer counts in an attribute may have any value, rather
+#: than a graph for each.
 _SETTINGS = {
     "recompile_limit": 16, "fail_on_recompile_limit_hit": True, "skip_nnmodule_hook_guards": False,
     "allow_unspec_int_on_nn_module": True,
 }
-#: What is compiled, with the layer's hooks. To torch it belongs to the code: so each kind of layer has some of its own.
+#: The compiled function, which includes the layer's hooks. Torch keeps graphs per code, so each kind of layer has its
+#: own.
 _CALLED = """
 def called(layer, args, kwargs):
     return layer._call_impl(*args, **kwargs)
 """
-#: True where layers run as they are: in a rehearsal, for whose sizes and modes nothing needs to be compiled.
+#: True where layers run uncompiled: in a rehearsal, whose sizes and modes aren't worth compiling for.
 rehearsing: ContextVar[bool] = ContextVar("splitpipe.rehearsing", default=False)
-#: Names of what inductor raises where there is nothing to compile with.
+#: Names of the errors that inductor raises if there is no compiler to use.
 _NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing")
-#: Seconds of compiling that are worth a line.
+#: Seconds of compiling from which on a line is printed.
 _LONG = 1.0
 
 
 class Compiler:
-    """Compiles the layers of one model; without options it leaves them as they are. ``halves``: of the backward."""
+    """Compiles the layers of one model; without options, it leaves them as they are. ``halves``: of the backward."""
 
     def __init__(self, options: CompileOptions | None, halves: bool = True) -> None:
         self._options = options
@@ -56,7 +57,7 @@ class Compiler:
         self._codes: dict[Any, Code] = {}
 
     def compile(self, layers: Iterable[nn.Module]) -> None:
-        """Has layers called compiled from now on. Does nothing to one that is, or that its user has compiled."""
+        """Makes layers run compiled from now on, unless they already do, or the user has compiled them."""
         if self._options is None:
             return
         for layer in layers:
@@ -69,12 +70,12 @@ class Compiler:
                 call = CompiledCall(layer, code)
                 if slot is None:
                     vars(layer)["_compiled_call_impl"] = call
-                else:  # A border stands there.
+                else:  # A block's call hook is there.
                     slot.compiled = call
 
 
 def release(module: nn.Module) -> None:
-    """Has all in a module that a pipeline compiled called as it is again."""
+    """Makes everything in a module that a pipeline has compiled run uncompiled again."""
     for part in module.modules():
         slot: Any = part._compiled_call_impl
         if isinstance(slot, CompiledCall):
@@ -84,7 +85,7 @@ def release(module: nn.Module) -> None:
 
 
 def fit(layer: nn.Module) -> bool:
-    """True if there is something to gain: several ops, or one whose weight gradient is deferred if it is compiled."""
+    """True if compiling gains something: several ops, or one whose weight gradient is only deferred if compiled."""
     if type(layer).__name__ == "OptimizedModule" or any(map(_lost, layer.buffers())):
         return False
     if next(layer.children(), None) is not None or not type(layer).__module__.startswith("torch.nn."):
@@ -93,12 +94,12 @@ def fit(layer: nn.Module) -> bool:
 
 
 def _lost(buffer: Tensor) -> bool:
-    """True if torch.compile loses what a layer writes to a buffer: of one number, which it takes for Python's."""
+    """True if torch.compile loses writes to a buffer: one with a single number, which it treats as Python's."""
     return buffer.dim() == 0 and buffer.dtype is torch.float64 and buffer.device.type == "cpu"
 
 
 def _key(layer: nn.Module) -> Any:
-    """Equal for layers that are built equally. Whether they are compiled equally is for torch's guards to say."""
+    """Equal for layers that are built equally. torch's guards check whether they can share compiled code."""
     return (
         tuple([(name, type(module)) for name, module in layer.named_modules(remove_duplicate=False)]),
         tuple([
@@ -108,23 +109,23 @@ def _key(layer: nn.Module) -> Any:
 
 
 class Code:
-    """What is compiled of equal layers."""
+    """What is compiled for equal layers."""
 
     def __init__(self, options: CompileOptions, what: str, halves: bool = True) -> None:
         self._what = what
         self._halves = halves
-        #: Why one of them runs as it is; None if none does.
+        #: Why one of them runs uncompiled; None if none does.
         self.why: str | None = None
         self._options = options
         self._made: Callable[..., Any] | None = None
 
     def call(self, own: CompiledCall, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a layer. One that can't be compiled is alone in that: others may wait to be run again, as they ran."""
+        """Calls a layer. If it can't be compiled, others stay compiled, since their recomputations must be equal."""
         if rehearsing.get():
             return layer._call_impl(*args, **kwargs)
         failed = False
         if own.why is None:
-            if not _has_any_global_hook():  # Torch would not see that one is new.
+            if not _has_any_global_hook():  # Torch wouldn't notice new ones.
                 try:
                     return self._run(layer, args, kwargs)
                 except Exception as error:
@@ -138,7 +139,7 @@ class Code:
         try:
             return layer._call_impl(*args, **kwargs)
         except Exception:
-            if failed:  # It was the layer's own error that the compiler met.
+            if failed:  # The compiler met an error of the layer's own.
                 own.why = self.why = None
             raise
 
@@ -146,9 +147,9 @@ class Code:
         with gate().passing(), suppress(_New):
             if self._made is not None:
                 return self._made(layer, args, kwargs)
-        # Torch looks again, alone: it may have missed what there is, where others who looked sorted the list meanwhile.
-        # And it puts the default generator back when it has compiled: to a state in which another stage drew, if one
-        # does. That lock comes before the gate, as those who have it pass.
+        # Torch looks again, alone: it may have missed existing code because other lookups reordered the list meanwhile.
+        # And when it has compiled, it restores the default generator, to a state in which another stage may have drawn.
+        # So that lock is taken before the gate, as by those who hold it and pass.
         with undisturbed(), gate().alone():
             if self._made is None:
                 self._made = self._make()
@@ -160,7 +161,7 @@ class Code:
         names: dict[str, Any] = {}
         exec(compile(_CALLED, f"<{self._what}, compiled by splitpipe>", "exec"), names)
         backend = Backend(self._options.backend, self._options.of_inductor(), self._halves)
-        # Where a graph would break, an error: such a layer runs as it is, and none of it twice.
+        # A graph break is an error: such a layer runs uncompiled, and no part of it twice.
         context: Any = optimize(backend, error_on_graph_break=True, dynamic=self._options.dynamic)
         context.callback = _Compiling(self, names["called"].__code__, context.callback)
         made: Callable[..., Any] = context(names["called"])
@@ -168,18 +169,18 @@ class Code:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """The block compiles.
+        """Compiles in the block.
 
         Raises:
-            _New: the thread is not alone.
+            _New: the thread isn't alone.
         """
         from splitpipe.compiled.torch_private import config
 
         if not gate().is_alone:
             raise _New
-        # Under the lock of generators' states: torch asks for the default one's, and sets it.
+        # Under the lock of generators' states, since torch reads and sets the default generator's.
         with state_lock(), config.patch(_SETTINGS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Torch's own, of what it traces: as errors, they would end that.
+            warnings.simplefilter("ignore")  # Torch's own, about what it traces: as errors, they would stop it.
             began = time.monotonic()
             try:
                 yield
@@ -191,11 +192,11 @@ class Code:
 
     def _told(self, seconds: float) -> None:
         if seconds >= _LONG and sys.stderr is not None and sys.stderr.isatty():
-            with suppress(OSError, ValueError):  # A full one, or one that was closed.
+            with suppress(OSError, ValueError):  # stderr may be full or closed.
                 sys.stderr.write(f"splitpipe: compiled {self._what} in {seconds:.1f} s\n")
 
     def _gave_up(self, error: BaseException) -> str | None:
-        """Why the layer runs as it is from now on, if what was raised is the compiler's, so that nothing has run."""
+        """Why the layer runs uncompiled from now on, if the error is the compiler's, so that nothing has run."""
         chain: list[BaseException] = []
         each: BaseException | None = error
         while each is not None and each not in chain:
@@ -206,7 +207,7 @@ class Code:
         missing = [one for one in chain if type(one).__name__ in _NO_COMPILER]
         if missing:
             raise RuntimeError(
-                f"compile=True, but torch has nothing to compile with: {_line(missing[0])} Install a C++ compiler (on "
+                f"compile=True, but torch has no compiler to use: {_line(missing[0])} Install a C++ compiler (on "
                 "GPUs: Triton) or name it in CXX; compile={'backend': 'aot_eager'} needs none, and compiles nothing."
             ) from error
         return f"torch.compile: {_line(chain[-1] if str(chain[-1]) else error)}"
@@ -218,20 +219,20 @@ def _line(error: BaseException) -> str:
 
 
 class _New(Exception):
-    """There is something to compile. Nothing has run."""
+    """Raised if there is something to compile. Nothing has run."""
 
 
 class _Compiling:
-    """What torch calls where there is something to compile, in the thread that needs it, before anything is locked.
+    """Called by torch if there is something to compile, in the thread that needs it, before anything is locked.
 
-    Of other frames that begin meanwhile, nothing is compiled: what a layer sets may free what was there, whose
-    finalizer or weak reference's callback runs then.
+    Other frames that begin meanwhile aren't compiled: a layer's assignment may free an object whose finalizer or weak
+    reference's callback then runs.
     """
 
     def __init__(self, code: Code, called: CodeType, callback: Any) -> None:
-        self._code = weakref.ref(code)  # Which has this.
+        self._code = weakref.ref(code)  # The code refers to this.
         self._called = called
-        self._torchdynamo_orig_backend = callback  # By which torch knows the backend of what it has compiled.
+        self._torchdynamo_orig_backend = callback  # Torch identifies the backend of compiled code by this.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from splitpipe.compiled.torch_private import ConvertFrameReturn
@@ -246,14 +247,14 @@ class _Compiling:
 
 
 class CompiledCall:
-    """The call of one layer. A layer's copy has none: copies of it are None."""
+    """The call of one layer. It isn't copied with the layer: copies of it are None."""
 
     __slots__ = ("_layer", "code", "why")
 
     def __init__(self, layer: nn.Module, code: Code) -> None:
-        self._layer = weakref.ref(layer)  # Which has this.
+        self._layer = weakref.ref(layer)  # The layer refers to this.
         self.code = code
-        #: Why the layer runs as it is; None if it doesn't.
+        #: Why the layer runs uncompiled; None if it doesn't.
         self.why: str | None = None
 
     def __deepcopy__(self, memo: object) -> None:
@@ -268,7 +269,7 @@ class CompiledCall:
 
 
 def runs_compiled(layer: object) -> bool:
-    """True if a pipeline has compiled a layer, and nothing but compiled code runs in its call."""
+    """True if a pipeline has compiled a layer, and its call runs nothing but compiled code."""
     slot = vars(layer).get("_compiled_call_impl") if isinstance(layer, nn.Module) else None
-    slot = getattr(slot, "compiled", slot)  # A block's is inside of the one that its border stands in.
+    slot = getattr(slot, "compiled", slot)  # A block's compiled call is inside its hook.
     return isinstance(slot, CompiledCall) and slot.why is None

@@ -1,4 +1,4 @@
-"""What ``compile=`` may be."""
+"""The values of ``compile=``."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ class CompileOptions:
     """Options of torch.compile.
 
     Attributes:
-        backend: what compiles the graphs: inductor, or aot_eager, which runs them op by op.
-        dynamic: as torch.compile has it: None compiles again for a second batch size, for all sizes then.
-        mode: of inductor, such as ``"max-autotune-no-cudagraphs"``.
-        options: of inductor.
+        backend: the compiler of the graphs: inductor, or aot_eager, which runs them op by op.
+        dynamic: as for torch.compile: None compiles again for a second batch size, and then for all sizes.
+        mode: inductor's mode, such as ``"max-autotune-no-cudagraphs"``.
+        options: inductor's options.
     """
 
     backend: str = "inductor"
@@ -26,7 +26,7 @@ class CompileOptions:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def of_inductor(self) -> dict[str, Any]:
-        """The settings of inductor's."""
+        """The settings for inductor."""
         found: dict[str, Any] = {}
         if self.mode not in (None, "default"):
             from splitpipe.compiled.torch_private import mode_options
@@ -36,11 +36,11 @@ class CompileOptions:
 
 
 def verify_compile(compile: object) -> CompileOptions | None:
-    """The options that are meant; None: nothing is compiled.
+    """The options to compile with; None: nothing is compiled.
 
     Raises:
-        TypeError: neither a bool nor a mapping, or of unknown names or types.
-        ValueError: a backend that makes no backward in two halves, or CUDA graphs.
+        TypeError: neither a bool nor a mapping, or a name or type is unknown.
+        ValueError: the backend can't make a split backward, or CUDA graphs are requested.
     """
     if compile is None or compile is False:
         return None
@@ -51,13 +51,13 @@ def verify_compile(compile: object) -> CompileOptions | None:
         raise TypeError(f"compile is {compile!r}: expected True, False, or a dict of {', '.join(names)}.")
     unknown = [name for name in compile if name not in names]
     if unknown:
-        why = ", as each layer is compiled as one graph" if "fullgraph" in unknown else ""
+        why = ", since each layer is compiled as one graph" if "fullgraph" in unknown else ""
         raise TypeError(f"compile has {', '.join(map(repr, unknown))}: expected some of {', '.join(names)}{why}.")
     found = CompileOptions(**compile)
     if found.backend not in INNER:
         raise ValueError(
             f"compile has the backend {found.backend!r}: expected {' or '.join(map(repr, INNER))}, whose backward "
-            "can be cut in two. Compile layers with another one yourself: layer.compile(backend=...)."
+            "can be split in two. For another backend, compile layers yourself: layer.compile(backend=...)."
         )
     if found.dynamic is not None and not isinstance(found.dynamic, bool):
         raise TypeError(f"compile has dynamic={found.dynamic!r}: expected True, False or None.")
@@ -65,7 +65,7 @@ def verify_compile(compile: object) -> CompileOptions | None:
         raise TypeError(f"compile has options={found.options!r}: expected a dict of inductor's options.")
     if found.mode in _GRAPHED or found.options.get("triton.cudagraphs"):
         raise ValueError(
-            "compile asks for CUDA graphs, which hold the memory of one microbatch at a time: expected no "
-            "mode='reduce-overhead'; in place of 'max-autotune' there is 'max-autotune-no-cudagraphs'."
+            "compile asks for CUDA graphs, which have memory for only one microbatch at a time: expected another mode "
+            "than 'reduce-overhead', and 'max-autotune-no-cudagraphs' instead of 'max-autotune'."
         )
     return found

@@ -1,7 +1,7 @@
-"""Layers that their user has compiled, whole or in parts, by whatever backend: who may compile is alone.
+"""Layers that the user has compiled, whole or in parts, with any backend: calls that may compile run alone.
 
-Torch tells nobody beforehand that a call will compile. So a call with a new kind of arguments is made alone (see
-``gate``), and those of a known kind pass.
+Torch doesn't announce that a call will compile. So a call with a new kind of arguments runs alone (see ``gate``), and
+those of a known kind pass.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitpipe.compiled.layers import CompiledCall
 from splitpipe.core.generator import undisturbed
 from splitpipe.core.torch_private import _is_any_autocast_enabled, tree_leaves
 
-#: Beyond so many kinds of arguments calls pass: torch takes graphs of any size long before.
+#: Above this number of kinds of arguments, calls pass: long before that, torch uses graphs for any size.
 KINDS = 64
 _NUMBERS = (bool, int, float, str, type(None))
 
@@ -36,8 +36,8 @@ class Guard:
                 return call(*args, **kwargs)
         from splitpipe.compiled.torch_private import graph_config
 
-        # The backward is compiled with the forward, as nothing may be compiled in the threads of autograd's. For the
-        # lock of random numbers see ``layers``.
+        # The backward is compiled with the forward, since nothing may be compiled in autograd's threads. The lock of
+        # random numbers is explained in ``layers``.
         eager = graph_config.patch(force_non_lazy_backward_lowering=True)
         with undisturbed(), gate().alone(), gate_inside(), eager:
             found = call(*args, **kwargs)
@@ -46,23 +46,23 @@ class Guard:
 
 
 def guarded(layer: nn.Module) -> Callable[..., Any]:
-    """The layer as a function, whose calls are guarded if something in it is compiled by its user."""
+    """The layer as a function, whose calls are guarded if something in it is compiled by the user."""
     return partial(Guard().call, layer) if user_compiled(layer) else layer
 
 
 def user_compiled(module: nn.Module) -> bool:
-    """True if the module, or a part of it, is compiled by its user."""
+    """True if the module, or a part of it, is compiled by the user."""
     return any(map(_theirs, module.modules()))
 
 
 def _theirs(part: nn.Module) -> bool:
     slot: Any = part._compiled_call_impl
-    slot = getattr(slot, "compiled", slot)  # A border may stand there.
+    slot = getattr(slot, "compiled", slot)  # A block's hook may be there.
     return type(part).__name__ == "OptimizedModule" or slot is not None and not isinstance(slot, CompiledCall)
 
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Equal for calls that torch takes one graph for, as far as their arguments say; sizes are told apart, too."""
+    """Equal for calls for which torch uses one graph, judging by their arguments; sizes are distinguished too."""
     leaves = tuple([
         _tensor(x) if isinstance(x, Tensor)
         else (type(x), x if isinstance(x, _NUMBERS) else None)
@@ -74,5 +74,5 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _tensor(x: Tensor) -> Any:
     if x.layout is not torch.strided:
         return type(x), x.shape, x.dtype, x.device, x.requires_grad, x.layout
-    # Torch looks at offsets, and tells 0 and 1 from all others.
+    # Torch guards on offsets, and distinguishes 0 and 1 from all others.
     return type(x), x.shape, x.dtype, x.device, x.requires_grad, x.stride(), min(x.storage_offset(), 2)

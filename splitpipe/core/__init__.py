@@ -1,1 +1,1 @@
-"""The ground floor: devices, threads, graphs and random numbers. Nothing here knows of layers or schedules."""
+"""The lowest layer: devices, threads, graphs and random numbers. It knows nothing about layers or schedules."""

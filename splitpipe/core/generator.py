@@ -1,16 +1,16 @@
-"""The process's default generator: seeds made from it, and given to one thread at a time with a state of its own.
+"""The process's default generator: seeds made from it, and its exclusive use by one thread with a separate state.
 
-Guarantee: outside of the lock the default generator holds the state that the caller left in it. What would break it:
-a swap without the lock, since the second of two threads would put back the first one's state.
+Guarantee: outside the lock, the default generator has the state in which the caller left it. A swap without the lock
+would break it, since the second of two threads would restore the first one's state.
 
-``torch.utils.checkpoint`` makes such a swap of its own when it recomputes. So the first recomputation in a B takes the
-lock, and the B keeps it to its end: stages that draw wait, others go on. Then the state is put back. This concerns the
-CPU's generator alone: from an accelerator's, one worker draws.
+``torch.utils.checkpoint`` makes such a swap itself when it recomputes. So the first recomputation in a B takes the
+lock, and B keeps it to its end: stages that draw wait, others continue. Then the state is restored. This only concerns
+the CPU's generator: an accelerator's is used by a single worker.
 
-Guarantee: two threads of a model never ask for a generator's state at once. torch takes the generator's mutex for it
-with Python's lock in its hand, and makes a tensor: there Python 3.10 and 3.11 may collect garbage, and freeing a tensor
-lets go of Python's lock for a moment. A second thread that asked then would wait for the mutex, and hold Python's lock,
-for ever. What would break it: ``get_state`` and ``set_state`` of a shared generator anywhere else.
+Guarantee: two threads of a model never ask for a generator's state at the same time. For this, torch takes the
+generator's mutex while it has the GIL, and makes a tensor. There, Python 3.10 and 3.11 may collect garbage, and freeing
+a tensor releases the GIL for a moment. A second thread that asked then would wait for the mutex forever, with the GIL.
+``get_state`` and ``set_state`` of a shared generator anywhere else would break it.
 """
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from splitpipe.core.worker import ProcessLock
 
 
 class _Lock:
-    """Reentrant, and released by any thread: autograd's acquires it, and the worker that has waited releases it."""
+    """Reentrant, and released by any thread: autograd's acquires it, and the worker that waited for it releases it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self.changes = 0  # Of its owner: odd while somebody has it.
+        self.changes = 0  # Counts changes of its owner: odd while it has one.
 
     def acquire(self, timeout: float = -1) -> bool:
         me = threading.get_ident()
@@ -69,14 +69,14 @@ class _Lock:
             self._lock.release()
 
 
-#: Seconds that a stage waits to draw for another one that stands still: a layer that waits for itself is an error then,
-#: and no hang. One that is slow, or compiles, is waited for.
+#: Seconds that a stage waits to draw for another one that makes no progress, so that a layer that waits for itself is
+#: an error rather than a hang. A stage that is slow, or compiles, is waited for.
 LOCK_TIMEOUT = 600.0
 
 # Reentrant: a layer that differentiates inside a checkpointed forward recomputes under the lock it holds.
 _process_lock = ProcessLock(_Lock)
 
-# A stage that runs alone may be a pipeline itself. Its workers must not wait for the lock that is held for them.
+# A stage that runs alone may itself be a pipeline. Its workers must not wait for the lock that is held for them.
 _inner: ContextVar[_Inside | LockOnRecompute | None] = ContextVar("splitpipe.generator", default=None)
 
 
@@ -84,29 +84,29 @@ _states = ProcessLock()
 
 
 def state_lock() -> Any:
-    """The lock to ask for generators' states under."""
+    """The lock under which to ask for generators' states."""
     return _states.lock
 
 
 def state_of(generator: Generator | None = None) -> Tensor:
-    """The state of a generator that other threads may use; by default the process's."""
+    """The state of a generator that other threads may use; by default, the process's."""
     with _states.lock:
         return (torch.default_generator if generator is None else generator).get_state()
 
 
 def set_state(state: Tensor, generator: Generator | None = None) -> None:
-    """Sets it."""
+    """Sets the state of a generator; by default, the process's."""
     with _states.lock:
         (torch.default_generator if generator is None else generator).set_state(state)
 
 
 def inherit_lock(context: Context) -> None:
-    """Lets this context use the lock that another one holds, whose thread waits for this one meanwhile."""
+    """Lets this context use the lock held by another one, whose thread waits for this one meanwhile."""
     _inner.set(context.get(_inner))
 
 
 class _Inside:
-    """The lock of what runs inside a block that has the generator; of the block's contexts after it, the one around."""
+    """The lock for code inside a block that has the generator; for the block's contexts after it, the outer one."""
 
     __slots__ = ("_outer", "_own")
 
@@ -121,13 +121,13 @@ class _Inside:
         return (self._outer if own is None else own).lock
 
     def end(self) -> None:
-        """The block is over: a context that was copied in it, to recompute in, has nothing for itself any more."""
+        """Ends the block: a context that was copied in it for a recomputation no longer has the generator to itself."""
         self._own = None
 
 
 @contextmanager
 def exclusive_generator(state: Tensor) -> Iterator[None]:
-    """Sets the default generator to a state inside the block; no other stage draws meanwhile."""
+    """Sets the default generator to a state inside the block, in which no other stage draws."""
     outer = _inner.get() or _process_lock
     lock = outer.lock
     _acquire(lock)
@@ -147,13 +147,13 @@ def exclusive_generator(state: Tensor) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No other stage draws in the block: for who puts the default generator back to the state that it has seen."""
+    """Prevents other stages from drawing in the block, for code that restores the default generator's state."""
     outer = _inner.get() or _process_lock
     lock = outer.lock
     _acquire(lock)
     try:
         inside = _Inside(outer)
-        token = _inner.set(inside)  # For a pipeline inside of the block, whose workers are other threads.
+        token = _inner.set(inside)  # For a pipeline inside the block, whose workers are other threads.
         try:
             yield
         finally:
@@ -172,13 +172,13 @@ def _acquire(lock: Any) -> None:
         if place != before:
             continue
         raise RuntimeError(
-            f"waited {LOCK_TIMEOUT:.0f} s for another stage that draws random numbers alone. If a layer there waits "
-            "for a pipeline that it runs in a thread of its own, start that thread with the layer's context "
+            f"waited {LOCK_TIMEOUT:.0f} s for another stage that draws random numbers. If a layer there waits "
+            "for a pipeline that it runs in a separate thread, start that thread with the layer's context "
             "(contextvars.copy_context().run), or draw nothing in it."
         )
 
 
-#: The default generator while nobody owns its lock: its state, the lock, and how often the owner has changed.
+#: The default generator while its lock has no owner: its state, the lock, and how often the owner has changed.
 Observation = tuple[Tensor, Any, int]
 
 
@@ -192,29 +192,29 @@ def observe() -> Observation | None:
 
 
 def has_drawn(before: Observation | None, after: Observation | None) -> bool | None:
-    """Tells whether the default generator has drawn; None if another context owned it meanwhile."""
+    """Whether the default generator has drawn; None if another context owned it meanwhile."""
     if before is None or after is None or before[1:] != after[1:]:
         return None
     return states_differ(before[0], after[0])
 
 
 def has_moved(state: Tensor) -> bool:
-    """Tells whether the default generator has drawn since it had this state."""
+    """True if the default generator has drawn since it had this state."""
     return states_differ(state, state_of())
 
 
 def states_differ(state: Tensor, other: Tensor) -> bool:
-    """Compares two states of generators."""
+    """True if two states of generators differ."""
     if _len_torch_function_stack() or _len_torch_dispatch_stack():
         with unobserved():
             return not torch.equal(state, other)
-    # No op: those let go of Python's lock, and a block that is checkpointed asks four times.
+    # Not with torch's ops, which release Python's lock: a checkpointed block comes here twice.
     return string_at(state.data_ptr(), state.nbytes) != string_at(other.data_ptr(), other.nbytes)
 
 
 @contextmanager
 def lock_on_recompute(begin: Callable[[], None]) -> Iterator[None]:
-    """Around a backward pass: when ``torch.utils.checkpoint`` recomputes in it, calls ``begin`` under the lock."""
+    """Around a backward pass: if ``torch.utils.checkpoint`` recomputes in it, calls ``begin`` under the lock."""
     one = LockOnRecompute(_inner.get() or _process_lock, begin)
     token = _inner.set(one)
     before = _get_graph_exec_group()
@@ -228,10 +228,10 @@ def lock_on_recompute(begin: Callable[[], None]) -> Iterator[None]:
 
 
 class LockOnRecompute:
-    """Takes the lock in a backward pass as soon as ``torch.utils.checkpoint`` recomputes, for the rest of the pass."""
+    """Takes the lock as soon as ``torch.utils.checkpoint`` recomputes in a backward pass, for the rest of the pass."""
 
-    # Before it recomputes, torch.utils.checkpoint looks up whether it has done so already, in a dict whose key is the
-    # thread's GraphExecGroup. Autograd hands the group to its threads. This object is set as the group: so the look-up
+    # Before it recomputes, torch.utils.checkpoint looks up whether it has already done so, in a dict whose key is the
+    # thread's GraphExecGroup. Autograd passes the group to its threads. This object is set as the group, so the look-up
     # calls its ``__hash__``, in whichever thread recomputes, and that takes the lock.
 
     def __init__(self, outer: ProcessLock | _Inside | LockOnRecompute, begin: Callable[[], None]) -> None:
@@ -267,7 +267,7 @@ class LockOnRecompute:
         self._begin()
 
     def end(self) -> None:
-        """The pass is over."""
+        """Ends the pass."""
         with self._taking:
             self._over = True
             held, kept = self._taken, self._kept
@@ -280,7 +280,7 @@ class LockOnRecompute:
 
 
 class Seeds:
-    """The seeds of one call, made from one number of the default generator, which it takes only if something drew."""
+    """The seeds of one call, made from one number of the default generator, which advances only if something drew."""
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self._before = state_of()
@@ -289,13 +289,14 @@ class Seeds:
         self.drew = False
 
     def of(self, stage: int, microbatch: int) -> int:
-        """The seed of one microbatch on one stage. Two threads that ask at once make the same ones."""
+        """The seed of one microbatch on one stage. Two threads that ask at the same time get the same ones."""
         stages, microbatches = self._sizes
         if not self._seeds:
             generator = Generator()
             generator.set_state(self._before)
             with unobserved():
-                # Drawn one after the other from the default generator, the next call's seeds would be these, shifted.
+                # If they were drawn one by one from the default generator, the next call's seeds would be these,
+                # shifted.
                 generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
                 count = max(1, stages * microbatches)
                 self._seeds = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
@@ -303,11 +304,11 @@ class Seeds:
 
     @property
     def untouched(self) -> bool:
-        """Tells whether nothing has drawn from the default generator. Call it under its lock, or between calls."""
+        """True if nothing has drawn from the default generator. Must be called under its lock, or between calls."""
         return not states_differ(self._before, state_of())
 
     def settle(self) -> bool:
-        """Advances the default generator if something drew; False if something drew from that generator directly."""
+        """Advances the default generator if something drew; returns False if that generator was used directly."""
         untouched = self.untouched
         if self.drew:
             with unobserved():

@@ -1,8 +1,9 @@
-"""The autograd graph: its order (sequence numbers), and the leaves under it.
+"""The autograd graph: its order (sequence numbers), and its leaves.
 
-Of the nodes that are ready, a device goes backward through the one with the highest sequence number first. Autograd
-counts these by thread. Two threads' numbers compare by accident, so nodes that are to go first, last or in turn between
-the threads of a pipeline get their numbers here. This, too, orders the host alone: gradients are right in any order.
+Of the ready nodes, a device runs the one with the highest sequence number first in backward. Autograd counts per
+thread, so numbers of different threads don't determine an order. Nodes that must run first, last or in turn, across the
+threads of a pipeline, get their numbers here. This only affects the order on the host: gradients are right in any
+order.
 """
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ class Enter(Identity):
         if grad is None:
             return
         raise RuntimeError(
-            "a gradient arrived at a stage's input by a way that the pipeline knows nothing of, and which the stages "
-            "before would lose. Something went backward through a tensor from inside: a loss that a layer keeps, say. "
-            "Expected every term of the loss in the model's output or in loss_fn(output, target), layers that call no "
-            "backward(), and between stages tensors in a nesting of tuple, list, dict or namedtuple, not inside of "
+            "a gradient arrived at a stage's input on a path that the pipeline doesn't know, and earlier stages would "
+            "lose it. Something ran backward through a tensor from inside, such as a loss that a layer keeps. "
+            "Expected every term of the loss in the model's output or in loss_fn(output, target), layers that don't "
+            "call backward(), and, between stages, tensors in nestings of tuple, list, dict or namedtuple, not inside "
             "other objects; or, without a schedule, backward='autograd'."
         )
 
@@ -52,12 +53,12 @@ class Cross(Identity):
     """The tensor in the part of the graph that another stage makes."""
 
 
-#: Without the question whether torch.func is at work, which takes longer: no pipeline runs inside of it.
+#: Without the check whether torch.func is active, which takes longer: no pipeline runs inside it.
 _enter: Any = super(Function, Enter).apply
 
 
 def cross(x: Tensor, ranked: bool = True) -> Tensor:
-    """The tensor as used by a stage that did not make it, on the same device; ``ranked``: its gradient goes first."""
+    """The tensor for a stage that didn't make it, on the same device; ``ranked``: its gradient goes first."""
     y: Tensor = Cross.apply(x)
     if ranked:
         rank(y, FIRST)
@@ -65,18 +66,18 @@ def cross(x: Tensor, ranked: bool = True) -> Tensor:
 
 
 def enter(x: Tensor) -> Tensor:
-    """The tensor as it enters a graph that is one stage's alone."""
+    """The tensor as it enters a graph that belongs to a single stage."""
     y: Tensor = _enter(x)
     return y
 
 
 def unleaf(x: Tensor) -> Tensor:
-    """The leaf as the output of a node: a layer may write to it in place, as to the output of another layer."""
+    """The leaf as the output of a node, so that a layer may write to it in place, as to another layer's output."""
     y: Tensor = Identity.apply(x)
     return y
 
 
-#: For a gradient that can leave for another device: it leaves before its own device gets more to do.
+#: For a gradient that can be sent to another device, before its own device gets more to do.
 FIRST = 2**62
 LAST = 0
 
@@ -92,8 +93,8 @@ def rank_of(x: Tensor) -> int:
     return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()
 
 
-#: Of a reshape, which depends on how the tensor lies in memory, and so on whether it is a copy; and of a cast, which
-#: autocast makes or has in its cache: all threads of the process have one, and each may clear it.
+#: A reshape, which depends on the tensor's memory layout, and so on whether it is a copy; and a cast, which autocast
+#: makes or has in its cache: all threads of the process share one, and each may clear it.
 _RESHAPES = frozenset(
     f"{name}Backward0" for name in ("View", "ReshapeAlias", "UnsafeView", "Clone", "Alias", "ToCopy")
 )
@@ -105,24 +106,24 @@ def _does_nothing(kind: Any) -> bool:
 
 
 def pairs_of(edges: Iterable[GradientEdge]) -> list[Edge]:
-    """Edges as pairs, which are equal if they are the same."""
+    """Edges as pairs, which compare equal if they are the same."""
     return [(edge.node, edge.output_nr) for edge in edges]
 
 
 class CompiledKind:
-    """Stands for the nodes of compiled code."""
+    """Represents the nodes of compiled code."""
 
 
 def kind_of(node: Any) -> Any:
-    """The class of a node; one for all compiled code, as the compiler may take another graph the second time."""
+    """The class of a node; one for all compiled code, since the compiler may use another graph the second time."""
     kind: Any = type(node)
     return kind if kind.__name__ != "CompiledFunctionBackward" else CompiledKind
 
 
 def kinds_of(roots: Iterable[Edge], ends: Container[Edge]) -> list[Any]:
-    """The kinds of a graph's nodes between these edges, in the order of a walk: equal for two runs of one code.
+    """The kinds of a graph's nodes between these edges, in the order of a walk: equal for two runs of the same code.
 
-    Without those that compute nothing: an input that is under way waits, the first time.
+    Nodes that compute nothing are left out: a pending input waits, but only the first time.
     """
     kinds: list[Any] = []
     seen = set()
@@ -141,7 +142,7 @@ def kinds_of(roots: Iterable[Edge], ends: Container[Edge]) -> list[Any]:
 
 
 def leading(roots: Iterable[Edge], ends: Container[Edge]) -> set[Any]:
-    """The nodes between these edges: those that a backward to the ends goes through."""
+    """The nodes between these edges: those that a backward to ``ends`` runs through."""
     above: dict[Any, list[Any]] = {}
     found: list[Any] = []
     seen = set()
@@ -167,9 +168,9 @@ def leading(roots: Iterable[Edge], ends: Container[Edge]) -> set[Any]:
 
 
 def reserve(count: int) -> None:
-    """Advances this thread's sequence counter to ``count`` by making throw-away nodes, once a thread."""
+    """Advances this thread's sequence counter to ``count`` by making throw-away nodes, once per thread."""
     if _get_sequence_nr() < count:
-        # In inference mode, or a caller's mode that runs ops without grad, no node would be made: an endless loop.
+        # In inference mode, or in a caller's mode that runs ops without grad, no nodes would be made: an endless loop.
         with unobserved(), torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(0, device="cpu", requires_grad=True)
             while _get_sequence_nr() < count:
@@ -184,13 +185,13 @@ class Reached(NamedTuple):
     """The result of a walk from some edges."""
 
     leaves: list[Tensor]
-    ends: list[Edge]  # The walk has stopped at these.
+    ends: list[Edge]  # Edges at which the walk stopped.
     others: bool  # True if a node on the way has none of the given numbers.
     nodes: set[Any]
 
 
 def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Container[int] = range(2**64)) -> Reached:
-    """Walks a graph from the roots to its leaves, or to ends; ``numbers``: sequence numbers of one forward's nodes."""
+    """Walks a graph from the roots to its leaves, or to ``ends``; ``numbers``: those of one forward's nodes."""
     leaves: list[Tensor] = []
     stopped: list[Edge] = []
     others = False

@@ -1,8 +1,8 @@
-"""A batch cut into microbatches, and microbatches joined to a batch, whatever their nesting.
+"""Splits a batch into microbatches, and joins microbatches to a batch, whatever their nesting.
 
-A value is any nesting of tuple, list, dict and namedtuple. Its tensors are cut along the first dimension as
-``torch.chunk`` cuts; tensors that are said to be whole, those without dimensions and all other values go untouched into
-every microbatch.
+A value is any nesting of tuple, list, dict and namedtuple. Its tensors are split along the first dimension, like
+``torch.chunk``. Tensors that are marked whole, tensors without dimensions, and all other values are passed to every
+microbatch unchanged.
 """
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from splitpipe.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 Leaves = list[Any]
 Rows = list[tuple[int, int]]
-#: The nesting of a value that is none.
+#: The treespec of a single leaf.
 _LEAF: TreeSpec = tree_flatten(None)[1]
-#: The nesting of a ``Flat``.
+#: The treespec of a ``Flat``.
 FLAT: TreeSpec = tree_flatten([])[1]
 #: Values that hold no tensors.
 _PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None))
 
 
 class Flat(list[Any]):
-    """Leaves that were taken apart already: ``flatten`` looks for no nesting, which takes as long as a small layer."""
+    """Flattened leaves: ``flatten`` doesn't look for a nesting, which takes as long as a small layer."""
 
 
 def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, TreeSpec]:
-    """The leaves of a value and its nesting; a container that pytree doesn't know and that holds tensors is refused."""
+    """The leaves of a value and its nesting; raises for containers with tensors that pytree doesn't know."""
     if type(value) is Tensor:
         return [value], _LEAF
     if type(value) is Flat:
         leaves, spec = list(value), FLAT
     else:
-        # Between stages a PackedSequence can travel as it is, but its rows are no rows of the batch.
+        # A PackedSequence can be passed between stages as it is, but its rows aren't rows of the batch.
         leaves, spec = tree_flatten(value, is_batch_leaf if batch else _is_leaf)
     for leaf in leaves:
         verify_open(leaf, whose)
@@ -49,11 +49,11 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
 
 
 def verify_open(leaf: object, whose: str, deep: bool = False) -> None:
-    """Refuses a leaf that is a container with tensors in it; ``deep``: other objects, by their attributes, too."""
+    """Raises for a leaf that is a container of tensors; ``deep``: also for other objects with tensors in attributes."""
     if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf, deep):
-        advice = ", or say False for it in batched= if it goes whole into every microbatch" if deep else ""
+        advice = ", or use False for it in batched= if every microbatch gets it whole" if deep else ""
         raise TypeError(
-            f"{whose} holds tensors in a {type(leaf).__name__}, which can't be cut into microbatches or moved "
+            f"{whose} holds tensors in a {type(leaf).__name__}, which can't be split into microbatches or moved "
             "between devices: expected tensors in any nesting of tuple, list, dict and namedtuple. Unpack it "
             f"there, or register the class with torch.utils._pytree.register_pytree_node{advice}."
         )
@@ -64,12 +64,12 @@ def _is_leaf(value: object) -> bool:
 
 
 def is_batch_leaf(value: object) -> bool:
-    """True for what is no nesting, though pytree takes it for one: a size, packed sequences."""
+    """True for values that pytree takes for a nesting, although they are leaves: a size, packed sequences."""
     return isinstance(value, (torch.Size, PackedSequence))
 
 
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
-    """The value that ``flatten`` took apart."""
+    """The value that ``flatten`` flattened."""
     if spec is _LEAF:
         (leaf,) = leaves
         return leaf
@@ -79,7 +79,7 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
 
 
 def _hides_tensor(leaf: object, deep: bool) -> bool:
-    """Tells whether a container that is a leaf to pytree holds a tensor, at any depth."""
+    """True if a container that is a leaf to pytree holds a tensor, at any depth."""
     seen: set[int] = set()
     stack = [leaf]
     while stack:
@@ -92,7 +92,7 @@ def _hides_tensor(leaf: object, deep: bool) -> bool:
     return False
 
 
-#: Objects that hold values of their own, which are no part of a batch.
+#: Objects whose attributes aren't part of a batch.
 _CODE = (type, ModuleType, nn.Module, torch.Generator, *_PLAIN)
 
 
@@ -111,7 +111,7 @@ def _inside(value: object, deep: bool) -> Iterable[Any]:
 
 
 def batch_size(leaves: Leaves, whose: str = "the input") -> int:
-    """The number of rows of the batch: the first dimension, on which all tensors must agree."""
+    """The number of rows of the batch: the first dimension, which must be the same for all tensors."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:
         raise nothing_to_cut(leaves, whose)
@@ -123,59 +123,59 @@ def batch_size(leaves: Leaves, whose: str = "the input") -> int:
 
 
 def nothing_to_cut(leaves: Leaves, whose: str, said: bool = False) -> Exception:
-    """The error of a value without a batch; ``said``: ``batched=`` names values that go whole."""
+    """The error for a value without a batch; ``said``: whether ``batched=`` marks values as whole."""
     if said and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         return ValueError(
-            f"{whose} holds no tensor that batched= leaves to be cut: expected one, whose first dimension is the batch."
+            f"{whose} holds no tensor to split according to batched=: expected one, whose first dimension is the batch."
         )
     kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
     return TypeError(
-        f"{whose} holds no tensor with a first dimension to cut into microbatches (found: {kinds}): expected "
+        f"{whose} holds no tensor with a first dimension to split into microbatches (found: {kinds}): expected "
         "a tensor, or a nesting of tuple, list, dict and namedtuple with one in it."
     )
 
 
 def disagreement(sizes: list[int], dims: list[int], whose: str, can_say: bool) -> ValueError:
-    """The error of tensors that disagree in the size of the batch; ``can_say``: the caller has ``batched=``."""
-    advice = "belongs into a layer's buffer here."
+    """The error for tensors with different batch sizes; ``can_say``: whether the caller has ``batched=``."""
+    advice = "belongs in a layer's buffer here."
     if can_say:
         advice = (
-            "goes whole into every microbatch by SplitPipe(..., batched=(True, False)), for (x, mask); or keep it "
+            "is passed whole to every microbatch by SplitPipe(..., batched=(True, False)), for (x, mask); or keep it "
             "in a layer's buffer."
         )
     found = f"first dimensions {sizes}" if not any(dims) else f"sizes {sizes} along dimensions {dims}"
     along = "its first dimension" if not any(dims) else "these"
     return ValueError(
         f"{whose}'s tensors have {found}: expected the same batch size in all, since each is "
-        f"cut along {along}. What is no part of the batch (a mask, a table) {advice}"
+        f"split along {along}. Anything that isn't part of the batch (a mask, a table) {advice}"
     )
 
 
 def verify_strided(leaves: Leaves, whose: str) -> None:
-    """Refuses tensors whose layout has no rows to cut."""
+    """Raises for tensors whose layout has no rows to split."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
             kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
             raise TypeError(
-                f"{whose} holds {kind}, which can't be cut into microbatches: expected "
+                f"{whose} holds {kind}, which can't be split into microbatches: expected "
                 "torch.strided. Convert it first (to_dense(), to_padded_tensor()), or inside the model."
             )
 
 
 def verify_filled(leaves: Leaves, whose: str) -> None:
-    """Refuses tensors without data, which can't be moved to a stage's device."""
+    """Raises for tensors without data, which can't be moved to a stage's device."""
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
         raise ValueError(f"{whose} holds a tensor on meta, which has no data: expected one with values.")
 
 
 def cuts(size: int, chunks: int) -> Rows:
-    """First row and number of rows of each microbatch: at most ``chunks``, none empty unless the batch is."""
+    """The first row and the number of rows of each microbatch: at most ``chunks``, none empty unless the batch is."""
     step = max(1, -(-size // chunks))
     return [(start, min(step, size - start)) for start in range(0, size, step)] or [(0, 0)]
 
 
 class Scatter(Function):
-    """The rows of a tensor, which lie along a dimension, as tensors of their own, in the same memory."""
+    """The rows of a tensor, along some dimension, as separate tensors in the same memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, dim: int = 0) -> tuple[Tensor, ...]:
@@ -190,21 +190,21 @@ class Scatter(Function):
 
 
 def _slices(x: Tensor, rows: Rows, dim: int) -> tuple[Tensor, ...]:
-    """Slices that are no views: autograd refuses to write in place to one of several views that a node made.
+    """Slices that aren't views: autograd doesn't allow in-place writes to one of several views from one node.
 
-    The first shares the version counter of the batch: so autograd notices a later write to the batch, and a layer's
-    write in place raises the batch's version. Each other slice has a counter of its own: on a common one, a layer that
-    works in place on one microbatch would invalidate what autograd saved of the others.
+    The first slice shares the version counter of the batch, so that autograd notices a later write to the batch, and a
+    layer's in-place write increments the batch's version. Every other slice has a separate counter: with a common one,
+    a layer that works in place on one microbatch would invalidate what autograd saved of the others.
 
-    Along another dimension than the first, slices of contiguous memory are copies: ``view`` works on them as on the
-    batch, and cuDNN takes them for the states of an RNN.
+    Along dimensions other than the first, slices of contiguous memory are copies: ``view`` then works on them as on the
+    batch, and cuDNN accepts them as states of an RNN.
     """
     (start, count), *others = rows
     first = x.detach().narrow(dim, start, count).detach()
     if not others:
         return (first,)
     with torch.no_grad():
-        # Unsafe, in torch's word: the parts share memory, and no version counter.
+        # "Unsafe" is torch's word: the parts share memory, but not a version counter.
         parts: tuple[Tensor, ...] = torch.unsafe_split_with_sizes(x, [count for _, count in rows], dim)
     if dim and x.is_contiguous():
         return tuple([part.contiguous() for part in (first, *parts[1:])])
@@ -212,7 +212,7 @@ def _slices(x: Tensor, rows: Rows, dim: int) -> tuple[Tensor, ...]:
 
 
 class Share(Function):
-    """A tensor as several, in the same memory, one for each microbatch."""
+    """A tensor as several, in the same memory, one per microbatch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -243,29 +243,29 @@ def _stacked(
 def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], dim: int | None) -> Tensor | None:
     """The gradient of a tensor of the batch, from its microbatches' gradients; None if none has one.
 
-    ``dim``: the dimension that it was cut along; None if it was not.
+    ``dim``: the dimension along which it was split; None if it wasn't.
     """
     if dim is not None:
         return _stacked(parts, rows, x.shape, x.dtype, x.device, dim)
     found = _total(parts)
-    # The layer may have given it to others as well: it is to be a tensor of its own, as a stacked one is.
+    # The layer may have passed it to others too: it must be a separate tensor, as a stacked one is.
     return found.clone() if found is not None and any(found is part for part in parts) else found
 
 
 def scatter(leaves: Leaves, rows: Rows, dims: Sequence[int | None] | None = None) -> list[Leaves]:
-    """The leaves of each microbatch; ``dims``: the dimension that each is cut along, or None (all: the first)."""
+    """The leaves of each microbatch; ``dims``: the dimension along which each is split, or None (all: the first)."""
     along = [0 if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves] if dims is None else dims
     columns = [pieces(leaf, rows, dim) for leaf, dim in zip(leaves, along)]
     return [list(microbatch) for microbatch in zip(*columns)] if leaves else [[] for _ in rows]
 
 
 def pieces(leaf: Any, rows: Rows, dim: int | None) -> Sequence[Any]:
-    """A value for each microbatch, cut along a dimension, or whole."""
+    """A value for each microbatch, split along a dimension, or whole."""
     if not isinstance(leaf, Tensor):
         return [leaf] * len(rows)
     if not leaf.dim() or dim is None and leaf.is_inference():
-        # Each microbatch gets one of its own: in place, m of them would write to one memory. Where they do share
-        # it, writes are found out by its version, which an inference tensor doesn't have.
+        # Each microbatch gets a separate tensor: in place, m of them would write to the same memory. Where they do
+        # share it, writes are found by its version, which an inference tensor doesn't have.
         return [leaf.clone() for _ in rows]
     tracked = leaf.requires_grad and torch.is_grad_enabled()
     if dim is None:
@@ -278,13 +278,13 @@ def pieces(leaf: Any, rows: Rows, dim: int | None) -> Sequence[Any]:
 def gather(
     microbatches: list[tuple[Leaves, TreeSpec]], joining: Callable[[tuple[Any, ...]], Any] | None = None
 ) -> Any:
-    """Joins the values of all microbatches into one: tensors joined; others, which must agree, from the first."""
+    """Joins the values of all microbatches into one: tensors are joined; others must agree, and are the first's."""
     one = join if joining is None else joining
     spec = microbatches[0][1]
     for number, (_, other) in enumerate(microbatches):
         if other != spec:
             raise ValueError(
-                f"microbatches 0 and {number} give outputs of different nesting, which can't be joined: {spec} and "
+                f"microbatches 0 and {number} return outputs with different nesting, which can't be joined: {spec} and "
                 f"{other}. Return the same nesting for every microbatch."
             )
     columns = zip(*(leaves for leaves, _ in microbatches))
@@ -294,20 +294,20 @@ def gather(
 
 
 def join(column: tuple[Any, ...], dim: int = 0) -> Any:
-    """The values that microbatches give at one place, made one: tensors joined; others must be equal."""
+    """Joins the values of microbatches at one place: tensors are joined; others must be equal."""
     first = column[0]
     for number, x in enumerate(column):
         if not isinstance(first, Tensor) or not isinstance(x, Tensor):
             if not same(first, x):
                 raise ValueError(
-                    f"microbatches 0 and {number} give the outputs {_shown(first)} and {_shown(x)}, which can't be "
+                    f"microbatches 0 and {number} return the outputs {_shown(first)} and {_shown(x)}, which can't be "
                     "joined: expected equal values. Return tensors, which are joined along their first dimension."
                 )
         elif not _fit(first, x, dim):
             which = f"dimension {dim}" if dim else "the first dimension"
             raise ValueError(
-                f"microbatches 0 and {number} give outputs of shapes {list(first.shape)} and {list(x.shape)}, which "
-                f"can't be joined: expected shapes that differ in {which} alone. Pad them in the last layer."
+                f"microbatches 0 and {number} return outputs of shapes {list(first.shape)} and {list(x.shape)}, which "
+                f"can't be joined: expected shapes that differ only in {which}. Pad them in the last layer."
             )
     if not isinstance(first, Tensor) or len(column) == 1 and first.dim():
         return first
@@ -315,7 +315,7 @@ def join(column: tuple[Any, ...], dim: int = 0) -> Any:
 
 
 def _fit(x: Tensor, y: Tensor, dim: int) -> bool:
-    """True if torch.cat can join them; it takes an empty tensor of one dimension for nothing at all."""
+    """True if torch.cat can join them; it ignores empty tensors with one dimension."""
     if x.is_nested or y.is_nested or (0,) in (x.shape, y.shape):
         return True
     if x.dim() != y.dim():
@@ -324,12 +324,12 @@ def _fit(x: Tensor, y: Tensor, dim: int) -> bool:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Tells whether two values that are no tensors are equal."""
+    """True if two values that aren't tensors are equal."""
     if x is y:
         return True
     try:
         return type(x) is type(y) and not isinstance(x, Tensor) and bool(x == y)
-    except Exception:  # Arrays, say, are neither equal nor not.
+    except Exception:  # The result may be undefined, as for arrays.
         return False
 
 

@@ -1,4 +1,4 @@
-"""Notes on exceptions, of where in the pipeline they were raised; and raising what another thread caught."""
+"""Notes on exceptions about where in the pipeline they were raised; and raising what another thread caught."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from splitpipe.core.torch_private import _FrameAction, _FrameExecStrategy, set_c
 def add_note(error: BaseException, text: str) -> None:
     """``BaseException.add_note``, also on Python 3.10, which has no such method."""
     notes = vars(error).setdefault("__notes__", [])
-    if isinstance(notes, list):  # Else someone has put something else there, and the error matters more than the note.
+    if isinstance(notes, list):  # Otherwise, something else is there, and the error matters more than the note.
         notes.append(text)
 
 
 def raise_first(errors: list[BaseException]) -> None:
     """Raises the first error, if there is one, and empties the list."""
-    # A traceback holds the frames that it passes. If one of them held the error in turn, that would be a cycle.
+    # A traceback refers to the frames that it passes. If one of them referred to the error, that would be a cycle.
     if errors:
         error = errors[0]
         errors.clear()
@@ -30,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Decorates a function: neither it nor what it calls is compiled by itself."""
+    """Decorates a function so that neither it nor what it calls is compiled."""
     skip = _FrameAction.SKIP
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))
     return function

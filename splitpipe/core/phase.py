@@ -1,4 +1,4 @@
-"""The phase of a forward: an ordinary one, one that is checkpointed, or its repetition in backward."""
+"""The phase of a forward: ordinary, checkpointed, or repeated in backward."""
 from __future__ import annotations
 
 from contextvars import ContextVar
@@ -11,15 +11,15 @@ _phase: ContextVar[Phase] = ContextVar("splitpipe.phase", default="plain")
 
 
 def in_phase(phase: Phase) -> Bound[Phase]:
-    """Sets what is_checkpointing and is_recomputing say inside the block, in this context and copies of it."""
+    """Sets what is_checkpointing and is_recomputing return inside the block, in this context and copies of it."""
     return Bound(_phase, phase)
 
 
 def is_checkpointing() -> bool:
-    """Tells whether this forward is checkpointed: its saved tensors are dropped, and computed again in backward.
+    """Returns whether this forward is checkpointed: its saved tensors are dropped, and recomputed in backward.
 
     Returns:
-        True inside the first forward of a checkpointed microbatch, else False.
+        True inside the first forward of a checkpointed microbatch, otherwise False.
 
     Example:
         >>> is_checkpointing()
@@ -29,10 +29,10 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Tells whether this forward repeats an earlier one, in backward. A layer that counts its calls asks first.
+    """Returns whether this forward repeats an earlier one, in backward. Layers that count their calls should check it.
 
     Returns:
-        True inside the recomputation of a checkpointed microbatch, else False.
+        True inside the recomputation of a checkpointed microbatch, otherwise False.
 
     Example:
         >>> class Counter(torch.nn.Module):

@@ -1,21 +1,21 @@
-"""Random numbers of a stage's microbatch, from a seed of its own: a seeded run repeats, and so does a recomputation.
+"""Random numbers of a stage's microbatch, from a separate seed, so that seeded runs and recomputations repeat them.
 
-The CPU's default generator belongs to the whole process. Worker threads that drew from it would interleave by luck,
-and a recomputation would see other dropout masks than its first forward. So each (stage, microbatch) gets a seed. How a
-stage runs depends on whether it draws, which its first microbatch shows:
+The CPU's default generator belongs to the whole process. Worker threads that drew from it would interleave
+unpredictably, and a recomputation would see other dropout masks than its first forward. So each (stage, microbatch)
+gets a seed. How a stage runs depends on whether it draws, which its first microbatch shows:
 
     UNKNOWN ── drew nothing ──> NONE         runs free; nothing watches what it does
        │  ^                      │
        │  └──── drew after all ──┘           seen from the generator's state before and after
        └────── drew ──────────> EXCLUSIVE    has the default generator alone, in a state made from its seed
 
-An UNKNOWN stage runs as an EXCLUSIVE one does, so that the first microbatch draws what it would draw later on. After a
-call in which something drew and nobody knows what, all stages that are not EXCLUSIVE are DOUBTED: they run so for a
-whole call, as it may be a stage that draws in some microbatches only.
+An UNKNOWN stage runs like an EXCLUSIVE one, so that the first microbatch draws the same numbers as it would later.
+After a call in which something unknown drew, all stages that aren't EXCLUSIVE are DOUBTED: they run like EXCLUSIVE ones
+for a whole call, since one of them may draw in some microbatches only.
 
 If a stage in mode NONE moves the generator, it has drawn from the caller's state. Its recomputation starts from the
 generator's state before that run, and must end in the state after it. If another stage owned the generator during the
-run, these states are unknown; a recomputation that draws is then an error.
+run, these states are unknown, and a recomputation that draws is an error.
 """
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from splitpipe.core.thread_state import outermost
 
 T = TypeVar("T")
 
-#: The number of runs that must all have drawn before a stage is said to draw.
+#: How many runs must all have drawn before a stage counts as drawing.
 _TRIES = 3
 
 
 class RngMode(Enum):
-    """How a stage draws from the CPU's default generator, as far as its runs have shown."""
+    """How a stage draws from the CPU's default generator, as its runs have shown."""
 
     UNKNOWN = "unknown"
     DOUBTED = "doubted"
@@ -59,7 +59,7 @@ class RngMode(Enum):
 
 
 class RngFacts(Protocol):
-    """The facts about a stage that concern random numbers."""
+    """The facts about a stage's use of random numbers."""
 
     rng: RngMode
     #: The generators that random functions were given. None: no run has been watched for them yet.
@@ -67,7 +67,7 @@ class RngFacts(Protocol):
 
 
 class Numbers:
-    """The random numbers of one microbatch on one stage: drawn by a first run, and, if ``again``, by others again."""
+    """The random numbers of one microbatch on one stage: drawn by a first run, and, if ``again``, by recomputations."""
 
     def __init__(
         self,
@@ -82,17 +82,17 @@ class Numbers:
         self._facts = facts
         self._again = again
         new = facts.rng in (RngMode.UNKNOWN, RngMode.DOUBTED) or again and facts.generators is None
-        # Under a function mode compiled code would be compiled again.
+        # Under a function mode, compiled code would be compiled again.
         self._watch = None if compiled or not new else FirstRun()
         self._generators = {each: state_of(each) for each in (*owned, *(facts.generators or ()))} if again else {}
         self._exclusive = facts.rng is not RngMode.NONE
         #: True if a free run drew; None if that can't be known.
         self._drew: bool | None = False
         self._states: tuple[Tensor, Tensor] | None = None
-        self._from: Tensor | None = None  # The state that the run inside ``redraw`` started from, if it is exclusive.
+        self._from: Tensor | None = None  # The state at the start of the run inside ``redraw``, if it is exclusive.
 
     def draw(self, call: Callable[[], T]) -> tuple[T, bool]:
-        """The value of the call, and whether it drew its numbers."""
+        """The value of the call, and whether it drew random numbers."""
         if self._watch is None:
             return self._draw(call)
         with outermost(self._watch):
@@ -132,7 +132,7 @@ class Numbers:
         return Generator().manual_seed(self._seed).get_state()
 
     def redraw(self, call: Callable[[], object]) -> None:
-        """Runs the call with the numbers of the first run, twice if need be; generators stay as they are now."""
+        """Runs the call with the numbers of the first run, twice if necessary; generators stay as they are now."""
         now = {generator: state_of(generator) for generator in self._generators}
         try:
             _set(self._generators)
@@ -145,7 +145,7 @@ class Numbers:
             _set(now)
 
     def restart(self) -> None:
-        """Called by the run inside ``redraw`` when it begins once more: resets the generators."""
+        """Called by the run inside ``redraw`` when it starts again: resets the generators."""
         _set(self._generators)
         if self._from is not None:
             set_state(self._from)
@@ -175,10 +175,10 @@ class Numbers:
                 call()
                 end = state_of()
             if not states_differ(start, end):
-                return  # Somebody else drew.
+                return  # Something else drew.
         self._facts.rng = RngMode.EXCLUSIVE
         if self._drew is None or self._states is not None and states_differ(end, self._states[1]):
-            raise RuntimeError(_BEGUN.format("while others did, which its stage's first run did not"))
+            raise RuntimeError(_BEGUN.format("while others did, which its stage's first run didn't do"))
 
 
 def _set(states: Mapping[Generator, Tensor]) -> None:
@@ -187,39 +187,39 @@ def _set(states: Mapping[Generator, Tensor]) -> None:
 
 
 _BEGUN = (
-    "a layer has begun to draw random numbers {}: those of its recomputation may be others. Repeat the step, in which "
-    "this is known. If a thread of your own draws, give it a torch.Generator of its own."
+    "a layer has begun to draw random numbers {}: its recomputation may draw different ones. Repeat the step, which "
+    "will take this into account. If a thread that you started draws, give it a separate torch.Generator."
 )
 
 
 _UNREPEATED = (
-    "{} begins inside of torch.utils.checkpoint (the module's own gradient checkpointing), which repeats the random "
-    "numbers of the device before alone, and draws there: expected the model's own, checkpoint='always', and the "
-    "module's switched off (gradient_checkpointing_disable())."
+    "{} begins inside torch.utils.checkpoint (the module's own gradient checkpointing), which only repeats the random "
+    "numbers of the previous device, and draws there: expected checkpoint='always' instead, and the module's own "
+    "checkpointing turned off (gradient_checkpointing_disable())."
 )
 
 
 def torch_checkpoint_rng(facts: RngFacts, seeds: Seeds, *, side_by_side: bool) -> AbstractContextManager[None]:
-    """Around B: a recomputation of ``torch.utils.checkpoint`` in it draws the numbers that its forward has drawn."""
+    """Around B: makes recomputations of ``torch.utils.checkpoint`` in it draw the same numbers as their forward."""
 
     def begin() -> None:
         if side_by_side and facts.rng is not RngMode.EXCLUSIVE and not seeds.untouched:
             facts.rng = RngMode.UNKNOWN
             raise RuntimeError(
-                _BEGUN.format("inside torch.utils.checkpoint, which its stage's first run did not, while others draw")
+                _BEGUN.format("inside torch.utils.checkpoint, which its stage's first run didn't do, while others draw")
             )
 
     return lock_on_recompute(begin)
 
 
 class FirstRun(TorchFunctionMode):
-    """Watches a run for draws that the states before and after it do not show."""
+    """Watches a run for draws that the states before and after it don't show."""
 
     def __init__(self) -> None:
         super().__init__()
         self._start: Tensor | None = None
-        self.generators: dict[Generator, Tensor] = {}  # Those given to functions, and their states before.
-        self.moved = False  # True if the default generator ever moved: a layer may put it back.
+        self.generators: dict[Generator, Tensor] = {}  # Generators given to functions, and their states before.
+        self.moved = False  # Whether the default generator ever moved: a layer may restore it.
 
     @uncompiled
     def __torch_function__(
@@ -237,12 +237,12 @@ class FirstRun(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-#: The seed and the offset of an accelerator's generator; or its state, where these are not all of it.
+#: The seed and the offset of an accelerator's generator; or its state, if it consists of more.
 _Position = tuple[int, int] | Tensor
 
 
 class DeviceState:
-    """The state of an accelerator's generator at a time, the start of a microbatch say; nothing on the CPU."""
+    """The state of an accelerator's generator at some time, such as a microbatch's start; nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -254,17 +254,17 @@ class DeviceState:
         return self._state is not None and not _same(self._state, _position_of(self._device))
 
     def verify_undrawn(self, stage: object) -> None:
-        """Refuses draws since the state was taken, in a stage that began inside of a checkpoint."""
+        """Raises if a stage that began inside a checkpoint has drawn since the state was taken."""
         if self.moved:
             raise RuntimeError(_UNREPEATED.format(stage))
 
     def restored(self) -> AbstractContextManager[object]:
-        """Draws inside the block repeat those since the state was taken; after it the generator is as before."""
+        """Makes draws inside the block repeat those since the state was taken; after it, the generator is as before."""
         return nullcontext() if self._state is None else _Restored(self._device, self._state)
 
 
 class _Restored:
-    """Leaves a generator alone that is where it should be, as most are."""
+    """Leaves a generator alone if it is where it should be, the usual case."""
 
     __slots__ = ("_device", "_now", "_then")
 
@@ -282,7 +282,7 @@ class _Restored:
 
 
 def _generator(device: torch.device) -> Generator | None:
-    """The default generator of a device, if a seed and an offset are its state."""
+    """The default generator of a device, if a seed and an offset are its whole state."""
     if device.type != "cuda" or device.index is None:
         return None
     if not torch.cuda.default_generators:
@@ -292,7 +292,7 @@ def _generator(device: torch.device) -> Generator | None:
 
 def _position_of(device: torch.device) -> _Position:
     generator = _generator(device)
-    if generator is not None:  # Without the lock: no tensor is made.
+    if generator is not None:  # No lock is needed, since no tensor is made.
         return generator.initial_seed(), generator.get_offset()
     with state_lock():
         state: Tensor = torch.get_device_module(device).get_rng_state(device)

@@ -1,17 +1,17 @@
-"""A device's stream, or None for the CPU, where work is done when the call returns and every verb is a no-op.
+"""A device's stream, or None for the CPU, where work is done when the call returns and every operation is a no-op.
 
-One class: a device module's streams and events (``torch.cuda``) and torch's generic ones don't know each other's
-records, and two streams of one number are not equal. So all here are of the device's own class, whatever they came as
-(``of_device_class``), and nobody else in the package makes, records or waits for any. These let go of the interpreter's
-lock while the driver has them, which a full launch queue makes long.
+There is only one class: the streams and events of a device's module (``torch.cuda``) and torch's generic ones don't
+know each other's records, and two streams with the same number aren't equal. So all of them have the device's own class
+here, whatever they were (``of_device_class``), and no other file of the package makes, records or waits for any. This
+class releases the GIL in calls to the driver, which are long if a launch queue is full.
 
-Events are used again. A wait is for what the event stands for when the wait is *called*, so an event may be recorded
-again once every wait for it was called: whoever calls the last one gives it back (``spent``). What would break it: an
-event given back sooner, whose next record would be waited for in place of the first; and one recorded by two threads at
-once, which is why it is taken by ``deque.pop``, one whole step.
+Events are reused. A wait is for what the event represents when the wait is *called*, so an event may be recorded again
+once every wait for it has been called: the caller of the last one gives it back (``spent``). This would break if an
+event were given back earlier, since a wait would be for its next record; or if two threads recorded one event at the
+same time, which is why it is taken with ``deque.pop``, an atomic step.
 
-No context: a device's context takes half a GiB, and setting the device makes one. What sets a device puts back the one
-before as torch.accelerator.device_index does, by an exchange that makes no context.
+No contexts: a device's context takes half a GiB, and setting the device creates one. Code that sets a device restores
+the previous one like torch.accelerator.device_index, by an exchange that creates no context.
 """
 from __future__ import annotations
 
@@ -65,33 +65,33 @@ def current(device: torch.device) -> Stream:
 
 
 def new(device: torch.device, priority: int = 0) -> Stream:
-    """A further stream of ``device``. Lower priorities are served first; 0, the default stream's, is the last."""
+    """A new stream of ``device``. Lower priorities are served first; 0, the default stream's, is last."""
     return None if device.type == "cpu" else _kind(device).stream(device=device, priority=priority)
 
 
 def same(stream: Stream, other: Stream) -> bool:
-    """Compares two streams by device and number."""
+    """True if two streams have the same device and number."""
     if stream is other or stream is None or other is None:
         return stream is other
     return stream.stream_id == other.stream_id and stream.device_index == other.device_index
 
 
 def is_default(stream: Stream) -> bool:
-    """Tells whether it is its device's default stream, which has the number 0 on every device."""
+    """True if it is its device's default stream, which has the number 0 on every device."""
     return stream is None or stream.stream_id == 0
 
 
 def bind(device: torch.device) -> None:
-    """Gives this thread, which starts on device 0 and without a context, the device, with its context."""
+    """Gives this thread, which starts on device 0 without a context, the device with its context."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-        # Setting the device that is set already would do nothing.
+        # Setting the device that is already set would do nothing.
         torch.accelerator.current_stream(device.index).query()
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all that the device was given."""
-    # Inside our guard: torch.accelerator's own sets the previous device again, which makes a context there.
+    """Waits for all work of the device."""
+    # Inside our guard: torch.accelerator's own sets the previous device again, which creates a context there.
     with torch.accelerator.device_index(device.index):
         torch.accelerator.synchronize(device.index)
 
@@ -105,7 +105,7 @@ def wait(stream: Stream, other: Stream) -> None:
 
 
 def mark(stream: Stream) -> torch.Event | None:
-    """Records an event behind the work queued on ``stream`` so far; after waiting for it, give it to ``spent``."""
+    """Records an event after the work queued on ``stream`` so far; after waiting for it, give it to ``spent``."""
     if stream is None:
         return None
     kind = _kind(stream.device)
@@ -119,7 +119,7 @@ def mark(stream: Stream) -> torch.Event | None:
 
 
 def moment(stream: torch.Stream) -> Any:
-    """An event that says when the stream came here."""
+    """An event that records when the stream reaches it."""
     event = _kind(stream.device).event(enable_timing=True)
     event.record(stream)
     return event
@@ -132,7 +132,7 @@ def wait_for(stream: Stream, event: torch.Event | None) -> None:
 
 
 def spent(event: torch.Event | None) -> None:
-    """Gives the event back: nobody will wait for it any more."""
+    """Returns the event to the pool, when nothing will wait for it any more."""
     if event is not None:
         _kind(event.device).free.append(event)
 
@@ -143,13 +143,13 @@ def finish(event: torch.Event) -> None:
 
 
 def hold(tensor: Tensor, stream: Stream) -> None:
-    """Keeps the memory of ``tensor``, freed meanwhile, from being reused before ``stream`` has read it."""
+    """Prevents the memory of ``tensor``, if it is freed, from being reused before ``stream`` has read it."""
     if stream is not None and tensor.device == stream.device:
         tensor.record_stream(stream)
 
 
 def use(*streams: Stream) -> AbstractContextManager[object]:
-    """Makes each stream the current one of its device in this thread, and the last one's device current."""
+    """Makes each stream its device's current one in this thread, and the last one's device current."""
     real = [stream for stream in streams if stream is not None]
     return _Use(real) if real else _NOTHING
 
@@ -174,20 +174,20 @@ class _Use:
     def __exit__(self, *exc_info: object) -> None:
         for stream in reversed(self._before):
             torch.accelerator.set_stream(stream)
-        # As torch.accelerator.device_index ends; that guard around it would take as long as all the rest.
+        # Like the end of torch.accelerator.device_index; using that guard here would take as long as everything else.
         _accelerator_maybeExchangeDevice(self._device)
 
 
 class NamedStreams:
-    """Streams by device and name, each made when it is first asked for."""
+    """Streams by device and name, each created when it is first needed."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[torch.device, str], Stream] = {}
 
     def __call__(self, device: torch.device, name: str) -> Stream:
-        """The device's stream of a name, the same one every time."""
-        # Copies are waited for, and the kernels of copies are small: they go first. Weight gradients give way to
-        # stages that compute on streams of a higher priority; the default stream has the least, as they do.
+        """The device's stream with this name, always the same."""
+        # Copies are waited for, and their kernels are small, so they go first. Weight gradients yield to stages that
+        # compute on streams of a higher priority; the default stream has the lowest priority, as they do.
         if (device, name) not in self._found:
             self._found[device, name] = new(device, 0 if name == "weights" else -1)
         return self._found[device, name]

@@ -1,4 +1,4 @@
-"""Facts about tensors that need no device: whether one is plain, its storage and version, which share memory."""
+"""Facts about tensors that need no device: whether one is plain, its storage and version, shared memory."""
 from __future__ import annotations
 
 from collections import Counter
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 
 def is_plain(x: Tensor) -> bool:
-    """Tells whether a tensor is dense, strided and of no subclass."""
+    """True if a tensor is dense, strided and not of a subclass."""
     return type(x) in (Tensor, Parameter) and x.layout is torch.strided and not x.is_nested
 
 
@@ -26,13 +26,13 @@ def storage_of(x: Tensor) -> int:
 def version_of(x: Tensor) -> int | None:
     """The tensor's version; None for an inference tensor, which has none."""
     try:
-        return x._version  # Not asked first by is_inference(): torch would release the interpreter's lock there.
+        return x._version  # Without calling is_inference() first, in which torch would release the GIL.
     except RuntimeError:
         return None
 
 
 def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[int]:
-    """The places of tensors that share a storage with another of the values, or with one of the tainted."""
+    """The places of tensors that share a storage with another of the values, or with a tainted one."""
     if len(values) < 2 and not tainted:
         return frozenset()
     # An empty tensor can't be written to.

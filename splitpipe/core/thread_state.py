@@ -1,7 +1,7 @@
-"""The caller's thread-local state, captured once a call and set exactly in every thread that works for it.
+"""The caller's thread-local state, captured once per call and set exactly in every thread that works for it.
 
-Exactly: what is off is switched off as well as what is on is switched on. A recomputation runs inside the user's
-backward, where autocast may be on though the forward ran without it, and the other way round.
+Exactly means that what is off is turned off, and what is on is turned on. A recomputation runs inside the user's
+backward, where autocast may be on though the forward ran without it, or vice versa.
 """
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Hooks = tuple[Pack, Callable[[Any], torch.Tensor]]
 
 
 class State(NamedTuple):
-    """A thread's torch settings. Context variables travel apart, one ``Context`` a microbatch."""
+    """A thread's torch settings. Context variables are passed separately, one ``Context`` per microbatch."""
 
     grad: bool
     inference: bool
@@ -65,10 +65,10 @@ class State(NamedTuple):
 
     @property
     def observed(self) -> bool:
-        """Tells whether user code runs inside ops: hooks or modes, which see the ops of one thread at a time.
+        """True if user code runs inside ops: hooks or modes, which see the ops of one thread at a time.
 
-        ``torch.utils.checkpoint`` around a pipeline numbers saved tensors in the order of its pack hook's calls;
-        stages that save in two threads at once would give each other's tensors back.
+        ``torch.utils.checkpoint`` around a pipeline numbers saved tensors in the order of its pack hook's calls; stages
+        that save in two threads at the same time would get each other's tensors back.
         """
         modes = [mode for mode in self.function_modes if not isinstance(mode, DeviceContext)]
         return bool(self.hooks or modes or self.dispatch_modes)
@@ -89,7 +89,7 @@ def capture() -> State:
     """The state of this thread."""
     # If hooks are disabled, there is a message, and the stack can't be read.
     message = _saved_tensors_hooks_get_disabled_error_message()
-    return State(  # Positional: each microbatch on each stage makes one, and names would take a microsecond more.
+    return State(  # Positional: each microbatch on each stage makes one, and names would take another microsecond.
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds()]),
@@ -103,14 +103,14 @@ def capture() -> State:
 
 
 def autocast_off(state: State) -> State:
-    """The state outside of forwards: autocast is off, as in the user's backward."""
+    """The state outside forwards: autocast is off, as in the user's backward."""
     if not any(enabled for _, enabled, _ in state.autocast):
         return state
     return state._replace(autocast=tuple((kind, False, dtype) for kind, _, dtype in state.autocast))
 
 
 class entered:
-    """Sets this thread's state to the captured one inside the block, and back to what it was after it."""
+    """Sets this thread's state to the captured one inside the block, and restores it afterwards."""
 
     __slots__ = ("_grad", "_stack", "_state")
 
@@ -121,7 +121,7 @@ class entered:
     def __enter__(self) -> None:
         now, state = capture(), self._state
         self._grad = now.grad
-        # Mostly the state is this thread's own except for grad mode, as in a recomputation.
+        # Usually, the state is this thread's own except for grad mode, as in a recomputation.
         if state[5:] == _UNOBSERVED and now[1:] == state[1:]:
             if now.grad != state.grad:
                 _set_grad_enabled(state.grad)
@@ -144,17 +144,17 @@ class entered:
 def _enter(stack: ExitStack, now: State, state: State) -> None:
     if now.overrides != state.overrides:
         stack.enter_context(_EnableTorchFunction() if state.overrides else DisableTorchFunctionSubclass())
-    # A function mode sees set_grad_enabled: neither this thread's modes nor the captured ones are to see ours.
+    # A function mode sees set_grad_enabled: neither this thread's modes nor the captured ones should see ours.
     stack.enter_context(function_modes(now.function_modes, ()))
     if now.inference != state.inference:
         stack.enter_context(torch.inference_mode(state.inference))
     if now.autocast != state.autocast or now.autocast_cache != state.autocast_cache:
-        # Not torch.autocast: it warns of dtypes that the caller was warned of before.
+        # torch.autocast isn't used: it warns about dtypes for which the caller has already been warned.
         torch.autocast_increment_nesting()
         stack.callback(_leave_autocast, now)
         _set_autocast(state)
     if now.hooks_disabled != state.hooks_disabled or _ids(now.hooks) != _ids(state.hooks):
-        # Only the innermost pair is ever called, so it stands for the caller's whole stack.
+        # Only the innermost pair is ever called, so it represents the caller's whole stack.
         before = _set_hooks([] if state.hooks is None else [state.hooks], state.hooks_disabled)
         stack.callback(_set_hooks, before, now.hooks_disabled)
     if _ids(now.dispatch_modes) != _ids(state.dispatch_modes):
@@ -165,7 +165,7 @@ def _enter(stack: ExitStack, now: State, state: State) -> None:
 
 
 def _ids(values: Sequence[object] | None) -> list[int]:
-    # Not the values themselves: modes and hooks may define equality, and be equal to others.
+    # Not by comparing values: modes and hooks may define equality, and be equal to others.
     return [id(value) for value in values or ()]
 
 
@@ -183,12 +183,12 @@ def _leave_autocast(before: State) -> None:
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """Switches autocast off inside the block, for every type of device."""
+    """Turns autocast off inside the block, for all device types."""
     return _DisableAutocast() if _is_any_autocast_enabled() else _NOTHING
 
 
 def _set_hooks(pairs: Sequence[Hooks], disabled: str | None) -> list[Hooks]:
-    """Makes the pairs the stack of saved-tensor hooks, outermost first, or disables it; gives those before."""
+    """Makes the pairs the stack of saved-tensor hooks, outermost first, or disables it; returns the previous pairs."""
     _saved_tensors_hooks_enable()
     before: list[Hooks] = []
     while (top := _top_saved_tensors_default_hooks(True)) is not None:
@@ -202,10 +202,10 @@ def _set_hooks(pairs: Sequence[Hooks], disabled: str | None) -> list[Hooks]:
 
 
 def _lasting(pack: Pack) -> Pack:
-    """The pack hook, fit for the stack after the block that entered it has ended, as in a recomputation.
+    """The pack hook, usable on the stack after the block that entered it has ended, as in a recomputation.
 
-    Since torch 2.14, torch.utils.checkpoint looks through its own hooks on the stack to the user's outside of them. It
-    notes these on the pack hook, only inside the block. In backward it sees none there, and so none here.
+    Since torch 2.14, torch.utils.checkpoint looks past its own hooks on the stack for the user's hooks around them. It
+    stores these on the pack hook, but only inside the block. In backward, it finds none there, and so none here.
     """
     if not getattr(pack, "_checkpoint_internal", False) or hasattr(pack, "_user_hooks"):
         return pack
@@ -236,7 +236,7 @@ def outermost(mode: TorchFunctionMode) -> AbstractContextManager[None]:
 
 def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
     """Makes these this thread's function modes, outermost first."""
-    # Whatever is there: set_default_device puts a mode on the stack and leaves it there.
+    # Regardless of what is there: set_default_device puts a mode on the stack and leaves it there.
     for _ in range(_len_torch_function_stack()):
         _pop_torch_function_stack()
     for mode in modes:
@@ -275,7 +275,7 @@ class Packed:
 
 
 def unchanged(x: torch.Tensor | Packed) -> torch.Tensor:
-    """An unpack hook for tensors that mostly are saved as they are. It is known: what it unpacks may be read twice."""
+    """An unpack hook for tensors that are usually saved as they are. It is known, so its tensors may be read twice."""
     return x if isinstance(x, torch.Tensor) else x.load()
 
 
@@ -311,7 +311,7 @@ def profiled(call: Callable[[], T]) -> Callable[[], T]:
 
 
 class Bound(Generic[T]):
-    """Binds the variable to the value inside the block, for this context alone: cheaper than a generator."""
+    """Binds the variable to the value inside the block, only for this context: cheaper than a generator."""
 
     __slots__ = ("_token", "_value", "_variable")
 

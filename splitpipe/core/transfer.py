@@ -1,16 +1,17 @@
-"""Copy, Wait and Leave: a tensor moves to the next stage's stream, and its gradient back, on streams for copies.
+"""Copy, Wait and Leave: move a tensor to the next stage's stream, and its gradient back, on streams for copies.
 
     compute ── Leave ──> copy  ══ Copy ══>  copy ── Wait ──> compute     (backward: the same, mirrored)
     `────── source Port ──────´            `────── target Port ────´
 
-Streams are passed as arguments: inside a backward thread "the current stream" of the other device is the one that
-the thread used last, not the one that the forward ran on.
+Streams are passed as arguments: inside a backward thread, "the current stream" of the other device is the one that the
+thread used last, not the one on which the forward ran.
 
-In backward nothing waits for the tail of a copy stream, where the copies for later microbatches may stand already.
-Copy is a node of the target's copy stream, and the engine orders what follows it behind the event of that copy alone:
-first the nodes on the source's order stream, which nothing else is given, and then Leave, a node of the compute stream.
+In backward, nothing waits for the tail of a copy stream, where copies for later microbatches may already be queued.
+Copy is a node of the target's copy stream, and the engine makes what follows wait only for the event of that copy:
+first the nodes on the source's order stream, which is used for nothing else, and then Leave, a node of the compute
+stream.
 
-Lifetimes: the allocator reuses a block as soon as its own stream has passed the free. A tensor read on another
+Lifetimes: the allocator reuses a block as soon as its own stream has passed the free. A tensor that is read on another
 stream is held there; without the ``hold``, the block would be written to while the copy still reads it.
 """
 from __future__ import annotations
@@ -31,7 +32,7 @@ from splitpipe.core.tensors import is_plain
 
 @dataclass(frozen=True)
 class Port:
-    """One side of a transfer: the device, and the streams that its stage computes on and copies on."""
+    """One side of a transfer: the device, and the streams on which its stage computes and copies."""
 
     device: torch.device
     compute: Stream
@@ -56,7 +57,7 @@ class Copy(Function):
 
 
 class Wait(Function):
-    """The tensor, after ``second`` waits for ``first`` or for its event; in backward the other way round."""
+    """The tensor, after ``second`` waits for ``first`` or for its event; in backward, the other way round."""
 
     @staticmethod
     def forward(
@@ -77,7 +78,7 @@ class Wait(Function):
 
 
 class Leave(Function):
-    """The tensor, after copy waits for compute; in backward the engine makes compute wait for the gradient's copy."""
+    """The tensor, after copy waits for compute; in backward, the engine makes compute wait for the gradient's copy."""
 
     @staticmethod
     def forward(
@@ -95,13 +96,13 @@ class Leave(Function):
 
 
 class Return(Function):
-    """A gradient back at the compute stream. In double backward it leaves again, and the copy stream waits again."""
+    """A gradient back on the compute stream. In double backward, it leaves again, and the copy stream waits again."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, source: Port, to_cpu: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.source, ctx.to_cpu = source, to_cpu
-        if to_cpu:  # The engine knows of no stream for a gradient that comes from the CPU.
+        if to_cpu:  # The engine knows no stream for a gradient from the CPU.
             stream.wait(source.compute, source.copy)
         return grad.detach()
 
@@ -112,19 +113,19 @@ class Return(Function):
 
 def brought(x: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, copied by the current streams."""
-    # A copy from or to the CPU is waited for. Code on the CPU knows of no streams: it would read memory that is yet to
-    # be written, or refill a pinned buffer that is yet to be read.
+    # A copy from or to the CPU is waited for. Code on the CPU doesn't know about streams: it would read memory that is
+    # yet to be written, or refill a pinned buffer that is yet to be read.
     if "cpu" in (x.device.type, device.type):
         return x.to(device)
     if x.device != device and is_plain(x) and not x.is_contiguous() and _has_gaps(x):
-        # Between GPUs that don't reach each other's memory, torch copies in two steps: the second, on the target's
-        # stream, fills a tensor of the same order of dimensions. In backward nothing would wait for that.
+        # Between GPUs without peer access, torch would copy it in two steps. The second one runs on the target's
+        # stream, and in backward nothing would wait for that.
         x = x.clone()
     return x.to(device, non_blocking=True)
 
 
 def _has_gaps(x: Tensor) -> bool:
-    """True if the elements don't lie in one piece of memory, each once, in whatever order."""
+    """True unless the elements fill one piece of memory, each of them once, in any order."""
     reach = 1
     for stride, size in sorted(zip(x.stride(), x.shape)):
         if size != 1:
@@ -135,11 +136,11 @@ def _has_gaps(x: Tensor) -> bool:
 
 
 def move(x: Tensor, source: Port, target: Port) -> Tensor:
-    """The tensor on the target's device, outside of autograd."""
+    """The tensor on the target's device, outside autograd."""
     with stream.use(target.copy, source.copy):
         y = brought(x, target.device)
     if y is x:
-        stream.wait(target.copy, source.copy)  # Two streams of one device: nothing was copied that would order them.
+        stream.wait(target.copy, source.copy)  # Two streams of one device: there was no copy to order them.
     stream.hold(x, source.copy)
     stream.hold(y, target.compute)
     return y
@@ -153,13 +154,13 @@ def _await(source: Port, after: torch.Event | None) -> None:
 
 
 def leave(x: Tensor, source: Port, target: Port, after: torch.Event | None = None) -> Tensor:
-    """The tensor for the copy stream, which waits for all that compute was given, or for the event ``after``."""
+    """The tensor for the copy stream, which waits for all work of compute, or for the event ``after``."""
     if not _tracked(x):
         _await(source, after)
         return x
     with stream.use(source.compute):
         y: Tensor = Leave.apply(x, source, target.device.type == "cpu", after)
-    rank(y, rank_of(x))  # It belongs to the stage, and goes backward with the stage's own nodes.
+    rank(y, rank_of(x))  # It belongs to the stage, and runs backward with the stage's own nodes.
     return y
 
 
@@ -174,7 +175,7 @@ def depart(x: Tensor, source: Port, target: Port) -> Tensor:
 
 
 def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
-    """The tensor that departed, as the target's stage may use it: after the event."""
+    """The tensor that departed, for use by the target's stage: after the event."""
     if not _tracked(x):
         stream.wait_for(target.compute, event)
         return x
@@ -185,7 +186,7 @@ def arrive(x: Tensor, target: Port, event: torch.Event | None) -> Tensor:
 
 
 class Crossing(NamedTuple):
-    """How a value has come to a stage, as its nodes tell: from which edge, and between which ports if it was copied."""
+    """How a value reached a stage, from its nodes: from which edge, and between which ports if it was copied."""
 
     edge: Edge
     source: Port | None = None
@@ -193,7 +194,7 @@ class Crossing(NamedTuple):
 
     @classmethod
     def of(cls, node: Any) -> Crossing:
-        """The crossing that ends with a node: a Cross, or the Wait behind a Copy."""
+        """The crossing that ends with a node: a Cross, or the Wait after a Copy."""
         (edge,) = node.next_functions
         if isinstance(node, _CROSS):
             return cls(edge)
@@ -203,7 +204,7 @@ class Crossing(NamedTuple):
         return cls(edge, *copy.ports)
 
     def again(self, x: Tensor, y: Tensor) -> Tensor:
-        """Lays the same nodes on another tensor of the source's stage; ``y`` stands in for its copy: nothing moves."""
+        """Makes the same nodes for another tensor of the source's stage; ``y`` represents its copy: nothing moves."""
         source, target = self.source, self.target
         if source is None or target is None:
             return x
@@ -223,7 +224,7 @@ _CROSS: Any = Cross._backward_cls
 
 
 def hand_over(x: Tensor, giver: Stream, taker: Stream) -> Tensor:
-    """The tensor for another stream of its own device."""
+    """The tensor for another stream of its device."""
     stream.hold(x, taker)
     if stream.same(giver, taker):
         return x
@@ -240,18 +241,18 @@ def _tracked(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Route:
-    """The way from one stage to another."""
+    """The path from one stage to another."""
 
     source: Port
     target: Port
 
     def depart(self, leaves: Sequence[Any]) -> tuple[list[Any], torch.Event | None]:
-        """Values that left the source's stage, as nodes on the target's device, and the event of their being there."""
+        """Values that left the source's stage, as nodes on the target's device, and the event of their arrival."""
         copied = [depart(leaf, self.source, self.target) if self._carries(leaf) else leaf for leaf in leaves]
         return copied, stream.mark(self.target.copy)
 
     def arrive(self, leaves: Sequence[Any], event: torch.Event | None) -> list[Any]:
-        """Values that departed, as the target's stage may use them. Called once, when that stage runs."""
+        """Values that departed, for use by the target's stage. Called once, when that stage runs."""
         device = self.target.device
         arrived = [
             arrive(leaf, self.target, event) if isinstance(leaf, Tensor) and leaf.device == device else leaf
@@ -266,10 +267,11 @@ class Route:
         timed: Callable[[Stream, bool], None] | None = None,
         after: torch.Event | None = None,
     ) -> tuple[list[Any], torch.Event | None]:
-        """Values of the source's compute stream, outside of autograd, and the event of their being there.
+        """Copies values of the source's compute stream, outside autograd; also returns the event after which they are
+        there.
 
         ``timed`` is called with the stream that copies, before the copy (False) and after it (True). With an event
-        ``after`` the copy waits for that alone.
+        ``after``, the copy only waits for that.
         """
         _await(self.source, after)
         if timed is not None:
@@ -280,13 +282,13 @@ class Route:
         return moved, stream.mark(self.target.copy)
 
     def _carries(self, leaf: Any) -> bool:
-        # A tensor that a layer has put elsewhere (lengths on the CPU, say) stays there.
+        # A tensor that a layer has moved elsewhere (such as lengths on the CPU) stays there.
         return isinstance(leaf, Tensor) and leaf.device == self.source.device
 
 
 @dataclass
 class Routes:
-    """The routes between stages that compute on some streams, each made when it is first taken."""
+    """The routes between stages that compute on some streams, each created when it is first used."""
 
     devices: Sequence[torch.device]
     computes: Sequence[Stream]
@@ -294,7 +296,7 @@ class Routes:
     _found: dict[tuple[int, int], Route | None] = field(default_factory=dict)
 
     def of(self, source: int, target: int) -> Route | None:
-        """The route from a stage to another one; None if both compute on one stream, and nothing is copied."""
+        """The route from a stage to another; None if both compute on one stream, so that nothing is copied."""
         if (source, target) not in self._found:
             self._found[source, target] = self._made(source, target)
         return self._found[source, target]
@@ -303,6 +305,6 @@ class Routes:
         here, there = self.devices[source], self.devices[target]
         if here == there and stream.same(self.computes[source], self.computes[target]):
             return None
-        # One stream a link: on a common one, a copy would wait for copies from stages that are not ready.
+        # One stream per link: on a common one, a copy would wait for copies from stages that aren't ready.
         into = Port(there, self.computes[target], self.named(there, f"in from {source}"))
         return Route(Port(here, self.computes[source], self.named(here, "out"), self.named(here, "order")), into)

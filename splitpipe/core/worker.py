@@ -1,20 +1,20 @@
-"""Threads that stay: each takes calls from one queue, in order, and hands back one Outcome a call.
+"""Persistent threads: each takes calls from one queue, in order, and returns one Outcome per call.
 
 Guarantees, and what would break them:
 
-* Nobody waits forever. A waiting thread checks ten times a second that the worker lives: it may die anywhere, also
-  during a call that is in no queue any more. In a forked child no thread of the parent lives.
-* When ``Pool.run`` raises, its calls have ended. An interrupt may arrive at any line, also between a call's submission
-  and the note of its outcome: so one more call is put into each queue and waited for; earlier ones have ended then. The
-  owner makes another pool. A second interrupt, while that is waited for, gets through.
-* The calls of two ``Pool.run`` stand in the same order in every queue. They may wait for each other: in other orders,
-  each of two threads could run the one that waits for what is behind the other's.
+* Every wait ends. A waiting thread checks ten times per second that the worker is alive: it may die anywhere, even
+  during a call that isn't in any queue any more. In a forked child, no thread of the parent is alive.
+* When ``Pool.run`` raises, its calls have ended. An interrupt may arrive at any line, even between a call's submission
+  and the recording of its outcome. So another call is put into each queue and waited for; earlier ones have ended
+  then. The owner creates another pool. A second interrupt during that wait gets through.
+* The calls of two ``Pool.run`` are in the same order in every queue. They may wait for each other: in other orders,
+  each of two threads could run a call that waits for one queued after the other's.
 * A thread keeps nothing alive. It forgets the call before it settles the outcome, and the outcome before it waits for
-  the next one; a variable that still named them would hold a microbatch until the next forward, and keep the pool's
-  owner alive permanently. Threads hold their queue, never the pool: else no pool would ever be collected, and its
-  threads would stay.
-* The interpreter's exit waits for a call that runs. A thread that comes back from torch to an interpreter that is
-  gone aborts the process.
+  the next one; a variable that still referred to them would keep a microbatch alive until the next forward, and the
+  pool's owner forever. Threads refer to their queue, never to the pool: otherwise, no pool would ever be collected,
+  and its threads would stay.
+* The interpreter's exit waits for running calls. A thread that returns from torch to an interpreter that has exited
+  aborts the process.
 """
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from splitpipe.core.thread_state import profiled
 
 T = TypeVar("T")
 
-#: Seconds that the interpreter's exit waits for calls that run.
+#: Seconds for which the interpreter's exit waits for running calls.
 _GRACE = 30.0
-#: Seconds between two looks at threads whose calls are waited for.
+#: Seconds between two checks of threads whose calls are waited for.
 _LOOK = 0.1
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker thread ended before it was through with a call."""
+    """Raised if a worker thread ended before it had finished a call."""
 
 
 class Outcome(Generic[T]):
-    """The value or the exception of one call, to be opened once, by one thread."""
+    """The value or the exception of one call, to be retrieved once, by one thread."""
 
     __slots__ = ("_call", "_done", "_errors", "_settled", "_thread", "_value")
 
@@ -61,36 +61,36 @@ class Outcome(Generic[T]):
         self._value: T | None = None
 
     def run(self) -> None:
-        """Runs the call, forgets it, and settles."""
+        """Runs the call, forgets it, and settles the outcome."""
         call, self._call = cast(Callable[[], T], self._call), None
         try:
             self._value = call()
         except BaseException as error:
             self._errors.append(error)
         del call
-        self._settled = True  # Before the lock: a wait that an interrupt ends just after it got that can be repeated.
+        self._settled = True  # Before the lock: a wait that got it and was then interrupted can be repeated.
         self._done.release()
-        del self  # The error's traceback holds this frame: if nobody opens the outcome, it would be a cycle.
+        del self  # The error's traceback refers to this frame: an unretrieved outcome would be a cycle.
 
     def ended(self, seconds: float) -> bool:
-        """Waits for the end of the call, so long at most; True if it has ended."""
+        """Waits for the end of the call for at most this long; returns True if it has ended."""
         if not self._settled:
             self._done.acquire(timeout=seconds)
         return self._settled
 
     @property
     def lost(self) -> bool:
-        """Tells whether the thread has died during the call."""
-        return not self._thread.is_alive() and not self._settled  # In this order: it may settle and end in between.
+        """True if the thread has died during the call."""
+        return not self._thread.is_alive() and not self._settled  # In this order: it may settle, then end.
 
     def verify(self) -> None:
-        """Raises what the call has raised, or that its thread has died."""
+        """Raises the call's error, or an error if its thread has died."""
         if self.lost:
-            raise WorkerDiedError("a worker thread ended before it was through with this call; try again")
+            raise WorkerDiedError("a worker thread ended before it had finished this call; try again")
         raise_first(self._errors)
 
     def get(self) -> T:
-        """Waits for the call; gives its value or raises its exception, and forgets both."""
+        """Waits for the call; returns its value or raises its exception, and forgets both."""
         if not self._settled:
             wait([self])
         if self._errors or not self._settled:
@@ -100,7 +100,7 @@ class Outcome(Generic[T]):
 
 
 def wait(outcomes: Sequence[Outcome[Any]]) -> None:
-    """Returns when all calls have ended; raises sooner if one has failed or is lost: others may wait for its values."""
+    """Returns when all calls have ended; raises earlier if one has failed or is lost, since others may wait for it."""
     for outcome in outcomes:
         while not outcome.ended(_LOOK):
             for each in outcomes:
@@ -108,7 +108,7 @@ def wait(outcomes: Sequence[Outcome[Any]]) -> None:
 
 
 class ProcessLock:
-    """A lock that is free in a forked child: the thread that held it at the fork is in the parent alone."""
+    """A lock that is free in a forked child: the thread that held it at the fork only exists in the parent."""
 
     def __init__(self, make: Callable[[], Any] = threading.RLock) -> None:
         self._make = make
@@ -119,7 +119,7 @@ class ProcessLock:
         """The lock of this process."""
         pid = os.getpid()
         found = self._of.get(pid)
-        return self._of.setdefault(pid, self._make()) if found is None else found  # One step: two threads get the same.
+        return self._of.setdefault(pid, self._make()) if found is None else found  # Atomic: two threads get the same.
 
 
 _Calls = SimpleQueue[Outcome[Any] | None]  # None ends the thread.
@@ -133,8 +133,8 @@ def _work(calls: _Calls, working: list[_Calls], exiting: Callable[[], None]) -> 
     finally:
         working.remove(calls)
         if not working:
-            # Not before: the exit waits for threads of a pool that was dropped just then, too. One that is still ending
-            # when the interpreter is gone takes the process along, in what torch does at a thread's end.
+            # Not before: the exit must also wait for threads of a pool that was dropped just then. One that is still
+            # ending when the interpreter has exited crashes the process, in what torch does at a thread's end.
             atexit.unregister(exiting)
 
 
@@ -153,22 +153,23 @@ def _exit(queues: list[_Calls], threads: list[threading.Thread]) -> None:
 
 
 def _compute_on(threads: int) -> None:
-    # A thread takes the process's number when it first asks; set before that, its own would be lost.
+    # A thread takes the process's number of threads when it first asks; if it set its own before that, it would be
+    # lost.
     torch.get_num_threads()
     torch.set_num_threads(threads)
 
 
 class Pool:
-    """Worker threads of one model, started at once, ended when the pool is collected or the interpreter exits."""
+    """Worker threads of one model, started together; they end when the pool is collected or the interpreter exits."""
 
     def __init__(self, names: list[str]) -> None:
-        if sys.is_finalizing():  # A thread that starts now never runs, and its start never returns.
+        if sys.is_finalizing():  # A thread started now would never run, and its start never return.
             raise RuntimeError(
-                "the interpreter is exiting, and starts no worker threads any more: expected the model to be used "
-                "before. Where a destructor or a generator's finally uses it, register that with atexit."
+                "the interpreter is exiting, and no longer starts worker threads: expected the model to be used "
+                "earlier. If a destructor or a generator's finally uses it, register that with atexit."
             )
         self._closed = False
-        #: True after a second interrupt: nobody has waited for the calls that run in its threads.
+        #: True after a second interrupt: the calls that run in its threads haven't been waited for.
         self.left = False
         self._submitting = threading.Lock()
         self._queues: list[_Calls] = [SimpleQueue() for _ in names]
@@ -185,7 +186,7 @@ class Pool:
 
     @property
     def usable(self) -> bool:
-        """Tells whether its threads run in this process: none do after a fork, or when the interpreter ends."""
+        """True if its threads run in this process: none do after a fork, or when the interpreter exits."""
         return not self._closed and not sys.is_finalizing() and all(thread.is_alive() for thread in self._threads)
 
     @property
@@ -194,12 +195,12 @@ class Pool:
         return len(self._threads)
 
     def has_this_thread(self) -> bool:
-        """Tells whether the caller's thread is one of the pool's."""
+        """True if the caller's thread is one of the pool's."""
         here = threading.get_ident()
-        return any(thread.ident == here and thread.is_alive() for thread in self._threads)  # Numbers are given again.
+        return any(thread.ident == here and thread.is_alive() for thread in self._threads)  # Numbers are reused.
 
     def submit(self, worker: int, call: Callable[[], T]) -> Outcome[T]:
-        """Queues a call for the worker, behind earlier ones."""
+        """Queues a call for the worker, after earlier ones."""
         outcome = Outcome(call, self._threads[worker])
         self._queues[worker].put(outcome)
         return outcome
@@ -207,9 +208,9 @@ class Pool:
     def run(
         self, calls: Sequence[tuple[int, Callable[[], T]]], stop: Callable[[BaseException], None] | None = None
     ) -> list[T]:
-        """Runs calls, each in the worker of that number and under the profiler of this thread.
+        """Runs calls, each in the worker with that number and under the profiler of this thread.
 
-        ``stop`` is given what is raised, to end those that wait.
+        ``stop`` is called with what is raised, to end calls that wait.
         """
         outcomes: list[Outcome[T]] = []
         try:
@@ -228,7 +229,7 @@ class Pool:
         return [outcome.get() for outcome in outcomes]
 
     def _rest(self) -> None:
-        # After these, calls that were submitted without a note of their outcome have ended, too.
+        # After these, calls that were submitted without a record of their outcome have ended too.
         for outcome in [self.submit(worker, lambda: None) for worker in range(len(self._queues))]:
             while not outcome.ended(_LOOK) and not outcome.lost:
                 pass
@@ -239,7 +240,7 @@ class Pool:
         ``among``: how many compute at a time, if not all of them.
         """
         # torch.set_num_threads is a thread's own setting, and the last number set becomes that of threads yet to start.
-        # A thread that starts for it puts that number back: the caller's own may be another.
+        # A thread that starts for this purpose restores that number: the caller's own may be different.
         total = torch.get_num_threads()
         if not computing or self._intraop == (total, computing):
             return
@@ -253,7 +254,7 @@ class Pool:
 
 
 def in_new_thread(call: Callable[[], T]) -> T:
-    """The value of a call that does not raise, made in a thread that starts for it."""
+    """The value of a call that doesn't raise, made in a new thread."""
     found: list[T] = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()

@@ -1,1 +1,1 @@
-"""The split backward engine: a stage's input gradient at once, its weight gradients when there is time."""
+"""The split backward: a stage's input gradient is computed first, its weight gradients when there is time."""

@@ -1,4 +1,4 @@
-"""The gradient of one weight, summed over calls: in place as soon as the sum is its own tensor."""
+"""The gradient of one weight, summed over calls: in place as soon as the sum has its own memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,15 +10,15 @@ from torch import Tensor
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.torch_private import _foreach_add, _foreach_add_
 
-#: Calls the function that makes a tensor, and gives the tensor.
+#: Calls the function that allocates a tensor, and returns the tensor.
 Allocate = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Total:
-    """A sum that grows, of its weight's type and shape; ``allocate`` calls the function that allocates it.
+    """A growing sum, with its weight's dtype and shape; ``allocate`` calls the function that allocates it.
 
-    The first gradient's memory may have other users (a view of an output gradient, say): the sum refers to it and does
-    not write to it. Where autograd records (``create_graph=True``), nothing is written in place.
+    The first gradient's memory may be shared (for example, if it is a view of an output gradient): the sum refers to it
+    without writing to it. While autograd records (``create_graph=True``), nothing is written in place.
     """
 
     __slots__ = ("_allocate", "_owned", "_shape", "dtype", "value")
@@ -39,7 +39,7 @@ class Total:
         return total
 
     def add(self, grad: Tensor | None, fresh: bool = False) -> None:
-        """Adds a gradient, of the weight's shape or one that expands to; ``fresh``: nobody else has its memory."""
+        """Adds a gradient that has or expands to the weight's shape; ``fresh``: its memory isn't shared."""
         if grad is None:
             return
         if self._takes(grad) and grad.shape == self.value.shape:  # type: ignore[union-attr]
@@ -49,7 +49,7 @@ class Total:
             grad = self._fitted(grad, self._shape)
         other = grad.dtype is not self.dtype
         if other and grad.is_complex() and not self.dtype.is_complex:
-            raise RuntimeError(f"a weight gradient is {grad.dtype}: expected {self.dtype}, as its weight.")
+            raise RuntimeError(f"a weight gradient is {grad.dtype}: expected {self.dtype}, like its weight.")
         allocate = self._allocator_for(grad)
         if self.value is None and allocate is not None:
             self.value = allocate(lambda: torch.empty_like(grad, dtype=self.dtype)).copy_(grad)
@@ -59,18 +59,18 @@ class Total:
             self._owned = other or (fresh and grad.layout is torch.strided)
         elif self._in_place(grad):
             self.value.add_(grad)
-        else:  # A dense sum takes a sparse summand, and no sparse sum a dense one.
+        else:  # A dense sum accepts a sparse summand, but a sparse sum doesn't accept a dense one.
             self.value = grad + self.value if grad.layout is torch.strided else self.value + grad
             self._owned = self.value.layout is torch.strided
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Adds the product of two matrices, by one kernel."""
+        """Adds the product of two matrices, in a single kernel."""
         if self._takes(a):
             self.value.addmm_(a, b)  # type: ignore[union-attr]
             return
         allocate = self._allocator_for(a)
         if self.value is None and allocate is not None and a.dtype is b.dtype is self.dtype:
-            # Not a.new_empty: torch's CUDA sanitizer takes that for a read of a, on the stream that allocates.
+            # Not a.new_empty: torch's CUDA sanitizer would mistake it for a read of a, on the stream that allocates.
             shape = a.shape[0], b.shape[1]
             self.value = torch.mm(a, b, out=allocate(lambda: torch.empty(shape, dtype=a.dtype, device=a.device)))
             self._owned = True
@@ -78,24 +78,24 @@ class Total:
             self.add(a.mm(b), fresh=True)
 
     def take_over(self, other: Total) -> None:
-        """Owns its memory, if that is the memory of another sum, which is not used any more."""
+        """Owns its memory if that belongs to another sum, which isn't used any more."""
         if type(self.value) is Tensor and type(other.value) is Tensor:
             self._owned = self._owned or other._owned and storage_of(self.value) == storage_of(other.value)
         other.value = None
 
     def join(self, other: Total) -> None:
-        """Adds another sum of the same weight, which is not used any more."""
+        """Adds another sum of the same weight, which isn't used any more."""
         self.add(other.value, fresh=other._owned)
 
     def scaled(self, factor: Tensor, in_place: bool) -> Tensor | None:
-        """The sum times one number on its device; ``in_place``: the sum itself may be written to, and given away."""
+        """The sum times a number on its device; ``in_place``: the sum itself may be written to and given away."""
         value = self.value
         if value is None:
             return None
         return value.mul_(factor) if in_place and self._owned else value * factor
 
     def _allocator_for(self, grad: Tensor) -> Allocate | None:
-        """The function that allocates the sum's memory; None if the first gradient's own memory is used."""
+        """The function that allocates the sum's memory; None if the first gradient's memory is used."""
         if torch.is_grad_enabled() or type(grad) is not Tensor or grad.layout is not torch.strided:
             return None
         return self._allocate
@@ -105,16 +105,16 @@ class Total:
             return grad.sum_to_size(shape)
         except RuntimeError as error:
             raise RuntimeError(
-                f"a weight gradient has shape {list(grad.shape)}: expected the weight's, {list(shape)}, or one that it "
-                "expands to."
+                f"a weight gradient has shape {list(grad.shape)}: expected the weight's, {list(shape)}, or a shape "
+                "that expands to it."
             ) from error
 
     def _takes(self, grad: Tensor) -> bool:
-        """True for one that a kernel adds in place, without a conversion."""
+        """True for gradients that a kernel adds in place, without conversion."""
         return self._owned and grad.dtype is self.dtype and self._in_place(grad)
 
     def _in_place(self, grad: Tensor) -> bool:
-        # Not to a subclass, as in autograd: written to, a DTensor would keep its placement, whatever it is given.
+        # Not to a subclass, as in autograd: a DTensor that is written to would keep its placement, whatever is added.
         owned = self._owned and type(self.value) is Tensor
         return owned and not torch.is_grad_enabled() and grad.layout is torch.strided
 
@@ -126,7 +126,7 @@ _TOGETHER = 8 * 2**20
 
 
 def together(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-    """Runs of pairs that agree in all but the first dimension, each small enough to concatenate."""
+    """Runs of pairs with equal dimensions except the first, each small enough to concatenate."""
     start, size, kind = 0, 0, None
     for number, (x, grad) in enumerate(pairs):
         own, bytes_ = (x.shape[1:], x.dtype, grad.shape[1:], grad.dtype), x.nbytes + grad.nbytes
@@ -141,32 +141,32 @@ def together(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
 
 
 def joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """The pairs, fewer and longer ones: concatenated where they are small."""
+    """The pairs, but fewer and longer: concatenated where they are small."""
     for run in together(pairs):
         yield run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([grad for _, grad in run]))
 
 
 class Sums:
-    """The sums of one stage. One thread at a time may add."""
+    """The sums of one stage. Only one thread at a time may add."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Tensor, Total]] = {}
-        #: The weights that ``add`` was given last, and their sums: a stage's microbatches mostly lead to the same ones.
+        #: The last weights given to ``add``, and their sums: a stage's microbatches usually lead to the same ones.
         self._last: tuple[Sequence[Tensor], list[Total]] = ((), [])
 
     def of(self, weight: Tensor) -> Total:
-        """The sum of a tensor, which grows."""
+        """The growing sum of a tensor."""
         found = self._sums.get(id(weight))
         if found is None:
             found = self._sums[id(weight)] = weight, Total(weight.dtype, weight.shape)
         return found[1]
 
     def add(self, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Adds gradients as autograd gives them, of each weight's shape and type: by one call where that can be.
+        """Adds gradients from autograd, with each weight's shape and dtype: in a single call where possible.
 
-        No weight is given twice: one call would have one sum in two places.
+        No weight may occur twice: one call would then have one sum in two places.
 
-        A model of convolutions has hundreds of weights, mostly tiny, and a call for each takes longer than its sum.
+        A convolutional model has hundreds of weights, most of them tiny, and separate calls take longer than the sums.
         """
         known, totals = self._last
         if len(known) != len(weights) or not all(map(is_, known, weights)):
@@ -178,7 +178,7 @@ class Sums:
             total.add(grad)
 
     def take(self, weight: Tensor) -> Total | None:
-        """The sum of a tensor, which is not one of these any more; None if it has no gradient."""
+        """Removes and returns the sum of a tensor; None if it has no gradient."""
         _, total = self._sums.pop(id(weight), (None, None))
         self._last = (), []
         return total if total is not None and total.value is not None else None
@@ -201,7 +201,7 @@ def _added_together(totals: Sequence[Total], found: Sequence[Tensor | None]) -> 
         _put(totals, grads, owned=False)
     elif len(values) == len(totals) == owned:
         _foreach_add_(values, grads)
-    elif len(values) == len(totals) and not owned:  # Somebody else may have them.
+    elif len(values) == len(totals) and not owned:  # They may be shared.
         _put(totals, _foreach_add(values, grads), owned=True)
     else:
         return False

@@ -1,4 +1,4 @@
-"""Convolutions in one to three dimensions, and transposed ones."""
+"""Convolutions in one to three dimensions, including transposed ones."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from splitpipe.deferral.accumulator import Pair, Total, joined
 
-#: Multiplications of a microbatch from which on a CPU gains by a weight gradient that fills idle time.
+#: Multiplications per microbatch from which on a CPU gains by computing weight gradients in idle time.
 _MANY = 2**25
-#: Multiplications of a microbatch from which on a CPU gains by one weight gradient for several microbatches.
+#: Multiplications per microbatch from which on a CPU gains by one weight gradient for several microbatches.
 _SOME = 2**22
-#: The number of microbatches that must take no more memory than the weight, for one weight gradient for all to gain.
+#: One weight gradient for several microbatches pays if this many of them take no more memory than the weight.
 _SEVERAL = 4
-#: Bytes of a microbatch's input and output gradient beyond which a CPU computes its weight gradient alone.
+#: Bytes of a microbatch's input and output gradient above which a CPU computes its weight gradient separately.
 _LARGE = 2**19
 
 
@@ -26,13 +26,14 @@ class Convolution:
 
     @staticmethod
     def pays(x: Tensor, weight: Tensor, geometry: Sequence[Any], fills: bool, gathers: bool) -> bool:
-        """True if a stage gains by computing them apart: see SplitFunction.pays."""
+        """True if a stage gains by computing them separately: see SplitFunction.pays."""
         if not x.is_cpu:
             return True
-        # On the CPU both gradients take as long apart as together, and the split engine takes time of its own.
+        # On the CPU, both gradients take the same time separately as together, and splitting them takes additional
+        # time.
         stride, _, _, transposed, _, groups = geometry
         channels: int = weight.shape[1] * groups if transposed else weight.shape[0]
-        inputs, step = x.shape[0] * prod(x.shape[2:]), max(1, prod(stride))  # The numbers of one channel.
+        inputs, step = x.shape[0] * prod(x.shape[2:]), max(1, prod(stride))  # The elements of one channel.
         outputs = inputs * step if transposed else inputs // step
         multiplications: int = weight.numel() * min(inputs, outputs)
         if fills:
@@ -42,7 +43,7 @@ class Convolution:
 
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
-        """Adds them up."""
+        """Adds the gradients of all calls to the sums."""
         alike: dict[object, list[tuple[Any, Tensor]]] = defaultdict(list)  # A weight may be used in several ways.
         for ctx, grad in parts:
             alike[ctx.geometry, ctx.saved_for_weight[1].dtype].append((ctx, grad))

@@ -1,4 +1,4 @@
-"""Embeddings: the gradient of the table, which has no input gradient beside it."""
+"""Embeddings: the gradient of the table. There is no input gradient."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -12,11 +12,11 @@ from splitpipe.deferral.accumulator import Pair, Total, joined
 
 
 class Embedding:
-    """The gradient of a table of which x numbers rows."""
+    """The gradient of a table, whose rows x selects."""
 
     @staticmethod
     def accumulate(totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
-        """Adds it up."""
+        """Adds the gradients of all calls to the sum."""
         (total,) = totals
         assert total is not None
         alike: dict[int, list[Pair]] = defaultdict(list)  # A table may be used in several ways.
@@ -25,7 +25,7 @@ class Embedding:
             alike[ctx.padding].append((numbers.reshape(-1), grad.reshape(numbers.numel(), grad.shape[-1])))
         rows = parts[0][0].rows
         for padding, pairs in alike.items():
-            # The gradient has the size of the table however few rows are used: one for many microbatches.
+            # The gradient has the size of the table however few rows are used: one is computed for many microbatches.
             for numbers, grads in joined(pairs):
                 found = torch.ops.aten.embedding_dense_backward(grads, numbers, rows, padding, False)
                 total.add(found, fresh=True)

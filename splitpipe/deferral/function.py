@@ -1,9 +1,10 @@
-"""SplitFunction: an autograd function whose backward comes in two halves.
+"""SplitFunction: an autograd function whose backward has two halves.
 
-Inside a stage of a pipeline the halves run apart: ``backward_input`` when the gradient arrives, ``backward_weight``
-when there is time. Anywhere else it is an ordinary autograd function, one half after the other.
+Inside a stage of a pipeline, the halves run separately: ``backward_input`` when the gradient arrives,
+``backward_weight`` when there is time. Anywhere else, it is an ordinary autograd function, and one half runs after the
+other.
 
-What only the first half needs is freed with it. So there are two saves, and a backward of its own for each.
+Tensors that only the first half needs are freed after it. So there are two ways to save, with a backward for each.
 """
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from splitpipe.deferral.accumulator import Total
 Weights = tuple[Tensor | None, ...]
 
 class Context:
-    """The state that a SplitFunction's methods share for one call: ``ctx``.
+    """The state that a SplitFunction's methods share during one call: ``ctx``.
 
     Attributes:
         needs_input_grad: whether x requires grad.
-        needs_weight_grad: the same of each weight.
+        needs_weight_grad: the same for each weight.
 
-    Others may be set, as on the ctx of an autograd function. Keep tensors out of them: they would not be freed.
+    Other attributes may be set, as on the ctx of an autograd function, but not to tensors, which wouldn't be freed.
     """
 
-    # A node keeps what is in it, and not the context: the garbage collector has one object less to walk.
+    # A node keeps the contents rather than the context: the garbage collector has one object less to walk.
     __slots__ = ("__dict__", "needs_input_grad", "needs_weight_grad", "saved_for_input", "saved_for_weight")
 
     def __init__(self, needs_input_grad: bool, needs_weight_grad: tuple[bool, ...]) -> None:
@@ -40,46 +41,47 @@ class Context:
         self.saved_for_weight: Weights = ()
 
     def save_for_input(self, *tensors: Tensor | None) -> None:
-        """Saves what ``backward_input`` alone needs, read there as ``ctx.saved_for_input``."""
+        """Saves tensors that only ``backward_input`` needs, as ``ctx.saved_for_input``."""
         self.saved_for_input = tensors
 
     def save_for_weight(self, *tensors: Tensor | None) -> None:
-        """Saves what ``backward_weight`` needs, read there, and in ``backward_input``, as ``ctx.saved_for_weight``."""
+        """Saves tensors for ``backward_weight`` as ``ctx.saved_for_weight``. ``backward_input`` may use them too."""
         self.saved_for_weight = tensors
 
     def __getattr__(self, name: str) -> Any:
         if name == "saved_for_input":
             raise AttributeError(
-                "ctx.saved_for_input is freed when backward_input is done: expected backward_weight to read "
-                "ctx.saved_for_weight. Save there what both need; backward_input may read it too."
+                "ctx.saved_for_input is freed after backward_input: expected backward_weight to use "
+                "ctx.saved_for_weight. Save there what both need; backward_input may use it too."
             )
-        raise AttributeError(f"ctx has no attribute {name!r}: forward() did not set it")
+        raise AttributeError(f"ctx has no attribute {name!r}: forward() didn't set it")
 
 
 class SplitFunction:
-    """Base of functions whose backward is split: the input's gradient first, the weights' gradients later.
+    """Base class of functions with a split backward: the input's gradient first, the weights' gradients later.
 
-    For kernels of one's own, in layers of one's own: inside a SplitPipe with ``backward="split"`` the weight gradients
-    are deferred as those of nn.Linear are (2BP, arXiv 2405.18047; zero bubble, arXiv 2401.10241). Elsewhere it is an
-    ordinary autograd function. Everything is a static method, as in ``torch.autograd.Function``:
+    It is for custom kernels in custom layers: inside a SplitPipe with ``backward="split"``, their weight gradients are
+    deferred like those of nn.Linear (2BP, arXiv 2405.18047; zero bubble, arXiv 2401.10241). Elsewhere, it is an
+    ordinary autograd function. All methods are static, as in ``torch.autograd.Function``:
 
-    * ``forward(ctx, x, *weights, **options)`` gives one tensor. It saves by ``ctx.save_for_input(...)`` what only the
-      input's gradient needs, by ``ctx.save_for_weight(...)`` what the weights' need.
-    * ``backward_input(ctx, grad_output)`` gives the gradient of x. Called if ``ctx.needs_input_grad``; reads
+    * ``forward(ctx, x, *weights, **options)`` returns one tensor. It saves what only the input's gradient needs with
+      ``ctx.save_for_input(...)``, and what the weights' gradients need with ``ctx.save_for_weight(...)``.
+    * ``backward_input(ctx, grad_output)`` returns the gradient of x. It is called if ``ctx.needs_input_grad``, and may
+    use
       ``ctx.saved_for_input`` and ``ctx.saved_for_weight``.
-    * ``backward_weight(ctx, grad_output)`` gives a tuple with a gradient for each weight, None where
-      ``ctx.needs_weight_grad`` says that it is not needed. Reads ``ctx.saved_for_weight`` alone.
+    * ``backward_weight(ctx, grad_output)`` returns a tuple with a gradient for each weight, or None where
+      ``ctx.needs_weight_grad`` is False. It may only use ``ctx.saved_for_weight``.
 
-    Both backwards are made of differentiable operations if second derivatives are asked for
-    (``create_graph=True``), and run outside of autocast.
+    Both backwards must consist of differentiable operations if second derivatives are needed (``create_graph=True``).
+    They run without autocast.
 
-    Call it by ``apply(x, *weights, **options)``: x is a tensor, weights are tensors or None, options anything else.
-    Deferred are the gradients of parameters and of views of one (``weight.t()``). A call with a weight that is
-    computed in forward, as in a parametrised layer, is autograd's as a whole.
+    Call it with ``apply(x, *weights, **options)``: x is a tensor, weights are tensors or None, options anything else.
+    Gradients are deferred for parameters and for views of a parameter (``weight.t()``). A call with a weight that is
+    computed in forward, as in a parametrized layer, is left to autograd.
 
     Raises:
-        NotImplementedError: when applied: one of the three methods is missing.
-        TypeError: in forward or backward: a method gave, or saved, something else than tensors.
+        NotImplementedError: in ``apply``: one of the three methods is missing.
+        TypeError: in forward or backward: a method returned or saved something other than tensors.
 
     Example:
         >>> class Scale(SplitFunction):
@@ -104,25 +106,25 @@ class SplitFunction:
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
-        """The output."""
+        """Computes the output."""
         raise NotImplementedError("a SplitFunction needs a static method forward(ctx, x, *weights, **options)")
 
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor | None:
-        """The gradient of x."""
+        """Computes the gradient of x."""
         raise NotImplementedError("a SplitFunction needs a static method backward_input(ctx, grad_output)")
 
     @staticmethod
     def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of each weight."""
+        """Computes the gradient of each weight."""
         raise NotImplementedError("a SplitFunction needs a static method backward_weight(ctx, grad_output)")
 
     @classmethod
     def accumulate(cls, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Tensor]]) -> None:
-        """Adds the weight gradients of several microbatches; overridden where they are fewer kernels together.
+        """Adds the weight gradients of several microbatches. Override it if fewer kernels can compute them together.
 
         Args:
-            totals: one a weight, None where no gradient is needed.
+            totals: one per weight, or None where no gradient is needed.
             parts: ctx and output gradient of each microbatch.
         """
         for ctx, grad in parts:
@@ -134,14 +136,14 @@ class SplitFunction:
     def pays(
         cls, x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any], fills: bool, gathers: bool
     ) -> bool:
-        """True if a stage gains by a call in two halves; overridden where it does not always.
+        """True if a stage gains by a split call. Override it if that depends on the call.
 
         Args:
             x: the input.
-            weights: of the call.
-            options: of the call.
-            fills: whether weight gradients are computed when the device has time: beside other ops, or between them.
-            gathers: whether they wait for those of other microbatches, to be computed with them.
+            weights: those of the call.
+            options: those of the call.
+            fills: whether weight gradients are computed when the device has time, during or between other ops.
+            gathers: whether they wait for those of other microbatches, to be computed together.
         """
         return True
 
@@ -151,11 +153,11 @@ class SplitFunction:
 
         Args:
             x: the input.
-            weights: tensors, or None. Those that require grad get one.
+            weights: tensors, or None. Those that require grad get a gradient.
             options: passed to ``forward`` as they are.
 
-        Raises:
-            TypeError: x is no tensor, a weight is neither a tensor nor None, or forward gives no tensor.
+            Raises:
+                TypeError: x isn't a tensor, a weight is neither a tensor nor None, or forward returns something else.
         """
         _verify(cls, x, weights)
         y: Tensor = SplitCall.apply(cls, options, x, *weights)
@@ -168,14 +170,14 @@ class SplitFunction:
         if not isinstance(found, tuple) or len(found) != count:
             what = f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
             raise TypeError(
-                f"{cls.__name__}.backward_weight gave {what}: expected a tuple of {count}, a gradient or None for "
+                f"{cls.__name__}.backward_weight returned {what}: expected a tuple of {count}, a gradient or None for "
                 "each weight that apply() was given."
             )
         for number, gradient in enumerate(found):
             if gradient is not None and not isinstance(gradient, Tensor):
                 raise TypeError(
-                    f"{cls.__name__}.backward_weight gave a {type(gradient).__name__} for weight {number}: expected a "
-                    "tensor or None."
+                    f"{cls.__name__}.backward_weight returned a {type(gradient).__name__} for weight {number}: "
+                    "expected a tensor or None."
                 )
         return found
 
@@ -184,27 +186,27 @@ class WeightGradients(Protocol):
     """Computes the gradients of a call's weights: a SplitFunction, or the second half of a compiled backward."""
 
     def accumulate(self, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Any]]) -> None:
-        """Adds what several calls have left, and their output gradients, to the sums of the weights'."""
+        """Adds, for several calls, the weight gradients that follow from what they left and their output gradients."""
 
 
 class Caller:
-    """The stage that runs here. What has a W is found in the graph afterwards."""
+    """The running stage, as its layers' functions see it. Nodes with a W are found in the graph afterwards."""
 
     def __init__(self, gains: tuple[bool, bool], uncompiled: Callable[[Tensor, str], None] | None = None) -> None:
-        """Takes the ``fills`` and ``gathers`` of SplitFunction.pays, and who is told of layers that run as they are."""
+        """Takes the ``fills`` and ``gathers`` of SplitFunction.pays, and a function to report uncompiled layers to."""
         self._gains = gains
         self._uncompiled = uncompiled
-        #: The layer that runs, and where, for messages.
+        #: The running layer, and where it runs, for messages.
         self.where = "", ""
 
     def pays(
         self, function: type[SplitFunction], x: Tensor, weights: Sequence[Tensor | None], options: dict[str, Any]
     ) -> bool:
-        """What the function says."""
+        """Whether the call pays, according to the function."""
         return function.pays(x, weights, options, *self._gains)
 
     def uncompiled(self, parameters: Iterable[Tensor], why: str) -> None:
-        """The layer of these parameters, which was to be compiled, runs as it is, or with its backward whole."""
+        """Reports that the layer with these parameters runs uncompiled, or with an unsplit backward, and why."""
         note = self._uncompiled
         if note is not None:
             for parameter in parameters:
@@ -216,12 +218,12 @@ _caller: ContextVar[Caller | None] = ContextVar("splitpipe.deferral", default=No
 
 
 def calling(caller: Caller | None) -> Bound[Caller | None]:
-    """Gives the calls of split functions inside the block to a stage; None: to autograd."""
+    """Makes calls of split functions inside the block use a stage; None: ordinary autograd."""
     return Bound(_caller, caller)
 
 
 def caller_here() -> Caller | None:
-    """The stage whose layers run in this context; None if none does."""
+    """The stage whose layers run in this context, if any."""
     return _caller.get()
 
 
@@ -237,12 +239,12 @@ def _verify(function: type[SplitFunction], x: object, weights: Sequence[object])
         if not tensors(weight):
             raise TypeError(
                 f"{function.__name__}.apply was given a {type(weight).__name__} as weight {number}: expected a tensor "
-                "or None. Pass what is no tensor by keyword, as an option."
+                "or None. Pass anything else by keyword, as an option."
             )
 
 
 class SplitCall(Function):
-    """A call: both halves in one backward; or the first alone, if a stage has ``left`` to be filled for the second."""
+    """A call: both halves in one backward, or only the first if a stage has set ``left``, to fill for the second."""
 
     @staticmethod
     def forward(
@@ -252,7 +254,7 @@ class SplitCall(Function):
         caller = _caller.get()
         ctx.function, ctx.left, ctx.where = function, None, None if caller is None else caller.where
         ctx.pays = caller is None or caller.pays(function, x, weights, options)
-        #: Of each weight: the edge that leads to it, behind that of x.
+        #: The edge that leads to each weight, after that of x.
         ctx.edges = tuple([
             None if weight is None else len([other for other in weights[:k] if other is not None]) + 1
             for k, weight in enumerate(weights)
@@ -287,13 +289,13 @@ def forward(
     ctx.set_materialize_grads(False)
     y = function.forward(shared, x, *weights, **options)
     if not isinstance(y, Tensor):
-        raise TypeError(f"{function.__name__}.forward gave a {type(y).__name__}: expected one tensor.")
+        raise TypeError(f"{function.__name__}.forward returned a {type(y).__name__}: expected one tensor.")
     saved = *shared.saved_for_input, *shared.saved_for_weight
-    # A view (of what a linear layer of three dimensions made, say) could not be written to by the next layer, and a
-    # weight would become a node's output.
+    # The next layer could not write to a view (such as a reshaped output of a linear layer), and a weight would become
+    # a node's output.
     if y._is_view() or any([y is weight for weight in weights]):
         given, y = y, y.detach()
-        if given._is_view():  # Saved, it is the output that is meant: a second derivative goes on from there.
+        if given._is_view():  # Save the output itself: a second derivative continues from there.
             saved = tuple([y if x is given else x for x in saved])
     ctx.save_for_backward(*saved)
     ctx.cut = len(shared.saved_for_input)
@@ -305,13 +307,13 @@ def backward_input(
     ctx: Any, function: type[SplitFunction], needs_input: bool, needs: tuple[bool, ...], grad: Tensor
 ) -> tuple[Context, Tensor | None]:
     """The context, with what the weight gradient needs, and the input gradient."""
-    # A new one for each backward: with retain_graph there may be several, even at once.
+    # A new one for each backward: with retain_graph, there may be several, even at the same time.
     shared = opened(ctx, needs_input, needs)
     found = function.backward_input(shared, grad) if needs_input else None
     del shared.saved_for_input
     if not tensors(found):
         raise TypeError(
-            f"{function.__name__}.backward_input gave a {type(found).__name__}: expected the gradient of x, a "
+            f"{function.__name__}.backward_input returned a {type(found).__name__}: expected the gradient of x, a "
             "tensor or None."
         )
     return shared, found

@@ -1,9 +1,11 @@
-"""The nodes of one graph that own a weight: an edge of theirs leads to a leaf, straight or through casts and views.
+"""The nodes of a graph that own a weight: one of their edges leads to a leaf, directly or through casts and views.
 
-    leaf <── cast <── transpose <── addmm        the owner, with a rule; what lies between it and the leaf is the *tail*
+    leaf <── cast <── transpose <── addmm        the owner, with a rule; the nodes between it and the leaf are the
+    *tail*
 
-W computes the gradient where the tail begins, and the tail is gone through afterwards, hooks of its tensors included.
-A leaf that something else leads to as well is B's, with all of its owners: autograd gives its gradient in one sum.
+W computes the gradient where the tail begins, and the tail is run through afterwards, including hooks of its tensors.
+If anything else also leads to a leaf, the leaf is B's, with all of its owners: autograd returns its gradient as one
+sum.
 """
 from __future__ import annotations
 
@@ -24,16 +26,16 @@ from splitpipe.deferral.pending import Kind, WeightGroup
 from splitpipe.deferral.rules import RULES, GainsOf, Rule
 
 _TRANSPOSED = "TBackward0"
-#: Of these it does not matter which microbatch's are gone through, with the sum of all.
+#: For these, any microbatch's nodes can be run through with the sum of all.
 _ALIKE = frozenset([_TRANSPOSED, "ToCopyBackward0"])
-#: Nodes of one input, which take next to no time and save no tensor.
+#: Nodes with one input, which take almost no time and save no tensor.
 _TAIL = _ALIKE | frozenset(
     f"{name}Backward{number}" for name in
     "View ReshapeAlias UnsafeView Transpose Permute Unsqueeze Squeeze Slice Select Split SplitWithSizes Unbind Narrow "
     "Expand Alias AsStrided".split() for number in (0, 1)
 )
 _TURNED = (_TRANSPOSED,)
-#: Nodes of ours within a stage.
+#: Our own nodes within a stage.
 _WITHIN = frozenset(f"{name}Backward" for name in ("Identity", "Enter", "SplitCall", "StandIns", "Arrived"))
 
 
@@ -45,22 +47,22 @@ class Weight(NamedTuple):
     edge: Edge | None
     #: The names of its nodes.
     names: tuple[str, ...]
-    #: True if the gradient is that of the weight as it is given, whatever the tail.
+    #: Whether the gradient is that of the weight as it is given, whatever the tail.
     given: bool = False
 
     @property
     def turned(self) -> bool:
-        """True if the owner uses a transpose of what leads to the leaf, and the gradient is that of the other."""
+        """True if the owner uses a transpose of what leads to the leaf, and the gradient isn't transposed."""
         return not self.given and self.names[:1] == _TURNED
 
     @property
     def alike(self) -> bool:
-        """True if another microbatch's tail of these names does the same."""
+        """True if another microbatch's tail with these names is equivalent."""
         return _ALIKE.issuperset(self.names)
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape of what the owner uses."""
+        """The shape of the weight as the owner uses it."""
         if self.edge is None:
             return self.leaf.shape
         node, number = self.edge
@@ -69,7 +71,7 @@ class Weight(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """The type and the shape of the gradient that is to be computed; no shape where it is a product's."""
+        """The dtype and shape of the gradient to compute; no shape if it is that of a product."""
         if self.alike and not self.given:
             return self.leaf.dtype, None if _TRANSPOSED in self.names else self.leaf.shape
         if self.edge is None:
@@ -89,17 +91,17 @@ class Owner(NamedTuple):
 
     @property
     def lone(self) -> bool:
-        """True if it has no other input with a gradient: then the node does not run in B."""
+        """True if no other input needs a gradient: then the node doesn't run in B."""
         after = self.node.next_functions
         return all([node is None or number in self.edges for number, (node, _) in enumerate(after)])
 
 
 class Way(NamedTuple):
-    """What is known of owners of one rule whose edges lead to the same leaves."""
+    """What is known about owners with one rule whose edges lead to the same leaves."""
 
     group: WeightGroup
     edges: list[int]
-    #: The first of the leaves, and whether a transpose lies before it.
+    #: The first of the leaves, and whether there is a transpose before it.
     leaf: Tensor
     turned: bool
 
@@ -109,32 +111,32 @@ class Groups(Protocol):
 
     @property
     def ways(self) -> dict[Any, Way]:
-        """What is known of owners, by their rule and leaves' nodes: so these live as long."""
+        """What is known about owners, by their rule and leaves' nodes, which it keeps alive."""
 
     def known(self, key: object) -> WeightGroup | None:
-        """A group that other microbatches have, too."""
+        """A group that other microbatches use too."""
 
     def make(self, key: object | None, function: WeightGradients, weights: Sequence[Weight | None]) -> WeightGroup:
-        """A group for W; without a key for one microbatch. A weight is None if it needs no gradient, or has it of B."""
+        """A group for W; without a key, for one microbatch. A weight is None if W has no gradient to compute for it."""
 
 
 class Survey(NamedTuple):
-    """What a walk through a graph has found."""
+    """The result of a walk through a graph."""
 
-    #: Leaves, and computed parameters, whose gradients are B's.
+    #: Leaves, and computed parameters, whose gradients B computes.
     leaves: list[Tensor]
-    #: Their edges: a leaf may be frozen meanwhile.
+    #: Their edges, since a leaf may have been frozen meanwhile.
     edges: list[GradientEdge]
     owners: list[Owner]
     #: True if a node on the way has none of the given numbers.
     others: bool
-    #: True if a node's backward is somebody's in Python, which may write to its gradient.
+    #: True if a node's backward is a user's Python code, which may write to its gradient.
     custom: bool
-    #: True if a node needs the graph around: a reentrant checkpoint, or a part of another pipeline.
+    #: True if a node needs the surrounding graph: a reentrant checkpoint, or a part of another pipeline.
     bound: bool
 
 
-#: Notes a leaf that some node leads to, whether its gradient is deferred there, and how, or why not.
+#: Records a leaf to which a node leads, whether its gradient is deferred there, and how, or why not.
 Note = Callable[[Tensor, bool, str], None]
 
 
@@ -151,12 +153,12 @@ def survey(
 
     Args:
         roots: the edges of its outputs.
-        ends: the edges at which it stops; asked once for each edge that it comes to first.
-        numbers: the sequence numbers of its own nodes.
-        computed: parameters that are no leaves, by their edges, at which it stops as well.
+        ends: the edges at which it stops; looked up once for each edge that it reaches first.
+        numbers: the sequence numbers of the graph's nodes.
+        computed: parameters that aren't leaves, by their edges, at which it stops too.
         groups: those of the owners' weights; None: no node is an owner.
         gains: the ``fills`` and ``gathers`` of SplitFunction.pays.
-        note: told of each way to a leaf.
+        note: called with each path to a leaf.
     """
     found: dict[int, Tensor] = {}
     edges: list[GradientEdge] = []
@@ -198,8 +200,8 @@ def survey(
             if note is not None and not tail and not partial:
                 _note_left(note, kind, after, computed, why)
             stack += after
-        # Autograd gives the gradient of a leaf in one sum: what something else leads to has no owners. And a node that
-        # may write to a gradient may do so to one that was captured before a node that did not run itself.
+        # Autograd returns a leaf's gradient as one sum, so a leaf to which anything else leads has no owners. And a
+        # node that may write to a gradient may do so to one that was captured before a node that didn't run itself.
         wrong = [
             owner for owner in owners
             if not owner.rule.partial
@@ -212,7 +214,7 @@ def survey(
         for owner in wrong:
             for leaf in owner.group.parameters:
                 if note is not None and id(leaf) not in found:
-                    note(leaf, False, "a layer's own backward may write to the gradient that it is given")
+                    note(leaf, False, "a layer's own backward may write to the gradient that it receives")
             stack += [owner.node.next_functions[number] for number in owner.edges]
     if note is not None:
         for owner in owners:
@@ -223,15 +225,15 @@ def survey(
 
 @lru_cache
 def about(kind: Any) -> tuple[bool, bool, bool]:
-    """Whether the backward of nodes of a kind is somebody's in Python; whether they are in a weight's tail.
+    """Whether the backward of nodes of a kind is a user's Python code; whether they are in a weight's tail.
 
-    And whether they need the graph around: reentrant checkpoints, which go backward to all leaves themselves, and
-    what pipelines are made of.
+    And whether they need the surrounding graph: reentrant checkpoints, which run backward to all leaves themselves, and
+    the nodes of pipelines.
     """
     function = issubclass(kind, BackwardCFunction)
     ours = function and kind._forward_cls.__module__.startswith("splitpipe.")
     bound = ours and kind.__name__ not in _WITHIN or kind.__name__ == "CheckpointFunctionBackward"
-    # Those of DTensor write to no gradient.
+    # Those of DTensor don't write to gradients.
     known = ours or function and kind._forward_cls.__module__.startswith("torch.distributed.tensor.")
     return function and not known, kind.__name__ in _TAIL, bound
 
@@ -250,8 +252,8 @@ def _note_left(note: Note, kind: Any, after: Sequence[Edge], computed: Mapping[E
 def _owner(
     node: Any, rule: Rule, after: Sequence[Edge], computed: Mapping[Edge, Tensor], groups: Groups, gains: GainsOf
 ) -> Owner | str:
-    """The node as an owner; or why it is none."""
-    # Most are as those of other microbatches, and lead to the same leaves.
+    """The node as an owner, or why it isn't one."""
+    # Most are like those of other microbatches, and lead to the same leaves.
     way = None if computed or rule.whole else (rule, *[_leaf_of(after, number) for number in rule.weights(node)])
     known = groups.ways.get(way)
     if known is not None:
@@ -278,7 +280,7 @@ def _owner(
             key += (id(leaf), names)
             edges.append(number)  # type: ignore[arg-type]
         elif first is None and not rule.whole:
-            return "its weight is frozen"  # For the gradient of a bias it is not worth keeping the input.
+            return "its weight is frozen"  # Keeping the input isn't worth it for the gradient of a bias.
         else:
             key.append(None)
         weights.append(weight)
@@ -299,12 +301,12 @@ def _owner(
     return Owner(node, rule, group, edges)
 
 
-#: A leaf, if there is one, behind nodes that each microbatch goes through by itself.
+#: A leaf, if there is one, behind nodes that each microbatch runs through separately.
 _FAR = object()
 
 
 def _leaf_of(after: Sequence[Edge], number: int | None) -> object:
-    """Equal for edges that lead to the same leaf, straight or by transposes and casts."""
+    """Equal for edges that lead to the same leaf, directly or through transposes and casts."""
     node = None if number is None or number >= len(after) else after[number][0]
     kind, kinds = type(node), []
     while kind is not AccumulateGrad and node is not None:
@@ -317,7 +319,7 @@ def _leaf_of(after: Sequence[Edge], number: int | None) -> object:
 
 
 def _weight(edge: Edge, computed: Mapping[Edge, Tensor]) -> Weight | None:
-    """The weight that an edge leads to; None if there is none, or what lies between is no view."""
+    """The weight that an edge leads to; None if there is none, or if something other than a view lies between."""
     node = edge[0]
     if type(node) is AccumulateGrad:
         return Weight(node.variable, None, ())

@@ -1,8 +1,8 @@
-"""Calls whose weight gradients are pending, grouped by the weights that they were made with.
+"""Calls whose weight gradients are pending, grouped by the weights that they use.
 
-A *weight group* stands for the weights of a call, in one stage and one call of the model; a *pending gradient* for one
-call with them. Where these wait, and when they are computed, is up to a *store*: the stash of a backward (drop-in), or
-the ledger of a schedule.
+A *weight group* represents the weights of a call, in one stage and one call of the model; a *pending gradient*
+represents one call with them. A *store* determines where these wait and when they are computed: the stash of a backward
+(drop-in), or the ledger of a schedule.
 """
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from splitpipe.deferral.function import WeightGradients
 
 
 class Node(_SingleLevelFunction):
-    """An autograd function of the engine, whose backward has effects that autograd does not know of.
+    """An autograd function of the split backward, whose backward has effects unknown to autograd.
 
-    Not a Function, which asks at every call whether it is inside a transform of torch.func.
+    It isn't a Function, which checks in every call whether it is inside a torch.func transform.
     """
 
     apply: ClassVar[Any]
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> NoReturn:
-        """Refuses compiled autograd, which asks for it before it traces the node."""
+        """Raises for compiled autograd, which calls this before it traces the node."""
         raise RuntimeError(
-            "compiled autograd was to trace the split backward engine, which puts weight gradients off while autograd "
-            "runs: expected SplitPipe(..., backward='autograd'), or a backward outside of compiled autograd (without "
+            "compiled autograd can't trace the split backward, which postpones weight gradients while autograd "
+            "runs: expected SplitPipe(..., backward='autograd'), or a backward outside compiled autograd (without "
             "torch._dynamo.config.compiled_autograd)."
         )
 
 
-#: The type and the shape of a gradient; None: that of any.
+#: The dtype and shape of a gradient; None: any.
 Kind = tuple[torch.dtype, torch.Size | None]
 
 
 class PendingGrad:
-    """The inputs of one call's weight gradient; the gradient of its output is there when B is done."""
+    """The inputs of one call's weight gradient; the gradient of its output is there after B."""
 
     __slots__ = ("_version", "_versions", "ctx", "grad", "size")
 
@@ -51,7 +51,7 @@ class PendingGrad:
         self.ctx = ctx
         saved = [None if x is None or type(x) is Parameter else x for x in ctx.saved_for_weight]
         self._versions = [None if x is None else version_of(x) for x in saved]
-        #: Bytes of what it keeps alive.
+        #: The bytes that it keeps alive.
         self.size = sum([x.nbytes for x in saved if x is not None])
         self.grad: Tensor | None = None
         self._version: int | None = None
@@ -59,31 +59,31 @@ class PendingGrad:
             self.arrived(grad)
 
     def take_on(self, ctx: Any) -> None:
-        """The call's own backward has left something else for W."""
+        """Replaces ``ctx``: the call's own backward has left something else for W."""
         self.ctx = ctx
         self.size = sum([x.nbytes for x in self.tensors()])
 
     def arrived(self, grad: Tensor, version: int | None = None) -> None:
-        """The gradient of the output is there; ``version``: the one that it had when the call's node was given it."""
+        """Sets the gradient of the output; ``version``: the one that it had when the call's node received it."""
         self.grad = grad
         self._version = version_of(grad) if version is None else version
         if type(grad) is not Parameter:
             self.size += grad.nbytes
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that it keeps alive: weights live on anyway."""
+        """The tensors that it keeps alive, without weights, which live on anyway."""
         given = self.grad, *self.ctx.saved_for_weight
         return [x for x in given if x is not None and type(x) is not Parameter]
 
     def verify(self) -> None:
-        """Raises a RuntimeError if a tensor was written to since. Autograd would have read it before."""
+        """Raises a RuntimeError if a tensor has been written to since. Autograd would have read it before that."""
         saved = self.ctx.saved_for_weight
         now = [None if x is None or type(x) is Parameter else version_of(x) for x in saved]
         if now != self._versions or self.grad is not None and version_of(self.grad) != self._version:
             raise RuntimeError(
                 "a tensor was modified in place during backward, before its weight gradient was computed: "
                 "expected saved activations and output gradients to stay as they are. A layer's backward overwrites "
-                "what another one has saved, or its gradient; use SplitPipe(..., backward='autograd') with it."
+                "a gradient, or what another layer has saved; use SplitPipe(..., backward='autograd') with it."
             )
 
 
@@ -93,7 +93,7 @@ def without_graph(saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 
 class WeightGroup:
-    """The weights of a call. ``parameters`` get their gradients: a weight that needs one, or the base of a view."""
+    """The weights of a call. ``parameters`` get the gradients: weights that need one, or the bases of views."""
 
     __slots__ = ("_names", "function", "kinds", "needs", "parameters", "size")
 
@@ -115,7 +115,7 @@ class WeightGroup:
         cls, function: WeightGradients, leaves: Sequence[Tensor | None], kinds: list[Kind | None],
         names: Mapping[int, str],
     ) -> WeightGroup:
-        """The weights that lead to these leaves (None: one that needs no gradient), of these kinds themselves."""
+        """The weights that lead to these leaves (None: a weight that needs no gradient), which have these kinds."""
         needs, there = tuple([leaf is not None for leaf in leaves]), [leaf for leaf in leaves if leaf is not None]
         found = cls(function, leaves, needs, names, there)
         found.kinds = kinds
@@ -123,10 +123,10 @@ class WeightGroup:
 
     def __str__(self) -> str:
         found = [self._names[id(parameter)] for parameter in self.parameters if id(parameter) in self._names]
-        return ", ".join(found) or "a parameter that is not the layer's own"
+        return ", ".join(found) or "a parameter that doesn't belong to the layer"
 
     def compute(self, totals: Sequence[Total | None], pending: Sequence[PendingGrad]) -> None:
-        """Adds pending gradients to the sums of the weights'."""
+        """Adds pending gradients to the sums of the weights' gradients."""
         try:
             for each in pending:
                 each.verify()
@@ -140,7 +140,7 @@ class PendingStore(Protocol):
     """The store of one stage's pending gradients, in one call of the model."""
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:
-        """The ``fills`` and ``gathers`` of a microbatch, as SplitFunction.pays is given them."""
+        """The ``fills`` and ``gathers`` of a microbatch, for SplitFunction.pays."""
 
     def make_room(self) -> None:
-        """A microbatch is about to be run again, and needs memory."""
+        """Called before a microbatch is recomputed, which needs memory."""

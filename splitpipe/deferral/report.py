@@ -1,4 +1,4 @@
-"""The report on deferral: which parameters have their gradients deferred, and why others have not."""
+"""The report on deferral: which parameters have their gradients deferred, and why others don't."""
 from __future__ import annotations
 
 import weakref
@@ -15,7 +15,7 @@ from splitpipe.schedule.plurals import counted
 
 @dataclass
 class Sighting:
-    """Functions seen to use one parameter: those that defer its gradient, why others do not, or are not compiled."""
+    """Functions seen to use one parameter: those that defer its gradient, and why others don't, or aren't compiled."""
 
     parameter: Callable[[], Tensor | None]
     deferred: set[str] = field(default_factory=set)
@@ -25,20 +25,20 @@ class Sighting:
 
 @dataclass
 class Sightings:
-    """The uses of a stage's parameters by its layers, as far as they were seen."""
+    """The uses of a stage's parameters by its layers that have been seen."""
 
     _seen: dict[int, Sighting] = field(default_factory=dict)
 
     def deferred(self, parameter: Tensor, how: str) -> None:
-        """Notes a gradient that is deferred."""
+        """Records a gradient that is deferred."""
         self._of(parameter).deferred.add(how)
 
     def left(self, parameter: Tensor, why: str) -> None:
-        """Notes a gradient, or a part of one, that is left to autograd."""
+        """Records a gradient, or a part of one, that is left to autograd."""
         self._of(parameter).left.add(why)
 
     def note(self, names: Container[int]) -> Note:
-        """Notes of the parameters with these identities what a walk through a graph finds."""
+        """Records what a walk through a graph finds about the parameters with these identities."""
 
         def note(leaf: Tensor, deferred: bool, why: str) -> None:
             if isinstance(leaf, Parameter) and id(leaf) in names:
@@ -47,7 +47,7 @@ class Sightings:
         return note
 
     def note_uncompiled(self, names: Container[int]) -> Callable[[Tensor, str], None]:
-        """Notes of the parameters with these identities why their layer, to be compiled, runs as it is, or whole."""
+        """Records, for parameters with these identities, why a layer to be compiled runs uncompiled, or unsplit."""
 
         def note(parameter: Tensor, why: str) -> None:
             if id(parameter) in names:
@@ -60,7 +60,7 @@ class Sightings:
         self._seen.clear()
 
     def find(self, parameter: Tensor) -> Sighting | None:
-        """The notes on a parameter."""
+        """What was recorded about a parameter."""
         sighting = self._seen.get(id(parameter))
         return sighting if sighting is not None and sighting.parameter() is parameter else None
 
@@ -72,7 +72,7 @@ class Sightings:
 
 
 def _reference(parameter: Tensor) -> Callable[[], Tensor | None]:
-    # A tensor with a weak reference can't be swapped, as model.to() does with DTensors, and with any where so set.
+    # A tensor with a weak reference can't be swapped, which model.to() does with DTensors, and with others if so set.
     if type(parameter) is Parameter and not torch.__future__.get_swap_module_params_on_conversion():
         return weakref.ref(parameter)
     return lambda: parameter
@@ -80,7 +80,7 @@ def _reference(parameter: Tensor) -> Callable[[], Tensor | None]:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter: its gradient, or a part of it, is deferred by the functions that ``why`` names, or ``why`` not."""
+    """One parameter: ``why`` names the functions that defer its gradient, or a part of it, or is the reason why not."""
 
     parameter: str
     stage: int
@@ -91,7 +91,7 @@ class Row:
 
 @dataclass(frozen=True)
 class DeferralReport:
-    """A row for every parameter, in the model's order. Prints as a table."""
+    """A row for every parameter, in the model's order. ``print`` shows a table."""
 
     rows: tuple[Row, ...]
 
@@ -113,7 +113,7 @@ class DeferralReport:
 
 
 def row(name: str, stage: int, parameter: Tensor, sighting: Sighting | None, otherwise: str) -> Row:
-    """The row of a parameter; ``otherwise`` is why it is not deferred, if nothing was noted of it."""
+    """The row of a parameter; ``otherwise`` is the reason why it isn't deferred if nothing was recorded about it."""
     if not parameter.requires_grad:
         deferred, why = False, "it is frozen"
     elif sighting is None:

@@ -1,7 +1,7 @@
 """Rules, by the name of an autograd node: what W needs of what the node has saved, and which function computes it.
 
-A node without a rule keeps its backward whole, in B: so does one to which a newer torch gives another name, or saves
-under another name what a rule reads.
+A node without a rule keeps its whole backward in B. So does a node to which a newer torch gives another name, or that
+saves what a rule reads under another name.
 """
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ GainsOf = tuple[bool, bool]
 
 
 class Rule(Protocol):
-    """The rule of one kind of node."""
+    """The rule for one kind of node."""
 
     @property
     def whole(self) -> bool:
-        """True if all weights that need a gradient are deferred, or none."""
+        """True if either all weights that need a gradient are deferred, or none."""
 
     @property
     def partial(self) -> bool:
-        """True if gradients come through the node, too, beside those of W: B goes on to its weights."""
+        """True if gradients also flow through the node, in addition to those of W: B continues to its weights."""
 
     def weights(self, node: Any) -> Sequence[int | None]:
         """The edges that lead to weights, in the order of the function's; None for one that the node lacks."""
 
     def fits(self, number: int, shape: Sequence[int]) -> bool:
-        """True if the function computes the gradient of its weight of this number, of this shape."""
+        """True if the function can compute the gradient of its weight with this number, given its shape."""
 
     def refuses(self, node: Any, weight: Tensor, turned: bool, gains: GainsOf) -> str | None:
-        """Why a node is left to autograd, or None; given its first weight, and whether it uses the transpose of it."""
+        """Why a node is left to autograd, or None; given its first weight, and whether it uses its transpose."""
 
     def function(self, node: Any, weight: Tensor, turned: bool) -> WeightGradients:
-        """What computes the gradients, given the same."""
+        """The function that computes the gradients, given the same."""
 
     def keep(self, node: Any) -> Any:
         """What the node has saved for W, as ``ctx``. Called before autograd frees it."""
 
     def take(self, ctx: Any) -> Any:
-        """The same, when B is done; None if nothing has a W."""
+        """The same, after B; None if nothing has a W."""
 
 
 class Kept:
@@ -72,14 +72,14 @@ def _unfit(raw: Any, weight: Tensor, meshes: bool = False) -> str | None:
     """Why a node that has saved this is left to autograd."""
     hook = raw.unpack_hook
     if hook is not None and hook is not unchanged:
-        return "what it saves has hooks"  # To unpack it may take long, or be forbidden a second time.
+        return "what it saves has hooks"  # Unpacking may take long, or not be allowed twice.
     x = raw.data
     if type(x) is not Tensor and under_way(x) and is_plain(weight):
         return None
     if type(x) is not Tensor and isinstance(x, Parameter):
-        return "its input is a parameter"  # A hook may step it before its value is read.
+        return "its input is a parameter"  # A hook may update it before its value is read.
     if type(x) is not Tensor or not is_plain(x) or not is_plain(weight):
-        return None if meshes and meshed(x, weight) else "its input, or its weight, is of a class of its own"
+        return None if meshes and meshed(x, weight) else "its input or its weight has a custom class"
     return "it is complex" if weight.is_complex() else None
 
 
@@ -88,11 +88,11 @@ def _has(kind: Any, names: tuple[str, ...]) -> bool:
     return all([hasattr(kind, name) for name in names])
 
 
-_OTHER = "this torch saves other things for it"
+_OTHER = "this version of torch saves other things for it"
 
 
 class _Of:
-    """What most rules have in common: ``edges`` that lead to weights, and the names that are read on the node."""
+    """What most rules share: ``edges`` that lead to weights, and the names that are read on the node."""
 
     whole = partial = False
 
@@ -116,21 +116,21 @@ class _Of:
 
 
 class _Product(_Of):
-    """A product with a matrix of weights on the right; ``raw`` and ``saved`` are the names of the left one."""
+    """A product with a matrix of weights on the right; ``raw`` and ``saved`` are the names of the left factor."""
 
     def __init__(self, edges: tuple[int | None, ...], raw: str, saved: str, *factors: str) -> None:
         super().__init__(edges, raw, saved, *factors)
         self._raw, self._saved, self._factors = raw, saved, factors
 
     def fits(self, number: int, shape: Sequence[int]) -> bool:
-        return number == 0 or len(shape) < 2  # A bias of rows, or for each row, is summed in other ways.
+        return number == 0 or len(shape) < 2  # A bias with rows, or per row, is summed differently.
 
     def refuses(self, node: Any, weight: Tensor, turned: bool, gains: GainsOf) -> str | None:
         if self.lacks(node):
             return _OTHER
         for name in self._factors:
             if getattr(node, name) != 1:
-                return "it is given more than a bias and two matrices"
+                return "it has more inputs than a bias and two matrices"
         return _unfit(getattr(node, self._raw), weight, meshes=turned)
 
     def function(self, node: Any, weight: Tensor, turned: bool) -> WeightGradients:
@@ -159,7 +159,7 @@ class _Convolution(_Of):
         raw = node._raw_saved_input
         why = _unfit(raw, weight)
         if why is None and not Convolution.pays(raw.data, weight, _geometry(node), *gains):
-            why = "its gradients would take longer apart"
+            why = "its gradients would take longer separately"
         return why
 
     def function(self, node: Any, weight: Tensor, turned: bool) -> WeightGradients:
@@ -187,7 +187,7 @@ class _Embedding(_Of):
     def keep(self, node: Any) -> Any:
         found, padding = Kept(node._saved_indices), node._saved_padding_idx
         found.rows = node._saved_weight_sym_argsize_0
-        found.padding = padding if padding < 2**63 else padding - 2**64  # It is read as if it had no sign.
+        found.padding = padding if padding < 2**63 else padding - 2**64  # It is read as an unsigned number.
         return found
 
 
@@ -196,7 +196,7 @@ _STAND_INS: Any = StandIns
 
 
 class _Call:
-    """A call of a SplitFunction of the user's."""
+    """A call of a user's SplitFunction."""
 
     whole = True
     partial = False
@@ -210,7 +210,7 @@ class _Call:
 
     def refuses(self, node: Any, weight: Tensor, turned: bool, gains: GainsOf) -> str | None:
         if not node.pays:
-            return "its gradients would take longer apart"
+            return "its gradients would take longer separately"
         hooks = [raw.unpack_hook for raw in node._raw_saved_tensors]
         return "what it saves has hooks" if any(hook not in (None, unchanged) for hook in hooks) else None
 
@@ -227,7 +227,7 @@ class _Call:
         return shared
 
     def take(self, ctx: Any) -> Any:
-        left = vars(ctx).pop("left")  # By the call's own backward; where no input needs a gradient, it has not run.
+        left = vars(ctx).pop("left")  # Set by the call's backward, which hasn't run if no input needs a gradient.
         return left[0] if left else ctx
 
 

@@ -1,7 +1,7 @@
-"""What compiled code computes with in place of its weights, so that its backward can leave their gradients to W.
+"""Stand-ins with which compiled code computes instead of its weights, so that its backward can leave gradients to W.
 
-    weights <── StandIns <── compiled code      its backward leaves the arguments of its second half here, and gives
-                                                no gradient; that of an output which is a view of a weight goes on
+    weights <── StandIns <── compiled code      its backward leaves the arguments of its second half here, and returns
+                                                no gradient, except for an output which is a view of a weight
 """
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StandIns(Node):
 
     @staticmethod
     def forward(ctx: Any, function: WeightGradients, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Given the second half of the code's backward, and the weights."""
+        """Takes the second half of the code's backward, and the weights."""
         ctx.set_materialize_grads(False)
-        #: What the code's backward has left; None: it is to leave nothing.
+        #: What the code's backward has left; None: it must leave nothing.
         ctx.function, ctx.left = function, None
         return tuple([weight.detach() for weight in weights])
 
@@ -37,7 +37,7 @@ _STAND_INS: Any = StandIns
 
 
 def stand_ins(function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    """What a call of compiled code is to compute with in place of its weights; None: with these."""
+    """The tensors with which a call of compiled code computes instead of its weights; None: the weights themselves."""
     if caller_here() is None or not torch.is_grad_enabled():
         return None
     if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
@@ -47,10 +47,10 @@ def stand_ins(function: WeightGradients, weights: Sequence[Tensor]) -> tuple[Ten
 
 
 def left_in(node: Any, function: WeightGradients, leave: Callable[[], Any]) -> bool:
-    """Leaves what a call of compiled code needs for W; False if nobody is to compute that.
+    """Leaves what a call of compiled code needs for W; returns False if W won't compute it.
 
     Args:
-        node: the call's, whose backward runs.
+        node: that of the call, whose backward runs.
         function: the second half of its backward.
         leave: makes what that needs, as its ``ctx``.
     """

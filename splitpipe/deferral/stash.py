@@ -1,18 +1,18 @@
-"""Drop-in: the stash of what B leaves for W, until a Flush brings the weight gradients back into autograd.
+"""Drop-in: the stash of what B leaves for W, until a Flush returns the weight gradients to autograd.
 
-Autograd counts the edges: a Flush (``training.flush``) runs once, when every B that stashes for it is done, and
-AccumulateGrad has the whole gradient at once, as hooks and DDP expect. With the sequence number 0 it comes after every
-node that is ready. On the CPU, where it can't run beside another one, it keeps its own number, and comes as soon as it
-is ready: then a gradient that is added to an earlier one is soon gone. (With a limit of the user's it is the last one
-there, too.)
+Autograd counts the edges: a Flush (``training.flush``) runs once, after every B that stashes for it, and AccumulateGrad
+receives the whole gradient at once, as hooks and DDP expect. With the sequence number 0, it comes after every other
+ready node. On the CPU, where it can't run concurrently with others, it keeps its own number, and runs as soon as it is
+ready, so that a gradient that is added to an earlier one is freed soon. (If the user sets a limit, it comes last there
+too.)
 
-A stash belongs to one backward call, a graph task of the engine's, and lives as long as that: the engine alone keeps
-it, as a callback of the task. So what a failed backward has stashed goes with the failure, the next one on the same
-graph starts with nothing, and two that run at once don't see each other's. One stash for all tasks would count what a
-failed backward left once more, with the next.
+A stash belongs to one backward call, a graph task of autograd's engine, and lives as long as the task: only the engine
+keeps it, as a callback of the task. So what a failed backward has stashed is freed with the failure, the next backward
+on the same graph starts with nothing, and two that run at the same time don't see each other's. With a single stash for
+all tasks, the next backward would also count what a failed one left.
 
-No code of Python's runs when a stash goes with its task: it may go in the main thread, where an interrupt that came
-meanwhile would be raised in that code, and be lost. So a weak reference has no callback, and a task that ends well
+No Python code runs when a stash is freed with its task: this may happen in the main thread, where an interrupt that
+came meanwhile would be raised in that code, and be lost. So a weak reference has no callback, and a task that ends well
 leaves nothing to finalize.
 """
 from __future__ import annotations
@@ -38,19 +38,19 @@ from splitpipe.deferral.pending import PendingGrad, WeightGroup, without_graph
 from splitpipe.deferral.streams import BackwardStreams, Reads
 
 _alias: Any = torch.ops.aten.alias.default
-#: The bytes that may be held back on the CPU beyond the free ones: of kernels that run faster than they are called.
+#: The bytes that may be kept on the CPU beyond the free ones: those of kernels that run faster than they are called.
 _SMALL = 2**16
 
 
-#: Bytes that the nodes of a microbatch may keep at most until B is through with all of them.
+#: The bytes that the nodes of a microbatch may keep at most until B has passed all of them.
 _MUCH = 2**22
-#: Goes backward from edges, given the gradients, to leaves, and adds to the sums of these.
+#: Runs backward from edges, with their gradients, to leaves, and adds to the sums of these.
 Backward = Callable[[Sums, Sequence[GradientEdge], Sequence[Tensor], Sequence[Tensor]], None]
 
 
 @lru_cache
 def _most(device: torch.device) -> int:
-    """The number of bytes that may be held back on an accelerator beyond the free ones."""
+    """The number of bytes that may be kept on an accelerator beyond the free ones."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return int(properties.total_memory) // 16
 
@@ -79,15 +79,15 @@ class Stashes:
         self._alive: dict[int, weakref.ref[Stash]] = {}
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:
-        """W runs beside B on an accelerator, and gathers several microbatches anywhere."""
+        """W can run during B on an accelerator, and gathers several microbatches on any device."""
         return self.streams.side is not None, True
 
     def known(self, key: object) -> WeightGroup | None:
-        """A group that other microbatches have, too."""
+        """A group that other microbatches use too."""
         return self._known.get(key)
 
     def make(self, key: object | None, function: WeightGradients, weights: Sequence[Weight | None]) -> WeightGroup:
-        """A group for W; without a key for one microbatch. A weight is None if it needs no gradient, or has it of B."""
+        """A group for W; without a key, for one microbatch. A weight is None if W has no gradient to compute for it."""
         leaves = [None if weight is None else weight.leaf for weight in weights]
         kinds = [None if weight is None else weight.kind for weight in weights]
         group = WeightGroup.of(function, leaves, kinds, self._names)
@@ -106,7 +106,7 @@ class Stashes:
         return None if found is None else found()
 
     def open(self) -> Stash:
-        """The stash of the running graph task, made the first time."""
+        """The stash of the running graph task, created the first time."""
         stash = self.find()
         if stash is None:
             for task, other in list(self._alive.items()):
@@ -124,14 +124,14 @@ class Stashes:
             stash.drain()
 
     def flushing(self, weights: Sequence[Tensor], make: Callable[..., Tensor]) -> Tensor:
-        """A phony by the node that ``make`` makes, which gives the gradients of views of these weights.
+        """A phony from the node that ``make`` makes, which returns the gradients of views of these weights.
 
-        Of a view's node autograd says whether it will come to it.
+        Autograd reports whether it will reach a view's node.
         """
         streams = self.streams
-        # AccumulateGrad belongs to the stream that first asks for it, and expects its gradients from there.
+        # AccumulateGrad belongs to the stream that first asks for it, and expects its gradients on that.
         with stream.use(streams.compute):
-            views = [_alias(weight) for weight in weights]  # Unlike a view's, its node takes any gradient.
+            views = [_alias(weight) for weight in weights]  # Unlike a view's, its node accepts any gradient.
         with stream.use(streams.side):
             phony = make(*views)
         if streams.side is not None or self.limit is not None:
@@ -150,20 +150,20 @@ class PendingGroup:
 
 
 class Stash:
-    """The pending gradients of one backward call, on one stage; ``limit``: how many bytes to hold back, at most.
+    """The pending gradients of one backward call, on one stage; ``limit``: how many bytes to keep, at most.
 
-    Ordinary autograd allocates every weight gradient at the first microbatch. So without a limit of the user's, each
-    group of weights may hold back as many bytes as its gradients will take: many weights that are used by few rows wait
-    for all microbatches, and take no more memory than autograd. Beyond that, the CPU holds next to nothing back, and an
-    accelerator, where W can run beside B, a sixteenth of its memory.
+    Ordinary autograd allocates every weight gradient at the first microbatch. So, if the user sets no limit, each group
+    of weights may keep as many bytes as its gradients will take: large weights that are used by few rows wait for all
+    microbatches, and take no more memory than with autograd. Beyond that, the CPU keeps next to nothing, and an
+    accelerator, where W can run during B, a sixteenth of its memory.
     """
 
     def __init__(self, stashes: Stashes) -> None:
         self._streams = streams = stashes.streams
         self._goals, self._backward = stashes.goals, stashes.backward
-        #: The parameters, by their identity, that the task comes to by way of a node; None: all.
+        #: The parameters, by identity, that the task reaches through a node; None: all.
         self.wanted: dict[Any, set[int] | None] = {}
-        #: Of leaves, as far as they are computed.
+        #: The sums of leaves that have been computed so far.
         self.sums = Sums()
         limit = stashes.limit
         self._grants = limit is None
@@ -172,21 +172,22 @@ class Stash:
         self._limit = limit
         self._groups: dict[WeightGroup, PendingGroup] = {}
         self._of: dict[int, list[WeightGroup]] = {}  # By the identity of a leaf.
-        self._full: dict[WeightGroup, PendingGroup] = {}  # Those whose pending gradients count against the limit.
+        self._full: dict[WeightGroup, PendingGroup] = {}  # Groups whose pending gradients count against the limit.
         self._size = 0
         self._reads = Reads(streams)
-        # After a failed backward the engine drops its callbacks: what W still reads is let go of all the same.
+        # After a failed backward, the engine drops its callbacks: tensors that W still reads are released all the same.
         self._failed = weakref.finalize(self, self._reads.release)
         self._failed.atexit = False
 
     def early(
         self, now: bool, owners: Sequence[Owner], kept: Sequence[PendingGrad]
     ) -> Callable[[WeightGroup, PendingGrad], None] | None:
-        """Who takes what nodes leave as it comes; None if it may wait for B's end.
+        """Takes what nodes leave as it comes; None if it may wait until B ends.
 
-        As it is little, or as the sums; if it need not be computed ``now``, as there is room for it.
+        It may if it is small, or no larger than the sums, or, unless it must be computed ``now``, if there is room for
+        it.
         """
-        size = 2 * sum([new.size for new in kept])  # With the gradients that they will be given.
+        size = 2 * sum([new.size for new in kept])  # With the gradients that they will receive.
         if self._grants:
             size -= sum({owner.group: owner.group.size for owner in owners}.values())
         room = min(self._limit, _MUCH) if now else self._limit - self._size
@@ -199,13 +200,13 @@ class Stash:
     def leave(self, left: Sequence[tuple[WeightGroup, PendingGrad]], now: bool) -> None:
         """Takes what the nodes of a graph have left in B, where grad mode is off.
 
-        ``now``: computes it at once, unless what waits is free.
+        ``now``: computes it immediately, unless waiting takes no memory.
         """
         streams = self._streams
         for _, new in left:
             new.ctx.saved_for_weight = without_graph(new.ctx.saved_for_weight)
         if streams.side is not None and left:
-            for x in [x for _, new in left for x in new.tensors()]:  # A layer may have made it on a stream of its own.
+            for x in [x for _, new in left for x in new.tensors()]:  # A layer may have made it on a different stream.
                 stream.hold(x, streams.compute)
             stream.wait(streams.side, streams.compute)
         groups = {group: self._added(group, new) for group, new in left}
@@ -234,7 +235,7 @@ class Stash:
             self._compute_early(dict([max(self._groups.items(), key=lambda entry: entry[1].size)]))
 
     def gradients(self, leaves: Sequence[Tensor]) -> list[Total | None]:
-        """The sums of leaves, which are let go of. Called on the side stream."""
+        """The sums of leaves, which are released. Called on the side stream."""
         goals: list[tuple[Goal, Total]] = []
         with torch.no_grad():
             for group in dict.fromkeys([group for leaf in leaves for group in self._of.pop(id(leaf), ())]):
@@ -251,7 +252,7 @@ class Stash:
         return [self.sums.take(leaf) for leaf in leaves]
 
     def _go_on(self, goals: Sequence[tuple[Goal, Total]]) -> None:
-        """The sums of views go on to their leaves."""
+        """Passes the sums of views on to their leaves."""
         if not goals:
             return
         edges = [goal.edge for goal, _ in goals if goal.edge is not None]
@@ -263,23 +264,23 @@ class Stash:
             self.sums.of(goal.leaf).take_over(total)
 
     def _flush(self, group: WeightGroup) -> Sequence[Total | None]:
-        """The sums of a group's gradients, of all that was stashed for them."""
+        """The sums of a group's gradients, including all that was stashed for them."""
         found = self._groups.pop(group, None)
-        if found is None:  # By another of its leaves.
+        if found is None:  # Flushed for another of its leaves.
             return ()
         if found.pending:
             self._compute({group: found})
-        # After an error in another thread the engine drops them: their memory is of the compute stream.
+        # After an error in another thread, the engine drops them: their memory belongs to the compute stream.
         self._reads.release()
         return found.totals
 
     def drain(self) -> None:
-        """Computes all that is held back and takes memory."""
+        """Computes everything that waits and takes memory."""
         self._compute_early({**self._full})
         self._reads.release()
 
     def close(self) -> None:
-        """The graph task is over."""
+        """Ends the graph task."""
         self._reads.release()
         self._failed.detach()
 
@@ -301,7 +302,7 @@ class Stash:
                 for group, found, pending in taken:
                     group.compute(found.totals, pending)
         except BaseException:
-            stream.wait(compute, side)  # The sums' memory is of the compute stream, and is free now.
+            stream.wait(compute, side)  # The sums' memory belongs to the compute stream, and is free now.
             raise
         finally:
             if side is not None:

@@ -1,12 +1,12 @@
 """The side stream, on which weight gradients are computed; the stage computes on another, the compute stream.
 
-    compute   B ─┬─ B ─┬─ B ─────────┬─ ...      a weight gradient starts when the B that gave it its input is done,
-                 │ event     event   │ wait
-    side         └─ W ──────── W ────┘           and compute waits for it before what it reads may be overwritten
+    compute   B ─┬─ B ─┬─ B ─────────┬─ ...      a weight gradient starts after the B that produced its input,
+                │ event     event   │ wait
+   side         └─ W ──────── W ────┘           and compute waits for it before its inputs may be overwritten
 
-Lifetimes: what W reads was allocated for the compute stream, whose allocator hands a freed block out again at once.
-So it is kept until the compute stream waits for that W. Let go any earlier, a later B would write there while
-W still reads. ``record_stream`` would be safe too, and would leave it to luck when the memory is free again.
+Lifetimes: W's inputs were allocated for the compute stream, whose allocator reuses a freed block at once. So they are
+kept until the compute stream waits for that W. If they were released earlier, a later B would write there while W still
+reads. ``record_stream`` would be safe too, but with it the memory would be freed at an unpredictable time.
 """
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from splitpipe.core.stream import Stream
 
 @dataclass(frozen=True)
 class BackwardStreams:
-    """The two streams of a stage's backward; ``side`` is None on the CPU, and with a schedule, whose W waits its turn.
+    """The two streams of a stage's backward; ``side`` is None on the CPU, and with a schedule, in which W waits its
+    turn.
 
-    On the CPU there are no streams, and every method does nothing more than it says.
+    On the CPU, there are no streams, and every method does only what its first line says.
     """
 
     device: torch.device
@@ -35,11 +36,11 @@ class BackwardStreams:
     def allocate(self, make: Callable[[], Tensor]) -> Tensor:
         """The tensor that ``make`` makes, in memory of the compute stream, for the side stream to write to.
 
-        A gradient outlives backward. In the side stream's memory, no activation could ever have its place again.
+        A gradient outlives backward. In the side stream's memory, activations could never use its place again.
         """
         with stream.use(self.compute):
             made = make()
-        stream.wait(self.side, self.compute)  # The memory's last owner may still be read.
+        stream.wait(self.side, self.compute)  # The memory's last owner may still be being read.
         return made
 
 
@@ -51,14 +52,14 @@ class Reads:
     _reading: deque[tuple[torch.Event, list[Tensor]]] = field(default_factory=deque)
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Keeps what the side stream was just given to read; lets go of what it was given before."""
+        """Keeps what the side stream was just given to read; releases what it was given before."""
         done = stream.mark(self.streams.side)
         if done is not None:
             self.release()
             self._reading.append((done, tensors))
 
     def release(self) -> None:
-        """Makes the compute stream wait for the side stream, and lets go."""
+        """Makes the compute stream wait for the side stream, and releases the tensors."""
         while self._reading:
             done, _ = self._reading[0]
             stream.wait_for(self.streams.compute, done)

@@ -1,4 +1,4 @@
-"""The same Sequential, balance, chunks and schedule on several machines, by torch.distributed.pipelining."""
+"""The same Sequential, balance, chunks and schedule on several machines, with torch.distributed.pipelining."""
 from __future__ import annotations
 
 from splitpipe.distributed.pipeline import Pipeline

@@ -2,8 +2,8 @@
 
     values of the stage before  |  skips      ──>   layers   ──>      values for the next stage  |  skips
 
-That runtime sends tensors, from each stage to the next. So a skip travels behind the values, from the stage that
-stashes it to the next one, which pops it. One that goes further is refused, before any process waits for another.
+That runtime sends tensors from each stage to the next. So a skip is sent after the values, from the stage that stashes
+it to the next one, which pops it. A skip that goes further is an error, before any process waits for another.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from splitpipe.skip.box import Key, opened
 from splitpipe.skip.pairs import crossing
 
 Named = tuple[str, nn.Module]
-#: The attributes that a module can have as a whole, apart from its layers, and their names in messages.
+#: The attributes that a module can have as a whole, separate from its layers, and their names in messages.
 _OWN = {
     "_parameters": "parameters", "_buffers": "buffers", "_forward_hooks": "forward hooks",
     "_forward_pre_hooks": "forward hooks", "_backward_hooks": "backward hooks", "_backward_pre_hooks": "backward hooks",
@@ -27,8 +27,7 @@ _OWN = {
 
 
 class Part(nn.Sequential):
-    """The layers of one stage, under the names that they have in the whole module; its skips arrive and leave in order.
-    """
+    """The layers of one stage, with the same names as in the whole module; its skips arrive and leave in order."""
 
     def __init__(
         self, layers: Sequence[Named], stage: int, last: bool, arriving: Sequence[Key], leaving: Sequence[Key]
@@ -43,7 +42,7 @@ class Part(nn.Sequential):
 
     def forward(self, *values: Any) -> Any:
         """The output of the layers: a tensor, or several."""
-        arrived = _node if self._stage else torch.clone  # The batch is the caller's.
+        arrived = _node if self._stage else torch.clone  # The batch belongs to the caller.
         values = tuple([arrived(x) if isinstance(x, Tensor) else x for x in values])
         count = len(values) - len(self._arriving)
         box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
@@ -64,12 +63,12 @@ class Part(nn.Sequential):
         return sent if self._leaving or several else sent[0]
 
     def _verify_shapes(self, sent: Sequence[Tensor]) -> None:
-        """Refuses to send what the next process does not expect: it would take the bytes for something else."""
+        """Raises for tensors that the next process doesn't expect, because it would misinterpret the bytes."""
         found = [(list(x.shape), x.dtype, x.requires_grad) for x in sent]
         expected = self._sent.setdefault(torch.is_grad_enabled(), found)
         if found != expected:
             raise RuntimeError(
-                f"stage {self._stage} would send {_shown(found)}, and sent {_shown(expected)} at first: expected the "
+                f"stage {self._stage} would send {_shown(found)}, but sent {_shown(expected)} at first: expected the "
                 "same in every step, since the processes have agreed on it. Build another Pipeline after freezing "
                 "layers, for another dtype or autocast, or for other shapes."
             )
@@ -78,14 +77,14 @@ class Part(nn.Sequential):
         strange = [_kind(x) for x in found if not isinstance(x, Tensor) or (x.is_complex() and x.requires_grad)]
         if strange:
             raise TypeError(
-                f"stage {self._stage}: {what} a {strange[0]}, and torch.distributed.pipelining sends tensors: expected "
-                "a tensor, or a tuple of several, where a stage ends. Cut elsewhere, or run it on one machine by "
-                "splitpipe.SplitPipe, which sends any nesting."
+                f"stage {self._stage}: {what} a {strange[0]}, but torch.distributed.pipelining sends tensors: expected "
+                "a tensor, or a tuple of several, where a stage ends. Cut elsewhere, or run it on one machine with "
+                "splitpipe.SplitPipe, which accepts any nesting."
             )
 
 
 class _Sent(Identity):
-    """The tensor as a node's output; its gradient in one piece, as it is to be sent."""
+    """The tensor as a node's output; its gradient is made contiguous, as sending requires."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
@@ -93,15 +92,15 @@ class _Sent(Identity):
 
 
 def _node(x: Tensor) -> Tensor:
-    """The tensor as a node's output: a layer may write to it, and torch detach it in place."""
-    # So it is no view, no parameter, and no tensor that a layer has saved.
+    """The tensor as a node's output, so that a layer may write to it, and torch may detach it in place."""
+    # So it isn't a view, a parameter, or a tensor that a layer has saved.
     y: Tensor = _Sent.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
     return y
 
 
 def _kind(x: Any) -> str:
     if isinstance(x, Tensor):
-        return f"tensor of {x.dtype} with grad, of which torch sends no gradient back"
+        return f"tensor of {x.dtype} with grad, whose gradient torch doesn't send back"
     return f"{type(x).__name__} of one" if isinstance(x, tuple) and len(x) == 1 else type(x).__name__
 
 
@@ -110,23 +109,23 @@ def _shown(sent: Sequence[tuple[list[int], torch.dtype, bool]]) -> str:
 
 
 def verify_own(module: nn.Sequential) -> None:
-    """Refuses what belongs to no layer, and parameters that have no values yet."""
+    """Raises for attributes that belong to no layer, and for parameters without values."""
     found = sorted({what for name, what in _OWN.items() if vars(module)[name]})
     if found:
         raise ValueError(
-            f"the module as a whole has {' and '.join(found)}, and no process runs it as a whole: expected them in its "
+            f"the module as a whole has {' and '.join(found)}, but no process runs it as a whole: expected them in its "
             "layers. Put them into the layer that they are for."
         )
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
     if lazy:
         raise ValueError(
-            f"{', '.join(lazy)} have no values yet, and processes would draw others: expected a module whose "
-            "parameters are there. Call it once with an input, whole, or load a checkpoint into it."
+            f"{', '.join(lazy)} have no values yet, and processes would draw different ones: expected a module with "
+            "initialised parameters. Call the whole module once with an input, or load a checkpoint into it."
         )
 
 
 def verify_skips(stages: Sequence[Sequence[Named]]) -> None:
-    """Refuses skips between stages that are no neighbours."""
+    """Raises for skips between stages that aren't neighbours."""
     faults = [
         f"  {key[1]!r} from stage {source} to stage {target}"
         for key, (source, target) in crossing(stages).items()
@@ -134,14 +133,14 @@ def verify_skips(stages: Sequence[Sequence[Named]]) -> None:
     ]
     if faults:
         raise ValueError(
-            "torch.distributed.pipelining sends values from each stage to the next one alone, and these skips go "
-            "further:\n" + "\n".join(faults) + "\nExpected a balance that has each skip's ends in one stage or in "
-            "neighbours; on one machine, splitpipe.SplitPipe copies skips straight to where they are popped."
+            "torch.distributed.pipelining only sends values from each stage to the next, but these skips go "
+            "further:\n" + "\n".join(faults) + "\nExpected a balance that puts each skip's ends into one stage or into "
+            "neighbours; on one machine, splitpipe.SplitPipe copies skips directly to where they are popped."
         )
 
 
 def verify_sharing(stages: Sequence[Sequence[Named]], placement: Sequence[int]) -> None:
-    """Refuses parameters and buffers that stages of different processes share: each would train its own."""
+    """Raises for parameters and buffers that stages of different processes share: each would train its own copy."""
     first: dict[int, tuple[int, str]] = {}
     faults = []
     for stage, layers in enumerate(stages):
@@ -152,7 +151,7 @@ def verify_sharing(stages: Sequence[Sequence[Named]], placement: Sequence[int]) 
                     faults.append(f"  {name} of stage {stage} is {known} of stage {home}")
     if faults:
         raise ValueError(
-            "stages of different processes share parameters or buffers, of which each process would have its own:\n"
+            "stages of different processes share parameters or buffers, but each process would have a separate copy:\n"
             + "\n".join(faults) + "\nExpected a balance that keeps them in one process, or a copy for each stage."
         )
 

@@ -15,7 +15,7 @@ from splitpipe.training.loss import Objective
 
 
 class Loss:
-    """A microbatch's part of the loss of the batch; all microbatches are of one size."""
+    """A microbatch's part of the loss of the batch; all microbatches have the same size."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int) -> None:
         self._objective = Objective(loss_fn, None, Told(), pairs=False)
@@ -29,7 +29,7 @@ class Loss:
         self._target, self._whole = target, None
 
     def end(self) -> None:
-        """The step is over: forgets the target."""
+        """Ends the step: forgets the target."""
         self._target = self._whole = None
 
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -49,7 +49,7 @@ class Loss:
         return made
 
     def _divisors(self, number: Number, output: Any, target: Any) -> list[Any]:
-        """What the terms are divided by for the whole batch: counts depend on targets alone."""
+        """The terms' divisors for the whole batch: counts may only depend on targets."""
         each = [number] * self._chunks
         if any(term.divisor is not None and isinstance(term.divisor.count, Tensor) for term in number.terms):
             with torch.no_grad():
@@ -69,6 +69,6 @@ class Loss:
 
 
 _DIFFERENT = (
-    "microbatches have losses of different terms, which processes can't combine: expected the same terms for every "
+    "microbatches have losses with different terms, which processes can't combine: expected the same terms for every "
     "microbatch. Return them, or use splitpipe.SplitPipe."
 )

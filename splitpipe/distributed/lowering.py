@@ -1,12 +1,12 @@
-"""torch.distributed.pipelining's runtime, driven by our schedule's text.
+"""Runs a schedule, given as text, on torch.distributed.pipelining's runtime.
 
-It adds what is sent and received by itself, in an order that does not lock up.
+The runtime adds sends and receives itself, in an order without deadlocks.
 
-Backward is in two halves as torch has it, where that is right; else in one. Torch finds a weight of a stage only where
-its path in the graph meets the path of an input that requires grad. It misses the weights of a stage behind frozen
-layers, and weights that an output of their own comes from. So the graph is looked at first: if a weight would be
-missed, B computes all gradients, and W none. W goes through AccumulateGrad, so that hooks fire, and no two gradients
-share memory.
+Where it is right, backward has torch's two halves; otherwise, it isn't split. Torch finds a weight of a stage only if
+its path in the graph meets the path of an input that requires grad. It misses the weights of a stage after frozen
+layers, and weights that lead to an output on which no input has an influence. So the graph is checked first: if a
+weight would be missed, B computes all gradients, and W none. W runs through AccumulateGrad, so that hooks fire, and no
+two gradients share memory.
 """
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from splitpipe.schedule.plurals import counted
 
 
 class Stage(pipelining.PipelineStage):
-    """A stage that stays as it was in its first run, in which torch finds out the shapes.
+    """A stage that isn't changed by its first run, in which torch determines the shapes.
 
-    Torch has the layers compute with memory that nobody wrote to. BatchNorm would take that into its statistics, and an
-    embedding would look rows up that it doesn't have.
+    Torch makes the layers compute with uninitialised memory. BatchNorm would include that in its statistics, and an
+    embedding would look up rows that it doesn't have.
     """
 
     _output: Any = None
@@ -65,13 +65,13 @@ class Stage(pipelining.PipelineStage):
         output, self._output = self._output, None
 
         def loss(_: Any, *more: Any, **rest: Any) -> Any:
-            return loss_fn(output, *more, **rest)  # As in later calls: torch would give it other tuples.
+            return loss_fn(output, *more, **rest)  # As in later calls: torch would pass different tuples.
 
         return super()._backward_metadata_inference(loss, *args, **kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if self.is_last:  # Torch would detach it in place after B: parameters as well, and tensors that W needs.
+        if self.is_last:  # Torch would detach it in place after B, including parameters and tensors that W needs.
             forget_outputs(self, fwd_chunk_id)
         return output
 
@@ -85,10 +85,10 @@ class Stage(pipelining.PipelineStage):
             outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
             leaves = separable(outputs, inputs)
             if leaves is not None:
-                parameters: Any = leaves  # All that have a gradient, the loss's parameters as well.
+                parameters: Any = leaves  # All that have a gradient, including the loss's parameters.
                 return stage_backward_input(outputs, bwd_kwargs["output_grads"], inputs, parameters)
             whole = dict(bwd_kwargs)
-            if whole["output_grads"] is None:  # The loss, which is no tuple there.
+            if whole["output_grads"] is None:  # The loss, which isn't a tuple there.
                 whole["stage_output"] = whole["stage_output"][0]
             grads, _ = super().backward_maybe_with_nosync("full", whole, *more, **rest)
             return grads, []
@@ -96,12 +96,12 @@ class Stage(pipelining.PipelineStage):
 
 
 def separable(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor] | None:
-    """The leaves, if torch would find all of them for W, after the inputs' gradients; else None."""
-    # Torch goes from a leaf up to the node where an input's path comes in. On a path to an output of no input, there
+    """The leaves, if torch would find all of them for W, after the inputs' gradients; otherwise None."""
+    # Torch walks from a leaf up to the node where an input's path joins. On a path to an output without an input, there
     # is no such node.
     starts = {get_gradient_edge(x)[:2] for x in inputs if isinstance(x, Tensor) and x.requires_grad}
     found: dict[int, Tensor] = {}
-    # Since torch 2.15 an edge stands for an output that has been sent, and freed.
+    # Since torch 2.15, an edge represents an output that has been sent, and freed.
     edges = [x for x in outputs if isinstance(x, GradientEdge)]
     edges += [get_gradient_edge(x) for x in outputs if isinstance(x, Tensor) and x.requires_grad]
     for edge in edges:
@@ -114,7 +114,7 @@ def separable(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor] | N
 
 def weights(groups: Sequence[dict[str, Any]]) -> None:
     """W: the gradients of the leaves, from the nodes where B has stopped."""
-    # The paths to a leaf that is used twice go through nodes in between, which other groups need as well.
+    # The paths to a leaf that is used twice contain nodes that other groups need too.
     for group in sorted(groups, key=lambda group: len(group["intermediates"]) == 1):
         edges: list[GradientEdge] = []
         grads: list[Tensor] = []
@@ -128,7 +128,7 @@ def weights(groups: Sequence[dict[str, Any]]) -> None:
                 if grad is not None:
                     edges.append(GradientEdge(node, number))
                     grads.append(grad)
-            # Tensor hooks have run in B; one node may be behind another, and its hooks must not run again.
+            # Tensor hooks have run in B; a node may come after another one, and its hooks must not run again.
             handles.append(node.register_prehook(lambda _, given=given: given))
         try:
             if edges:
@@ -141,19 +141,19 @@ def weights(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def verify_order(schedule: Schedule) -> None:
-    """Refuses schedules that torch can't run: a device has no ops, or the last stage's F are in another order."""
+    """Raises for schedules that torch can't run: a device has no ops, or the last stage's F aren't in order."""
     idle = [device for device, row in enumerate(schedule.rows) if not row]
     if idle:
         raise ValueError(
-            f"the schedule has nothing to do on {counted(len(idle), 'device')} ({', '.join(map(str, idle))}): expected "
-            "ops in every process. Leave them out, and start as many processes as have any."
+            f"the schedule has no ops on {counted(len(idle), 'device')} ({', '.join(map(str, idle))}): expected "
+            "ops in every process. Leave out these devices, and start as many processes as have ops."
         )
     last = schedule.stages - 1
     found = [op.microbatch for op in schedule.rows[schedule.placement[last]] if op.kind == "F" and op.stage == last]
     if found != sorted(found):
         raise ValueError(
-            f"the schedule has the last stage go forward with microbatches in the order {found}: expected "
-            f"{sorted(found)}, by which torch.distributed.pipelining counts losses. Number them so."
+            f"the schedule runs the last stage's forwards of microbatches in the order {found}: expected "
+            f"{sorted(found)}, since torch.distributed.pipelining counts losses in this order. Renumber them."
         )
 
 
@@ -166,9 +166,9 @@ def runtime(
     loss_fn: Callable[[Any, Any], Tensor],
     forward: bool = False,
 ) -> Any:
-    """The runtime of this process's row of the schedule, or of forward alone; the loss is not divided by ``chunks``."""
+    """The runtime for this process's row of the schedule, or its forwards only; losses aren't divided by ``chunks``."""
     mine = [stage for stage, row in enumerate(schedule.placement) if row == rank]
-    # Each runtime has stages of its own: they know what is sent, with gradients or without.
+    # Each runtime has separate stages, since they know what is sent, with gradients or without.
     stages = [Stage(module, stage, schedule.stages, device, group=group) for stage, module in zip(mine, modules)]
     runner: Any = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=loss_fn, scale_grads=False)
     actions = {

@@ -1,4 +1,4 @@
-"""``Pipeline``: the stages of this process, in a pipeline of several."""
+"""``Pipeline``: the stages of this process, in a pipeline of several processes."""
 from __future__ import annotations
 
 import operator
@@ -32,34 +32,36 @@ from splitpipe.skip.pairs import verify_skippables
 class Pipeline(nn.Module):
     """This process's part of an nn.Sequential that runs as a pipeline over several processes.
 
-    The engine is torch.distributed.pipelining, with one process a row of the schedule; the schedule is ours, any of
-    ``splitpipe.schedule.names()``. It has this process's layers alone, under the names that they have in the unwrapped
-    module: so the state dicts of all processes together are its state dict, which each of them loads as well.
+    It uses torch.distributed.pipelining, with one process per row of the schedule, which may be any of
+    ``splitpipe.schedule.names()``. It contains only this process's layers, with the same names as in the unwrapped
+    module. So the state dicts of all processes together are the module's state dict, and each process can also load
+    that.
 
-    Hooks of parameters fire once a microbatch, as in accumulation. Where the loss comes from no output of a stage,
-    gradients of the parameters before it are zeros, not None: the processes agree once on what they send.
+    Parameter hooks fire once per microbatch, as in gradient accumulation. If the loss doesn't depend on any output of a
+    stage, the gradients of the parameters before it are zeros instead of None, because the processes agree only once on
+    what they send.
 
-    All processes build it alike, from the same module with the same values (the same seed, or a checkpoint), and call
-    ``step`` with the same batch.
+    All processes must build it in the same way, from the same module with the same values (the same seed, or a
+    checkpoint), and call ``step`` with the same batch.
 
     Args:
-        module: the nn.Sequential, whole. Layers of other processes are not kept.
+        module: the whole nn.Sequential. Layers of other processes aren't kept.
         balance: number of layers of each stage.
-        chunks: number of microbatches. It must divide the batch: all are of one size here.
-        schedule: a name of ``splitpipe.schedule.names()``, or a Schedule with a row for each process.
-        loss_fn: ``loss_fn(output, target)`` gives a number, which is understood as by ``SplitPipe``; pairs are not.
-            Where counts depend on the target, it is called once more for each microbatch, with zeros as its output:
-            they must not depend on the output.
-        device: of this process. Default: the current accelerator, else the CPU.
-        group: the processes, one a row, in order. Default: all.
-        cuts: names of layers in place of ``balance``: a stage begins with each of them. Any other module that
-            ``SplitPipe`` takes with ``cuts`` is refused for now.
+        chunks: number of microbatches, which must divide the batch size.
+        schedule: a name from ``splitpipe.schedule.names()``, or a Schedule with a row for each process.
+        loss_fn: ``loss_fn(output, target)`` returns a number, which is traced as by ``SplitPipe``; pairs aren't
+            accepted. If counts depend on the target, it is called again for each microbatch, with an output of zeros:
+            counts must not depend on the output.
+        device: the device of this process. Default: the current accelerator, or else the CPU.
+        group: the processes, one per row, in order. Default: all.
+        cuts: names of layers, instead of ``balance``: a stage starts with each of them. Modules other than an
+            nn.Sequential aren't supported yet.
 
     Raises:
-        TypeError: the module is no plain nn.Sequential, or an argument is of a wrong type.
-        ValueError: an argument has a wrong value, or the module is one that this runtime cannot run: skips between
-            stages that are not neighbours, parameters that processes would share. Every process raises it.
-        RuntimeError: torch.distributed is not initialised.
+        TypeError: the module isn't a plain nn.Sequential, or an argument has a wrong type.
+        ValueError: an argument has a wrong value, or this runtime can't run the module: it has skips between stages
+            that aren't neighbours, or parameters that processes would share. Every process raises it.
+        RuntimeError: torch.distributed isn't initialised.
 
     Example:
         >>> import torch.distributed as dist
@@ -95,7 +97,7 @@ class Pipeline(nn.Module):
         verify_options(chunks=chunks, schedule=schedule, loss_fn=loss_fn)
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
-                "torch.distributed is not initialised: expected init_process_group() before, in each process, as under "
+                "torch.distributed isn't initialised: expected init_process_group() before, in each process, as under "
                 "torchrun. In one process, splitpipe.SplitPipe runs the same schedule."
             )
         place = resolve_device(device)
@@ -124,7 +126,7 @@ class Pipeline(nn.Module):
         self._first, self._last = 0 in mine, plan.stages - 1 in mine
         self._shapes: dict[bool, dict[str, tuple[list[int], torch.dtype]]] = {}
         self._failed: str | None = None
-        # Inside of something else, as nn.Module would take it for a layer: a loss may be a module.
+        # Inside another object, since nn.Module would register it as a layer: a loss may be a module.
         self._loss = Loss(loss_fn, plan.microbatches)
         made = partial(runtime, modules, plan, rank=rank, device=self._device, group=found, loss_fn=self._loss)
         self._run = made().step
@@ -136,42 +138,42 @@ class Pipeline(nn.Module):
         return self._device
 
     def step(self, input: Any = None, target: Any = None) -> Tensor | None:
-        """Forward and backward of a batch: the gradients of this process's parameters are added to their ``.grad``.
+        """Runs forward and backward of a batch, and adds the gradients of this process's parameters to their ``.grad``.
 
         Args:
-            input: a tensor of shape (batch, ...), or a tuple of them that agree in batch. The process of the first
-                stage needs it; given in every process, every process can refuse it.
-            target: a tensor that agrees with the input in batch. The process of the last stage needs it.
+            input: a tensor of shape (batch, ...), or a tuple of tensors with the same batch size. The process of the
+                first stage needs it; if it is given in every process, every process can check it.
+            target: a tensor with the same batch size as the input. The process of the last stage needs it.
 
         Returns:
             the loss, a tensor without dimensions, in the process of the last stage; None in the others.
 
         Raises:
-            TypeError: the input is neither a tensor nor a tuple of tensors, or the target no tensor.
-            ValueError: ``chunks`` does not divide the batch, or it is of another shape than the first step's.
+            TypeError: the input is neither a tensor nor a tuple of tensors, or the target isn't a tensor.
+            ValueError: ``chunks`` doesn't divide the batch size, or shapes differ from the first step's.
             RuntimeError: another process has failed, or torch.distributed's timeout has passed.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
-                "step() is called without gradients, as under torch.no_grad(): expected them, since it goes backward. "
-                "evaluate(input, target) goes forward alone."
+                "step() was called without grad mode, as under torch.no_grad(): expected grad mode, since it runs "
+                "backward. evaluate(input, target) only runs forward."
             )
         return self._through(self._run, input, target)
 
     def evaluate(self, input: Any = None, target: Any = None) -> Tensor | None:
-        """Forward of a batch alone, as ``step`` otherwise: no gradients. Layers are in the mode that ``eval()`` sets.
+        """Runs only the forward of a batch, otherwise like ``step``. Call ``eval()`` first for layers in eval mode.
 
         Args:
-            input: as of ``step``.
-            target: as of ``step``.
+            input: as for ``step``.
+            target: as for ``step``.
 
         Returns:
             the loss, a tensor without dimensions, in the process of the last stage; None in the others.
 
         Raises:
-            TypeError: as of ``step``.
-            ValueError: as of ``step``.
-            RuntimeError: as of ``step``.
+            TypeError: as for ``step``.
+            ValueError: as for ``step``.
+            RuntimeError: as for ``step``.
         """
         with torch.no_grad():
             return self._through(self._run_forward, input, target)
@@ -179,13 +181,13 @@ class Pipeline(nn.Module):
     def _through(self, run: Callable[..., Any], input: Any, target: Any) -> Tensor | None:
         if self._failed is not None:
             raise RuntimeError(
-                f"an earlier step has failed ({self._failed}), and the processes have lost step: expected none after "
-                "that. Start them again, from the last checkpoint."
+                f"an earlier step has failed ({self._failed}), so the processes are out of sync: expected no step "
+                "after that. Restart them from the last checkpoint."
             )
         if isinstance(input, tuple) and len(input) < 2:
             raise ValueError(
                 f"input is a tuple of {len(input)}: expected a tensor, or a tuple of several, since "
-                "torch.distributed.pipelining gives the layer one tensor as it is."
+                "torch.distributed.pipelining passes a single tensor to the layer as it is."
             )
         inputs = input if isinstance(input, tuple) else (input,)
         named = [(f"input {number}" if len(inputs) > 1 else "input", value) for number, value in enumerate(inputs)]
@@ -193,22 +195,22 @@ class Pipeline(nn.Module):
         shapes = {what: self._verified(what, value) for what, value in named if value is not None}
         if len({shape[0] for shape, _ in shapes.values()}) > 1:
             found = ", ".join(f"{what} with {counted(shape[0], 'row')}" for what, (shape, _) in shapes.items())
-            raise ValueError(f"found {found}: expected as many rows in all.")
+            raise ValueError(f"found {found}: expected the same number of rows in all.")
         known = self._shapes.get(run is self._run, {})
         for what, shape in shapes.items():
             if known.get(what, shape) != shape:
                 raise ValueError(
-                    f"{what} has shape {shape[0]} of {shape[1]}, and had {known[what][0]} of {known[what][1]} in the "
+                    f"{what} has shape {shape[0]} of {shape[1]}, but had {known[what][0]} of {known[what][1]} in the "
                     "first step: expected the same in all, since the processes have agreed on what they send. "
                     "Build another Pipeline for other shapes."
                 )
         if self._first and input is None:
             raise ValueError("found no input in the process of the first stage: expected the batch.")
         if self._last and target is None:
-            raise ValueError("found no target in the process of the last stage: expected that of the batch.")
+            raise ValueError("found no target in the process of the last stage: expected the batch's target.")
         self._shapes[run is self._run] = {**shapes, **known}
         parts: list[Tensor] = []
-        try:  # From here on, an error may be this process's alone.
+        try:  # From here on, an error may occur in this process only.
             given = [self._there(value) for value in inputs] if self._first else []
             more: dict[str, Any] = {"target": self._there(target), "losses": parts} if self._last else {}
             if self._last:
@@ -223,20 +225,20 @@ class Pipeline(nn.Module):
         return torch.stack([loss.detach() for loss in parts]).sum() if self._last else None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that their norm, over all processes, is ``max_norm`` at most.
+        """Scales the gradients so that their norm, over all processes, is at most ``max_norm``.
 
-        As ``torch.nn.utils.clip_grad_norm_``, which would see the parameters of this process alone. To be called in
-        every process.
+        It is like ``torch.nn.utils.clip_grad_norm_``, which would only see this process's parameters. All processes
+        must call it.
 
         Args:
-            max_norm: of all gradients together.
+            max_norm: the maximum norm of all gradients together.
 
         Returns:
-            the norm before, a tensor without dimensions, the same in every process.
+            the norm before scaling, a tensor without dimensions, the same in every process.
 
         Raises:
-            TypeError: ``max_norm`` is no number.
-            ValueError: it is negative, or nan.
+            TypeError: ``max_norm`` isn't a number.
+            ValueError: ``max_norm`` is negative or nan.
         """
         if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
             raise TypeError(f"max_norm is {max_norm!r}: expected a number.")
@@ -254,31 +256,31 @@ class Pipeline(nn.Module):
         return norm
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Refused: forward and backward are one here, see ``step``."""
-        raise RuntimeError("a Pipeline over several processes has no forward of its own: expected step(input, target).")
+        """Raises RuntimeError: forward and backward are one here, see ``step``."""
+        raise RuntimeError("a Pipeline over several processes has no separate forward: expected step(input, target).")
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            "a Pipeline can't be copied or pickled, since it is bound to processes that talk to each other: expected "
-            "its state_dict(), whose tensors a Pipeline or the unwrapped module loads."
+            "a Pipeline can't be copied or pickled, since it is bound to communicating processes: expected "
+            "its state_dict(), which a Pipeline or the unwrapped module can load."
         )
 
     def extra_repr(self) -> str:
-        name = self.schedule.name or "of your own"
+        name = self.schedule.name or "custom"
         return f"schedule={name!r}, chunks={self.schedule.microbatches}, device={self._device}"
 
     def _verified(self, what: str, value: Any) -> tuple[list[int], torch.dtype]:
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"{what} is a {type(value).__name__}: expected a tensor (several inputs as a tuple), since "
-                "torch.distributed.pipelining cuts no other values into microbatches."
+                "torch.distributed.pipelining splits no other values into microbatches."
             )
         chunks = self.schedule.microbatches
         if not value.dim() or value.shape[0] % chunks or not value.shape[0]:
             rows = counted(value.shape[0], "row") if value.dim() else "no rows"
             raise ValueError(
                 f"{what} has {rows} for chunks={chunks}: expected a multiple, since torch.distributed.pipelining "
-                "wants microbatches of one size. Give the DataLoader drop_last=True, or pad the batch."
+                "needs microbatches of the same size. Use drop_last=True in the DataLoader, or pad the batch."
             )
         return list(value.shape), value.dtype
 
@@ -287,22 +289,22 @@ class Pipeline(nn.Module):
 
 
 def _without(names: set[str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    """Leaves out what other processes have: a whole state dict is loaded as it is, each process taking its part."""
+    """Leaves out what other processes have, so that each process can load its part of a whole state dict."""
     for name in names:
         state.pop(prefix + name, None)
 
 
 def _balance(module: object, balance: object, cuts: Iterable[str]) -> list[int]:
-    """The balance that says the same as cuts of an nn.Sequential's layers."""
+    """The balance that is equivalent to cuts at an nn.Sequential's layers."""
     if balance is not None:
-        raise ValueError("balance and cuts are given: expected one of them, numbers of layers or names.")
+        raise ValueError("both balance and cuts are given: expected one of them, numbers of layers or names.")
     found = balance_of(module, cuts)
     if found is None:
         raise TypeError(
             f"cuts were given for a {type(module).__name__}: expected an nn.Sequential and the names of its layers. "
-            "Any other module runs by cuts in one process alone, SplitPipe(module, cuts=[...]), for now: the runtime "
-            "of torch.distributed.pipelining sends between processes what a stage returns, in shapes that are known "
-            "before, and not what a module's own code carries past a cut."
+            "For now, other modules with cuts run in a single process, SplitPipe(module, cuts=[...]): the runtime "
+            "of torch.distributed.pipelining sends what a stage returns, with shapes known beforehand, and not what "
+            "a module's own code carries past a cut."
         )
     return found
 
@@ -312,10 +314,10 @@ def _group(group: object) -> dist.ProcessGroup:
     outside = found is dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(found, dist.ProcessGroup):
         raise TypeError(
-            f"group is a {type(found).__name__}: expected a ProcessGroup, as of dist.new_group(ranks) or "
+            f"group is a {type(found).__name__}: expected a ProcessGroup, such as from dist.new_group(ranks) or "
             "mesh.get_group(), or None for all processes."
         )
     if outside or dist.get_rank(found) < 0:
-        raise ValueError("this process is not in the group: expected a Pipeline in those that are, and only there.")
+        raise ValueError("this process is not in the group: expected a Pipeline only in processes that are.")
     process_group: dist.ProcessGroup = found
     return process_group

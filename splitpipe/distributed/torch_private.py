@@ -1,6 +1,6 @@
-"""The private names of torch.distributed.pipelining that the package uses; in a file of their own, as few need them.
+"""The private names of torch.distributed.pipelining that the package uses; in a separate file, as few users need them.
 
-Its documentation has the constructors, and what a user calls: every other name of its classes counts as private.
+Its documentation covers constructors and what a user calls: all other names of its classes count as private.
 """
 # mypy: implicit-reexport
 # ruff: noqa: F401, I001
@@ -13,13 +13,13 @@ from torch.distributed import pipelining
 
 from splitpipe.core.torch_private import Attribute, names_in, needed, verify
 
-#: The stages of torch 2.11 find out shapes in another way, with which BatchNorm's statistics would not stay. Those of
-#: 2.12 fail where a value has no gradient, as behind a frozen stage, and the other processes wait for the time-out.
+#: torch 2.11's stages determine shapes differently, so BatchNorm's statistics would change. Those of 2.12 fail if a
+#: value has no gradient, as after a frozen stage, and the other processes wait until the timeout.
 EXPECTED = "torch>=2.13,<2.16"
 
 _RUN = "to run a schedule on torch.distributed.pipelining"
-_SHAPES = "to leave the layers as they were where torch finds out the shapes"
-_HALVES = "to go backward in two halves on torch.distributed.pipelining"
+_SHAPES = "to leave the layers unchanged while torch determines the shapes"
+_HALVES = "to run backward in two halves on torch.distributed.pipelining"
 _OUTPUTS = "to keep the outputs of the last stage from torch, which would detach them in place"
 
 with needed(_RUN, EXPECTED):
@@ -30,34 +30,34 @@ with needed(_RUN, EXPECTED):
     from torch.distributed.pipelining.stage import _PipelineStageBase  # What PipelineStage inherits from.
 
 with needed(_HALVES, EXPECTED):
-    from torch.distributed.pipelining._backward import stage_backward_input  # B: the gradients of the inputs alone.
+    from torch.distributed.pipelining._backward import stage_backward_input  # B: only the gradients of the inputs.
 
-#: The kinds of ops that forward alone has. Since torch 2.15 each send is waited for by an op of its own.
+#: The kinds of ops in a forward only. Since torch 2.15, a separate op waits for each send.
 FORWARD_KINDS = frozenset({FORWARD, SEND_F, RECV_F, getattr(schedules, "WAIT_SEND_F", FORWARD)})
 
 
 _MADE = names_in(_PipelineStageBase.__init__)
-#: Of a stage: what it keeps of each microbatch from forward to backward; a class of its own since torch 2.15.
+#: What a stage keeps of each microbatch from forward to backward; a separate class since torch 2.15.
 _KEPT = "_forward_chunk_states" if hasattr(_MADE, "_forward_chunk_states") else "fwd_cache"
 
 ATTRIBUTES = [
-    # The methods that ``lowering.Stage`` overrides. Torch alone calls them: were one gone, nobody would notice.
+    # The methods that ``lowering.Stage`` overrides. Only torch calls them: if one were missing, nothing would show it.
     Attribute(pipelining.PipelineStage, "_to_tensor", _SHAPES),
     Attribute(pipelining.PipelineStage, "_compute_outputs", _SHAPES),
     Attribute(pipelining.PipelineStage, "_backward_metadata_inference", _SHAPES),
     Attribute(pipelining.PipelineStage, "forward_one_chunk", _OUTPUTS),
     Attribute(pipelining.PipelineStage, "backward_maybe_with_nosync", _HALVES),
     # What it reads, and what torch does by itself.
-    Attribute(pipelining.PipelineStage, "_get_grad_send_meta", "to have zeros sent for a value without a gradient"),
+    Attribute(pipelining.PipelineStage, "_get_grad_send_meta", "to send zeros for a value without a gradient"),
     Attribute(pipelining.PipelineStage, "is_last", _OUTPUTS),
     Attribute(pipelining.PipelineStage, "has_backward", _SHAPES),
     Attribute(_MADE, _KEPT, _OUTPUTS),
     Attribute(_Action, "from_str", _RUN),
     Attribute(_Action, "computation_type", _RUN),
-    Attribute(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", "to have torch add what is sent and received"),
+    Attribute(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", "to make torch add sends and receives"),
     Attribute(
         names_in(_PipelineScheduleRuntime._prepare_schedule_with_comms), "pipeline_order_with_comms",
-        "to go forward alone on torch.distributed.pipelining",
+        "to run only forward on torch.distributed.pipelining",
     ),
     Attribute(names_in(schedules.PipelineScheduleMulti.__init__), "pipeline_order", _RUN),
 ]
@@ -71,7 +71,7 @@ verify(ATTRIBUTES, EXPECTED)
 
 
 def forget_outputs(stage: pipelining.PipelineStage, microbatch: int) -> None:
-    """Has a stage forget its outputs of a microbatch, which it keeps from forward to backward."""
+    """Makes a stage forget its outputs for a microbatch, which it keeps from forward to backward."""
     kept: dict[int, Any] = getattr(stage, _KEPT)
     if _KEPT == "fwd_cache":
         kept[microbatch] = (), kept[microbatch][1]

@@ -1,1 +1,1 @@
-"""What a number of the batch is made of, seen while microbatches compute it."""
+"""Traces what the batch's numbers consist of, while microbatches compute them."""

@@ -1,4 +1,4 @@
-"""What sums, products, quotients and means make of numbers: the rules for functions that are linear."""
+"""Rules for linear functions: what sums, products, quotients and means make of numbers."""
 from __future__ import annotations
 
 import math
@@ -20,21 +20,21 @@ def in_place(name: str) -> bool:
 
 
 def before(facts: Facts, name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments to call a division, or a function that works in place, with."""
+    """The arguments with which to call a division, or a function that works in place."""
     if in_place(name) and isinstance(args[0], Tensor):
         _keep_value(facts, args[0])
     if name in DIVISIONS and len(args) == 2:
         below = args[DIVISIONS[name]]
         made = number_of(facts, below)
         divisor = divided(made) if isinstance(made, Number) and below.numel() == 1 else None
-        if divisor is not None and divisor.least is None:  # 0 of 0 is 0, as it is none of the batch's.
+        if divisor is not None and divisor.least is None:  # 0 / 0 becomes 0, as it adds nothing to the batch's number.
             guarded = torch.where(below == 0, torch.ones_like(below), below)
             return [guarded if x is below else x for x in args]
     return args
 
 
 def _keep_value(facts: Facts, x: Tensor) -> None:
-    """Keeps the value that a number has before it is written to in place."""
+    """Keeps a number's value from before it is written to in place."""
     made = facts.of(x)
     if made is CONSTANT and x.numel() == 1:
         facts.put(x, Number((term(x.clone(), A_CONSTANT),)))
@@ -44,7 +44,7 @@ def _keep_value(facts: Facts, x: Tensor) -> None:
 
 
 def number_of(facts: Facts, x: Any) -> Made:
-    """What a value is; a row's number as a number."""
+    """What a value consists of; a row's number as a number."""
     made = facts.of(x)
     return of_row(x, made) if isinstance(made, Row) and not x.dim() else made
 
@@ -57,7 +57,7 @@ def _counted(facts: Facts, values: Sequence[Any], row: Row, divided: bool) -> bo
 
 
 def single(made: Number, out: Tensor, name: str) -> Made:
-    """A number of one term after a linear function: its result is the value, factor and all."""
+    """A number with a single term after a linear function: the term's value is the result, including the factor."""
     if len(made.terms) != 1 or made.least is not None:
         return Unknown(name) if made.terms else made
     one = made.terms[0]
@@ -91,7 +91,7 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
 
 
 def one_row(made: Sequence[Made]) -> Row | None:
-    """The row, if all is of one row, or a constant."""
+    """The row, if everything belongs to one row or is constant."""
     rows = {each.row for each in made if isinstance(each, Row)}
     return Row(*rows) if len(rows) == 1 and all(isinstance(each, Row) or is_constant(each) for each in made) else None
 
@@ -106,7 +106,7 @@ def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out:
                 numbers.append(Number((replace(term(x, SUM if whole else A_CONSTANT), factor=sign),)))
         elif isinstance(made, Number) and made.least is None:
             numbers.append(made.scaled(sign))
-        elif isinstance(made, Unknown) and not x.dim():  # The other terms are exact all the same.
+        elif isinstance(made, Unknown) and not x.dim():  # The other terms are exact nevertheless.
             numbers.append(by_rows(x, facts.rows, made.function).scaled(sign))
         else:
             return made if isinstance(made, Unknown) else Unknown(name)
@@ -155,7 +155,7 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
 
 
 def _times(x: Tensor, factor: Any, out: Tensor, name: str, facts: Facts, power: int = 1) -> Made:
-    """A number, or numbers, times a constant or divided by it."""
+    """One or several numbers, multiplied or divided by a constant."""
     made = number_of(facts, x)
     if isinstance(made, Stack):
         factors = [factor] * len(made.numbers)
@@ -224,7 +224,7 @@ def _by_number(made: Made, by: Number, out: Tensor, name: str) -> Made:
 
 
 def _mean_by_mean(made: Made, by: Number, out: Tensor, name: str) -> Made:
-    """Of means over the same number of elements, the quotient is that of the sums."""
+    """For means over the same number of elements, the quotient is that of the sums."""
     means = [each for each in (made, by) if isinstance(each, Number) and len(each.terms) == 1]
     counts = [t.divisor.here for each in means for t in each.terms if t.kind is MEAN and t.divisor is not None]
     one = by.terms[0]
@@ -250,7 +250,7 @@ def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
 
 
 def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Sums and means, of some dimensions or all."""
+    """Sums and means, over some dimensions or all."""
     x, mean = args[0], "mean" in name
     made, dims = facts.of(x), args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     if isinstance(made, Number):

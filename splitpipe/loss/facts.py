@@ -1,16 +1,16 @@
-"""What is known of the tensors and numbers that one microbatch's code computes with.
+"""What is known about the tensors and numbers with which one microbatch's code computes.
 
     a tensor is     if
-    ROWS            it has the rows of the batch, as most tensors have
-    Row             it is one row's: x[i], an entry of a list of one thing a row
-    CONSTANT        it is the same for every microbatch: made of parameters, of numbers, of arguments that are not split
+    ROWS            it has the rows of the batch, like most tensors
+    Row             it belongs to one row: x[i], an entry of a list with one entry per row
+    CONSTANT        it is the same for every microbatch: made from parameters, numbers, or arguments that aren't split
     Number          its rows were added up: a sum, a mean, and sums, multiples and quotients of these
     Share           it has rows, or is a constant, and was divided by a number of the batch: mask / mask.sum()
-    Stack           it is numbers side by side: torch.stack([one, other])
-    Unknown         rows met other rows (x.std(0)), or a number went through a function that is not linear (sqrt)
+    Stack           it is several numbers: torch.stack([one, other])
+    Unknown         rows met other rows (x.std(0)), or a number went through a nonlinear function (sqrt)
 
-A number of Python's (len(x), x.shape[0], n.item()) is known by its value: a sum divided by it is a mean. What would
-break this: code that has read such a number, and divides a sum by an equal one that means something else.
+A Python number (len(x), x.shape[0], n.item()) is recognised by its value: a sum divided by it is a mean. This fails for
+code that has read such a number, and divides a sum by an equal one with another meaning.
 """
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from splitpipe.loss.terms import SUM, Divisor, Number, Term, Unknown, divided
 
 @dataclass(frozen=True)
 class Row:
-    """Of one row of the batch, by its number."""
+    """Belongs to one row of the batch, given by its number."""
 
     row: int
 
 
 @dataclass(frozen=True)
 class Share:
-    """Something with rows, or a constant, divided by a number of the batch."""
+    """A value with rows, or a constant, divided by a number of the batch."""
 
     divisor: Divisor
     rows: bool
@@ -45,14 +45,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Stack:
-    """Numbers side by side."""
+    """Several numbers in one tensor."""
 
     numbers: tuple[Number, ...]
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor of which one word says all."""
+    """A tensor that one word describes."""
 
     word: str
 
@@ -62,30 +62,30 @@ Made = Number | Unknown | Row | Share | Stack | Plain
 
 
 def is_constant(made: Made) -> bool:
-    """True for what all microbatches have; so is the 0 that a sum may start from."""
+    """True for values that are the same in all microbatches, including the 0 that a sum may start from."""
     return made is CONSTANT or isinstance(made, Number) and not made.terms
 
 
 class Facts:
-    """The facts of one microbatch of so many rows.
+    """The facts of one microbatch of ``rows`` rows.
 
-    ``given``: numbers that the call was given, which are the same for every microbatch.
+    ``given``: numbers among the call's arguments, which are the same for every microbatch.
     """
 
     def __init__(self, rows: int, given: Iterable[float] = ()) -> None:
         self.rows = max(1, rows)
         self._given = frozenset(given)
         self._made: dict[int, tuple[weakref.ref[Tensor], Made, bool]] = {}
-        self._axes: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # Where that is not the likely one.
+        self._axes: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # Where it isn't the likely one.
         self._shapes: set[tuple[int, ...]] = set()
         self._lengths: set[int] = set()
-        self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they are.
-        self._host = False  # Whether Python has read numbers of which it can't be told what they are.
-        self.asked = 0  # How many numbers and conditions Python has read: what follows may depend on them.
-        self.condition = ""  # A condition on a number that Python has asked for.
+        self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they count.
+        self._host = False  # Whether Python has read numbers of unknown meaning.
+        self.asked = 0  # How many numbers and conditions Python has read, on which later code may depend.
+        self.condition = ""  # A condition on a number that Python has evaluated.
 
     def put(self, x: Tensor, made: Made) -> None:
-        """Notes what a tensor is."""
+        """Records what a tensor consists of."""
         if self.asked and isinstance(made, Number) and any(t.divisor is not None and not t.asked for t in made.terms):
             terms = [replace(t, asked=self.asked) if t.divisor is not None and not t.asked else t for t in made.terms]
             made = replace(made, terms=tuple(terms))
@@ -93,20 +93,20 @@ class Facts:
             self._made[id(x)] = weakref.ref(x), made, x.grad_fn is not None
 
     def of(self, x: Any) -> Made:
-        """What a value is."""
+        """What a value consists of."""
         if not isinstance(x, Tensor):
             return CONSTANT
         found = self._made.get(id(x))
         if found is not None and found[0]() is x:
             if found[2] or not isinstance(x.grad_fn, BackwardCFunction):
-                return found[1]  # Else an autograd function has made it, of whose graph its insides know nothing.
+                return found[1]  # Otherwise, an autograd function has made it, whose graph isn't traced.
         elif x.grad_fn is None:
             return CONSTANT
-        # A block has made it, or an autograd function, of which no mode sees anything.
+        # It comes from a block or an autograd function, whose code no mode sees.
         return ROWS if x.dim() else Unknown(x.grad_fn.name() if x.grad_fn is not None else "")
 
     def begin(self, value: Any) -> None:
-        """Notes an argument."""
+        """Records an argument."""
         for x in tensors((value,)):
             if x.dim() and self.of(x) is CONSTANT:
                 self.put(x, ROWS)
@@ -114,7 +114,7 @@ class Facts:
                 self.put(x, CONSTANT)
 
     def returned(self, value: Any, block: Callable[[], str]) -> None:
-        """Notes what an unseen block, of that name, has returned."""
+        """Records what an untraced block, with this name, has returned."""
         for x in tensors((value,)):
             if not x.dim():
                 self.put(x, Unknown(block()))
@@ -122,7 +122,7 @@ class Facts:
                 self.put(x, ROWS)
 
     def begin_rows(self, values: Iterable[Any]) -> None:
-        """Notes a list of one thing a row; of numbers, such as lengths, the sum is a count."""
+        """Records a list with one entry per row; the sum of its numbers, such as lengths, is a count."""
         values = list(values)
         for number, value in enumerate(values):
             for x in tensors((value,)):
@@ -131,7 +131,7 @@ class Facts:
             self._counts.append((float(sum(values)), Divisor(float(sum(values)))))
 
     def link(self, x: Tensor, y: Tensor) -> None:
-        """Notes that a tensor is another one on another device, say."""
+        """Records that a tensor is equal to another, for example on another device."""
         found = self._made.get(id(x))
         if found is not None and found[0]() is x:
             self._made[id(y)] = weakref.ref(y), found[1], y.grad_fn is not None
@@ -140,7 +140,7 @@ class Facts:
             self.turn(y, axis)
 
     def number(self, x: Tensor) -> Number | Unknown | None:
-        """What a tensor without rows is made of; None for one with rows."""
+        """What a tensor without rows consists of; None for one with rows."""
         made = self.of(x)
         if made is ROWS and not x.dim():
             return Unknown("squeeze")
@@ -160,12 +160,12 @@ class Facts:
             if not self.asked and 0 < len(made.rows) < self.rows:
                 return Unknown("a part of the rows")
             if changed or made.least is not None:
-                return Unknown("a function that works in place")
+                return Unknown("an in-place function")
             return replace(made, asked=self.asked) if self.asked else made
         return made if isinstance(made, Unknown) else Unknown("div")
 
     def other(self, name: str, given: Sequence[Any], out: Tensor) -> Made:
-        """What a function makes of which nothing is known: something of each row alone, if it leaves rows at all."""
+        """The result of a function without a rule: taken as computed for each row separately, if it has rows."""
         made = [CONSTANT if is_constant(each) else each for each in map(self.of, given)]
         for each in made:
             if isinstance(each, Unknown):
@@ -177,7 +177,7 @@ class Facts:
         numbers = {each.row for each in made if isinstance(each, Row)}
         if len(numbers) == 1:
             return Row(*numbers)
-        # A microbatch of one row may have been squeezed.
+        # The dimension of a single row may have been squeezed.
         squeezed = all(not x.dim() for x, each in zip(given, made) if each is ROWS)
         return ROWS if not numbers and (out.dim() or squeezed) else Unknown(name)
 
@@ -192,7 +192,7 @@ class Facts:
         )
 
     def read(self, value: Any, made: Made) -> None:
-        """Notes a number that Python has read from a tensor."""
+        """Records a number that Python has read from a tensor."""
         self.asked += 1
         divisor = divided(made) if isinstance(made, Number) else None
         if divisor is not None:
@@ -201,16 +201,16 @@ class Facts:
             self._host = True
 
     def compared(self, made: Number, name: str, other: Any) -> Made:
-        """What it gives to compare a number with another one."""
+        """The result of comparing a number with another one."""
         divisor = divided(made)
         if divisor is None:
             return Unknown(name)
-        if isinstance(other, (int, float)):  # max(n, 1) may be the 1.
+        if isinstance(other, (int, float)):  # max(n, 1) may be 1.
             self._counts.append((float(other), replace(divisor, least=other)))
         return CONSTANT
 
     def sized(self, x: Tensor, length: bool) -> None:
-        """Notes that Python has read a tensor's shape, or its length."""
+        """Records that Python has read a tensor's shape or length."""
         made = self.of(x)
         if made is ROWS and x.dim():
             axis = self.axis(x)
@@ -220,7 +220,7 @@ class Facts:
         self._host = self._host or isinstance(made, Row)
 
     def divisor(self, value: float, made: Number) -> Divisor | Unknown | None:
-        """What a number of Python's is that a sum is divided by; None for one that all microbatches have."""
+        """The meaning of a Python number by which a sum is divided; None if all microbatches have it."""
         if value in self._given:
             return None
         if value < 0:
@@ -237,9 +237,10 @@ class Facts:
         return said if self._host and value > 1 or self.may_count(value) else None
 
     def factor(self, value: float, made: Number) -> Divisor | Unknown | None:
-        """What a sum is divided by that is multiplied by a number; None for one that all microbatches have.
+        """The divisor whose inverse a Python number is, by which a sum is multiplied; None if all microbatches have it.
 
-        0.1 may be 1 / 10 of two rows of five, and is more often a weight: as are other numbers of one digit or two.
+        0.1 may be 1 / 10 for two rows of five elements, but is more often a weight, like other numbers with one or two
+        digits.
         """
         if value < 0:
             found = self.factor(-value, made)
@@ -254,11 +255,11 @@ class Facts:
         return Unknown("a sum times a number that may be 1 / count") if counts else None
 
     def counts(self, value: float) -> bool:
-        """True if a number is one of rows, or elements, of a tensor whose shape was read."""
+        """True if a number is the number of rows, or of elements, of a tensor whose shape was read."""
         return any(value in _products(shape) for shape in self._shapes)
 
     def may_count(self, value: float) -> bool:
-        """True if a number may have been made of one of rows: 2 * len(x)."""
+        """True if a number may have been computed from a number of rows: 2 * len(x)."""
         if not self._shapes and not self._counts:
             return False
         of_rows = bool(self._shapes) and self.rows > 1 and value >= self.rows and value % self.rows == 0
@@ -269,11 +270,11 @@ class Facts:
         return any(math.isclose(value, length) for length in self._lengths)
 
     def turn(self, x: Tensor, axis: int) -> None:
-        """Notes the dimension that has the rows."""
+        """Records which dimension has the rows."""
         self._axes[id(x)] = weakref.ref(x), axis
 
     def inherit(self, given: Iterable[Any], out: Any) -> None:
-        """Notes that what a function, or a block, gives has the rows where its argument has them."""
+        """Records that the result of a function or block has the rows where its argument has them."""
         if not self._axes:
             return
         for x in tensors(given):
@@ -283,12 +284,12 @@ class Facts:
                     self.turn(y, axis)  # type: ignore[arg-type]
 
     def turned(self, x: Tensor) -> int | None:
-        """The dimension that has the rows, if that was noted."""
+        """The dimension that has the rows, if it was recorded."""
         found = self._axes.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
 
     def axis(self, x: Tensor) -> int:
-        """The dimension that has the rows, as far as is known, or the likely one."""
+        """The dimension that has the rows, as recorded, or else the likely one."""
         found = self.turned(x)
         if found is not None:
             return found
@@ -297,7 +298,7 @@ class Facts:
 
 
 def term(value: Any, kind: str, divisor: Divisor | None = None, function: str = "") -> Term:
-    """A term, with its tensor's version: a later write to that would go unnoticed."""
+    """A term with its tensor's version: a later write would otherwise go unnoticed."""
     return Term(value, kind, divisor, 1.0, function, version_of(value) if isinstance(value, Tensor) else None)
 
 
@@ -307,7 +308,7 @@ def of_row(x: Tensor, made: Row) -> Number:
 
 
 def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors in nestings of tuple, list and dict."""
+    """The tensors in nestings of tuples, lists and dicts."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -324,12 +325,12 @@ def _negative(divisor: Divisor) -> Divisor | Unknown:
 
 
 def _plain(value: float) -> bool:
-    """True for a number of one digit or two, and zeros."""
+    """True for a number with one or two digits besides zeros."""
     return math.isclose(float(f"{value:.2g}"), value, rel_tol=1e-12)
 
 
 def _products(shape: Sequence[int]) -> set[int]:
-    """The products of the first dimension with any of the others."""
+    """The products of the first dimension with each set of the others."""
     found = {shape[0]}
     for size in shape[1:5]:
         found |= {size * each for each in found}

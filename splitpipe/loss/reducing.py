@@ -1,4 +1,4 @@
-"""Numbers that each microbatch gives, made one: by what they are made of, or as ``reduction=`` says."""
+"""Combines numbers of microbatches: according to their trace, or to ``reduction=``."""
 from __future__ import annotations
 
 import warnings
@@ -16,7 +16,7 @@ Numbers = Mapping[int, "Number | Unknown"]
 
 
 class Told:
-    """Of which functions a model's user was told that they were not understood: once is enough."""
+    """The functions about which a model's user has been warned, since one warning each is enough."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -28,24 +28,24 @@ class Told:
             warnings.warn(
                 f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
                 "averaged by their rows, which may differ from the value of the whole batch. Pass reduction='mean' if "
-                f"that is right (which silences this), reduction='sum' if it is a sum, or {ways}.",
+                f"that is right (it silences this warning), reduction='sum' if it is a sum, or {ways}.",
                 stacklevel=2,
             )
 
 
-#: What else a user can write.
-AS_FUNCTION = "reduction= as a function of the microbatches' values and rows"
-AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals / the sum of counts"
+#: What else a user can do.
+AS_FUNCTION = "reduction= as a function of the microbatches' values and row counts"
+AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
 
 
 NO_FUNCTION = (
-    "reduction= is a function, but a schedule goes backward before all losses are known: expected None, "
-    "'mean' or 'sum', or a loss_fn that gives a pair (total, count)."
+    "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
+    "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
 )
 
 
 class Reducer:
-    """Makes numbers of microbatches one. ``numbers``: what those of each microbatch are made of, by their identity."""
+    """Combines numbers of microbatches. ``numbers``: what each microbatch's consist of, by their identity."""
 
     def __init__(self, reduction: str | Reduce | None, numbers: Sequence[Numbers], told: Told) -> None:
         self._reduction = reduction
@@ -53,7 +53,7 @@ class Reducer:
         self._told = told
 
     def gives(self, column: Sequence[Any]) -> bool:
-        """True for numbers, with dimensions or without, of which the batch's is made."""
+        """True for numbers, with or without dimensions, from which the batch's number is made."""
         if not all(isinstance(x, Tensor) for x in column):
             return False
         return not any(x.dim() for x in column) or self._reduction is None and bool(self._numbers) and all(
@@ -62,7 +62,7 @@ class Reducer:
 
     def reduced(self, column: Sequence[Tensor], rows: list[int]) -> Tensor:
         """The number of the batch."""
-        # A microbatch may have skipped the last stages, and have its values on another device.
+        # A microbatch may have skipped the last stages, so that its values are on another device.
         values = [x.to(column[0].device) for x in column]
         if callable(self._reduction):
             return _by_function(self._reduction, values, rows)
@@ -70,7 +70,7 @@ class Reducer:
         if self._reduction == "sum":
             return torch.stack(values).sum()
         if self._reduction is None:
-            unseen = Unknown("a block that gave no number before")
+            unseen = Unknown("a block that returned no number before")
             known = [each.get(id(x), unseen) for x, each in zip(column, self._numbers)]
             numbers = [made for made in known if isinstance(made, Number)]
             columns = terms.aligned(numbers) if len(numbers) == len(values) else None
@@ -83,19 +83,19 @@ class Reducer:
                     return whole if any(value.requires_grad for value in values) else whole.detach()
             unknown = [made.function for made in known if isinstance(made, Unknown)]
             if like.is_floating_point():
-                self._told.warn(unknown[0] if unknown else "what differs between microbatches", AS_FUNCTION)
+                self._told.warn(unknown[0] if unknown else "code that differs between microbatches", AS_FUNCTION)
         if not like.is_floating_point():
             raise ValueError(
-                f"the output has a number of type {like.dtype}, of which every microbatch has its own: expected a "
-                "floating one, or a sum. Give reduction= as a function of the list of values and that of rows, or "
-                "return float(...)."
+                f"the output has a number of type {like.dtype}, which is different for every microbatch: expected a "
+                "floating-point number, or a sum. Give reduction= as a function of the list of values and the list "
+                "of row counts, or return float(...)."
             )
         parts = [terms.by_rows(value, count) for value, count in zip(values, rows)]
         return terms.combined([[part.terms[0] for part in parts]], rows, like)
 
 
 def _counted(columns: Sequence[Sequence[terms.Term]]) -> Tensor | None:
-    """The sum of whole numbers, which keeps their type."""
+    """The sum of integers, in their dtype."""
     [column, *more] = columns
     if more or any(term.kind is MEAN or term.divisor is not None or term.factor != 1 for term in column):
         return None
@@ -107,17 +107,17 @@ def _by_function(reduction: Reduce, values: list[Tensor], rows: list[int]) -> Te
     found = reduction(values, rows)
     if not isinstance(found, Tensor) or found.dim():
         raise TypeError(
-            f"reduction gave {type(found).__name__}: expected a tensor without dimensions, of the list of "
-            "microbatches' values and that of their rows."
+            f"reduction returned {type(found).__name__}: expected a tensor without dimensions, computed from the list "
+            "of microbatches' values and the list of their row counts."
         )
     return found
 
 
 def verify_reduction(reduction: object) -> None:
-    """Raises unless it is a reduction."""
+    """Raises unless ``reduction`` is valid."""
     if reduction is not None and not callable(reduction) and reduction not in ("mean", "sum"):
         wrong = ValueError if isinstance(reduction, str) else TypeError
         raise wrong(
-            f"reduction is {reduction!r}: expected None (found out), 'mean' (weighted by rows), 'sum', or a function "
-            "of the list of microbatches' values and the list of their rows."
+            f"reduction is {reduction!r}: expected None (from the trace), 'mean' (weighted by rows), 'sum', or a "
+            "function of the list of microbatches' values and the list of their row counts."
         )

@@ -1,6 +1,7 @@
-"""What torch's functions make of numbers: a rule for each function that is linear in them, or makes them.
+"""Rules for torch's functions that make numbers or are linear in them: what their results consist of.
 
-A rule is called after its function, and gives what the result is; ``arithmetic.before`` may change the arguments first.
+A rule is called after its function, and returns what the result consists of; ``arithmetic.before`` may change the
+arguments first.
 """
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def _unsqueeze(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _reshaped(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Another shape: the rows are in the dimension that theirs went into."""
+    """A reshaped tensor: the rows are in the dimension into which theirs went."""
     x = args[0]
     if facts.of(x) is ROWS and x.dim() and out.dim() and facts.axis(x):
         before, dims = math.prod(x.shape[: facts.axis(x)]), range(out.dim())
@@ -50,7 +51,7 @@ def _reshaped(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _einsum(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Products that are added up along letters: those of the rows, where the result has none."""
+    """Products that are summed over letters; if the result has no rows, over those of the rows."""
     given, equation = list(tensors(args[1:])), args[0] if isinstance(args[0], str) else ""
     parts, arrow, result = equation.replace(" ", "").partition("->")
     letters = parts.split(",")
@@ -66,7 +67,7 @@ def _einsum(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """The same in another shape, type or place."""
+    """The same values in another shape, dtype or place."""
     made = facts.of(args[0])
     if isinstance(made, Number):
         if name == "detach":
@@ -79,7 +80,7 @@ def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], 
 
 
 def _matmul(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Products: of rows and a constant, and of rows with each other."""
+    """Products: of rows with a constant, and of rows with each other."""
     given = list(tensors(args))
     both = [x for x in given if facts.of(x) is ROWS]
     if len(both) == 2 and both[0].dim() == both[1].dim() == 1 and not out.dim():
@@ -135,7 +136,7 @@ def _set(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
 
 
 def _apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Pieces along a dimension: rows, if each has one."""
+    """Pieces along a dimension: rows, if there is one piece per row."""
     x, at = args[0], 1 if name == "unbind" else 2
     dim = (args[at] if len(args) > at else kwargs.get("dim", 0)) % max(1, x.dim())
     made = facts.of(x)
@@ -157,7 +158,7 @@ def _apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 
 def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Rows that are put together are a batch again; numbers stand side by side."""
+    """Rows that are joined make a batch again; numbers make a Stack."""
     parts = list(tensors(args[:1]))
     made = [facts.of(x) for x in parts]
     if any(isinstance(each, Row) for each in made) and all(isinstance(each, Row) or each is CONSTANT for each in made):
@@ -176,7 +177,7 @@ def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _turned(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Dimensions in another order."""
+    """Permuted dimensions."""
     x, given = args[0], [*args[1:], *kwargs.values()]
     if facts.of(x) is ROWS and x.dim() > 1:
         order = list(range(x.dim()))
@@ -204,7 +205,7 @@ def _clamp(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 
 def _where(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """One of two numbers, of which the other is 0."""
+    """A choice between two numbers, one of which is 0."""
     if len(args) < 3 or not isinstance(out, Tensor):
         for each in tensors((out,)):
             facts.put(each, facts.other(name, list(tensors([*args, *kwargs.values()])), each))
@@ -226,7 +227,7 @@ def _compare(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _asked(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Whether any or all are true: a condition, no part of a number."""
+    """Whether any or all are true: a condition, rather than a part of a number."""
     return CONSTANT if not out.dim() else facts.other(name, args, out)
 
 
@@ -258,7 +259,7 @@ def _attribute(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _gradient(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Gradients of a sum over rows are each row's own, as in a gradient penalty."""
+    """Gradients of a sum over rows belong to the rows, as in a gradient penalty."""
     starts = list(tensors([args[0]]))
     inputs = list(tensors([args[1] if len(args) > 1 else kwargs["inputs"]]))
     made = [facts.of(x) for x in starts]
@@ -278,7 +279,7 @@ def _couples(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _selected(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Some entries along a dimension: along that of the rows it may be any of them."""
+    """Some entries along a dimension: if it is that of the rows, it may be any of them."""
     x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if facts.of(x) is ROWS and x.dim() and isinstance(dim, int) and dim % x.dim() == facts.axis(x):
         return Unknown("a part of the rows" if name == "narrow" else name)
@@ -294,17 +295,17 @@ def _moved(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 
 def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """A tensor of given values: where sums may start, if it is a single 0."""
+    """A new tensor of given values: a single 0 may be the start of a sum."""
     value: Any = args[-1]
     if name in ("tensor", "as_tensor", "new_tensor", "scalar_tensor") and isinstance(value, (int, float)) and (
         value > 1 or facts.counts(value)
     ):
-        count = facts.divisor(float(value), Number(()))  # A count that Python has read is one as a tensor, too.
+        count = facts.divisor(float(value), Number(()))  # A count that Python has read is also one as a tensor.
         if count is not None:
             return count if isinstance(count, Unknown) else Number((term(out, SUM, None, "a number's tensor"),))
     several = out.numel() > 1 or "ones" in name or "full" in name
     if out.dim() and several and not out.shape[0] % facts.rows and not name.endswith("like"):
-        return ROWS  # As many as there are rows: a mask, say.
+        return ROWS  # As many as there are rows: for example, a mask.
     value = value[0] if type(value) is list and len(value) == 1 else value
     given = name in ("tensor", "as_tensor", "new_tensor") and isinstance(value, (int, float))
     zero = "zeros" in name or given and value == 0
@@ -313,7 +314,7 @@ def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
     return facts.other(name, args, out) if name.endswith("like") or name == "as_tensor" else CONSTANT
 
 
-#: Functions that work along a dimension: where that is among their arguments, and its default (None: all).
+#: Functions that work along a dimension: its position among their arguments, and its default (None: all).
 _ALONG = {
     **dict.fromkeys("softmax log_softmax cumsum cumprod logsumexp var std amax amin max min prod argmax argmin "
                     "var_mean std_mean all any logcumsumexp softmin".split(), (1, None)),
@@ -325,7 +326,7 @@ _ALONG = {
 
 
 def _along(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """A function along a dimension that is not linear: along the batch's, rows meet."""
+    """A nonlinear function along a dimension: if that is the batch's, rows meet."""
     given = list(tensors([*args, *kwargs.values()]))
     at, default = _ALONG.get(name, (1, None))
     dims = args[at] if len(args) > at else kwargs.get("dim", default)
@@ -369,5 +370,5 @@ _GROUPS: list[tuple[Rule, str]] = [
            "new_tensor"),
 ]
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}
-#: Functions that ``arithmetic.before`` looks at.
+#: Functions whose arguments ``arithmetic.before`` looks at.
 LOOKED_AT = frozenset(name for name in RULES if name in DIVISIONS or in_place(name))

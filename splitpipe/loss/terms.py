@@ -1,12 +1,12 @@
-"""What a number of a batch is made of, and how the microbatches' numbers make that of the batch.
+"""The terms of which a batch's number consists, and how the microbatches' numbers make that of the batch.
 
     term        of a microbatch     of the batch
     SUM         total_i             sum of total_i
     MEAN        total_i / count_i   sum of total_i / sum of count_i
-    CONSTANT    c                   c: a penalty on weights, say
+    CONSTANT    c                   c: a penalty on weights, for example
 
-A number is a sum of terms, each times a factor. A constant may be divided by a count, too, and a count may have
-something added, or a least value: (total_i + c) / max(count_i + more, least). For the batch these are taken once.
+A number is a sum of terms, each times a factor. A constant may also be divided by a count, and a count may have an
+added number, or a minimum: (total_i + c) / max(count_i + more, least). For the batch, these apply once.
 """
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Amount = Tensor | float
 
 @dataclass(frozen=True, eq=False)
 class Divisor:
-    """What a term is divided by in a microbatch: ``max(count + more, least)``; only the count grows with the rows."""
+    """The divisor of a term in a microbatch: ``max(count + more, least)``; only the count grows with the rows."""
 
     count: Amount
     more: Amount = 0.0
     least: Amount | None = None
-    source: object = None  # The number that it was.
+    source: object = None  # The number from which it was made.
 
     @property
     def here(self) -> Amount:
@@ -39,7 +39,7 @@ class Divisor:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One part of a number; ``function`` made it, or is where a part that is ``unknown`` was not understood."""
+    """One part of a number, made by ``function``; if it is ``unknown``, ``function`` is where tracing failed."""
 
     value: Amount
     kind: str
@@ -48,15 +48,15 @@ class Term:
     function: str = ""
     version: int | None = None  # Of the value, when it was made.
     unknown: bool = False
-    asked: int = 0  # How many conditions Python had read before: a term of microbatches with the same answers.
+    asked: int = 0  # How many conditions Python had read before; their answers decide which microbatches have the term.
 
 
 @dataclass(frozen=True, eq=False)
 class Number:
     """A sum of terms.
 
-    ``rows`` are the rows whose own numbers were added up in it. A number with a least value is a divisor, and
-    nothing else. ``asked``: how many conditions Python had read in the end.
+    ``rows``: the rows whose individual numbers were added up in it. A number with a minimum can only be a divisor.
+    ``asked``: how many conditions Python had read in the end.
     """
 
     terms: tuple[Term, ...]
@@ -81,7 +81,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Unknown:
-    """A number that was not understood: ``function`` is where that began."""
+    """A number that could not be traced beyond ``function``."""
 
     function: str
 
@@ -92,18 +92,18 @@ def by_rows(value: Tensor, rows: int, function: str = "") -> Number:
 
 
 def not_understood(made: Number | Unknown | None) -> str:
-    """Where a number, or a part of it, was not understood; empty if it was."""
+    """The function where tracing a number, or a part of it, failed; empty if none did."""
     if isinstance(made, Unknown):
         return made.function
     return next((term.function for term in made.terms if term.unknown), "") if made is not None else ""
 
 
 def divided(number: Number) -> Divisor | None:
-    """A number as a divisor; None if it is not a sum, or has a gradient."""
+    """A number as a divisor; None if it isn't a sum, or has a gradient."""
     found: dict[str, Amount] = {}
     for term in number.terms:
         if term.divisor is not None or isinstance(term.value, Tensor) and term.value.requires_grad:
-            return None  # A divisor with a gradient has one of the whole batch's.
+            return None  # The gradient would depend on the whole batch's divisor.
         amount = term.value if term.factor == 1 else term.value * term.factor
         kind = SUM if term.kind is SUM else CONSTANT
         found[kind] = found[kind] + amount if kind in found else amount
@@ -111,13 +111,13 @@ def divided(number: Number) -> Divisor | None:
 
 
 def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
-    """For each term of the batch, that of every microbatch; None if microbatches differ in what they are made of."""
+    """For each term of the batch, those of all microbatches; None if microbatches consist of different terms."""
     if any(number.least is not None for number in each):
         return None
     kept = _by_condition(each)
     if kept is None:
         return None
-    if not _alike(kept):  # A part that is 0 times something is none.
+    if not _alike(kept):  # A part that is 0 times something doesn't count.
         kept = [tuple([term for term in terms if term.factor]) for terms in kept]
         full = max(kept, key=len)
         kept = [terms or tuple([_nothing(term, number) for term in full]) for terms, number in zip(kept, each)]
@@ -127,7 +127,7 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
     for k, column in enumerate(columns):
         dividing = [term for term in column if term.divisor is not None]
         if dividing and len(dividing) < len(column):
-            # max(n, 1) is the plain number 1 where n is 0: nothing counts there.
+            # max(n, 1) is the plain number 1 if n is 0: nothing counts there.
             if not all(term.divisor is not None or _nil(term.value) for term in column):
                 return None
             column = columns[k] = [term if term.divisor is not None else _uncounted(term) for term in column]
@@ -139,7 +139,7 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
 
 
 def conditional(each: Sequence[Number]) -> bool:
-    """True if microbatches have answered the same conditions, and have terms after different ones."""
+    """True if microbatches have evaluated the same conditions, and have terms after different ones."""
     if len({number.asked for number in each}) > 1:
         return False
     found = zip(*[[term.asked for term in number.terms] for number in each])
@@ -147,7 +147,7 @@ def conditional(each: Sequence[Number]) -> bool:
 
 
 def _by_condition(each: Sequence[Number]) -> list[tuple[Term, ...]] | None:
-    """The terms of each microbatch: where a condition was not met, a term that counts nothing."""
+    """The terms of each microbatch: if a condition wasn't met, a term that counts nothing."""
     if not conditional(each):
         return [number.terms for number in each]
     found: list[list[Term]] = [[] for _ in each]
@@ -170,7 +170,7 @@ def _alike(each: Sequence[tuple[Term, ...]]) -> bool:
 
 
 def _nothing(like: Term, number: Number) -> Term:
-    # Of the value a graph remains, along which a gradient of 0 goes.
+    # The value keeps its graph, through which a gradient of 0 runs.
     value = number.terms[0].value if number.terms else 0.0
     if like.divisor is None:
         return Term(value * 0, like.kind, None, like.factor, like.function)
@@ -186,14 +186,14 @@ def _same(factors: Sequence[float]) -> bool:
 
 
 def whole(column: Sequence[Term]) -> Amount | None:
-    """The divisor of a term for the batch; None if it has none."""
+    """The divisor of a term for the batch, if it has one."""
     divisors = [term.divisor for term in column if term.divisor is not None]
     if not divisors:
         return None
     device = next((term.value.device for term in column if isinstance(term.value, Tensor)), None)
     counts = [divisor.count for divisor in divisors]
     count = _stacked(counts, device).sum() if any(isinstance(x, Tensor) for x in counts) else sum(counts)
-    # In a microbatch where nothing counts these may be missing.
+    # These may be missing in a microbatch where nothing counts.
     largest = max(divisors, key=lambda divisor: divisor.least is not None)
     more = next((divisor.more for divisor in divisors if not _zero(divisor.more)), 0.0)
     count = count if _zero(more) else count + _moved(more, device)
@@ -201,14 +201,14 @@ def whole(column: Sequence[Term]) -> Amount | None:
 
 
 def _stacked(amounts: Sequence[Amount], device: torch.device | None) -> Tensor:
-    # torch.full() has the device fill it; torch.as_tensor() would wait for a copy from the host.
+    # torch.full() makes the device fill it; torch.as_tensor() would wait for a copy from the host.
     return torch.stack([
         x.to(device) if isinstance(x, Tensor) else torch.full((), float(x), device=device) for x in amounts
     ])
 
 
 def weight(term: Term, share: float) -> Amount:
-    """The weight of a microbatch's term, before it is divided by what the whole batch's is divided by."""
+    """The weight of a microbatch's term, before division by the whole batch's divisor."""
     if term.kind is SUM:
         return 1.0
     if term.kind is CONSTANT:
@@ -221,7 +221,7 @@ def combined(
     columns: Sequence[Sequence[Term]], rows: Sequence[int], like: Tensor,
     divisors: Sequence[Amount | None] | None = None,
 ) -> Tensor:
-    """The number of the batch, with the graphs of the microbatches', of the type and on the device of ``like``."""
+    """The number of the batch, with the graphs of the microbatches' numbers, and the dtype and device of ``like``."""
     divisors = [whole(column) for column in columns] if divisors is None else divisors
     result: Any = sum(_total(column, rows, divisor, like.device) for column, divisor in zip(columns, divisors))
     if not isinstance(result, Tensor):
@@ -231,7 +231,7 @@ def combined(
 
 
 def _total(column: Sequence[Term], rows: Sequence[int], divisor: Amount | None, device: torch.device) -> Any:
-    """A term of the batch; of microbatches that are alike, in as many operations however many they are."""
+    """A term of the batch; if microbatches are alike, the number of operations doesn't depend on how many there are."""
     values: list[Any] = [_moved(term.value, device) for term in column]
     weights = [weight(term, share) for term, share in zip(column, shares(rows))]
     counted = any(isinstance(x, Tensor) for x in weights)
@@ -247,13 +247,13 @@ def _total(column: Sequence[Term], rows: Sequence[int], divisor: Amount | None, 
 
 
 def shares(rows: Sequence[int]) -> list[float]:
-    """The part of the batch that each microbatch is."""
+    """Each microbatch's fraction of the batch."""
     total = sum(rows)
     return [count / total if total else 1 / len(rows) for count in rows]
 
 
 def part(term: Term, share: float, divisor: Amount | None) -> Any:
-    """A microbatch's part, which is ``share`` of the batch, in a term of the batch."""
+    """A microbatch's part in a term of the batch; the microbatch is ``share`` of the batch."""
     return _weighted(term, term.value, weight(term, share), divisor)
 
 
@@ -262,14 +262,14 @@ def _weighted(like: Term, value: Amount, weight: Amount, divisor: Amount | None)
         weight, divisor = wide(weight, value), None if divisor is None else wide(divisor, value)
         if like.kind is MEAN and (isinstance(weight, Tensor) or weight == 0):
             none = weight == 0 if isinstance(weight, Tensor) else torch.ones((), dtype=torch.bool, device=value.device)
-            value = torch.where(none, 0, value)  # Of 0 of 0 there is none.
+            value = torch.where(none, 0, value)  # 0 / 0 has no part in it.
     if divisor is not None:
         weight = weight / divisor if isinstance(divisor, Tensor) or divisor else math.nan
     return value * (weight if like.factor == 1 else weight * like.factor)
 
 
 def wide(amount: Amount, like: Tensor) -> Amount:
-    """An amount on the device of a value, in its type or float32: counts are whole numbers, whose quotients aren't."""
+    """An amount on a value's device, in its dtype or float32: counts are integers, but their quotients aren't."""
     if not isinstance(amount, Tensor):
         return amount
     return amount.to(like.device, torch.promote_types(like.dtype, torch.float32))

@@ -1,7 +1,7 @@
-"""torch's own losses: what each one's mean divides by, as torch has it.
+"""torch's own losses, and the divisors of their means, as in torch.
 
     loss                                       its mean divides by
-    cross_entropy, nll_loss (class indices)    the targets that are not ignored, each by the weight of its class
+    cross_entropy, nll_loss (class indices)    the targets that aren't ignored, weighted by class
     cross_entropy (probabilities)              the samples
     losses of a row of classes, or of pairs    the samples
     all other losses                           the elements
@@ -46,19 +46,19 @@ class LossCall:
 
     @property
     def weights(self) -> Any:
-        """The weights of classes, which are the same for all rows."""
+        """The class weights, which are the same for all rows."""
         return self.given.get("weight") if self.name in _COUNTED or self.name.startswith("multi") else None
 
     @property
     def couples(self) -> bool:
-        """Whether rows meet other rows: a single sample of as many classes as rows, or shapes that broadcast."""
+        """Whether rows meet other rows: a single sample with as many classes as rows, or shapes that broadcast."""
         x, target = self.tensors[0], self.tensors[1]
         if self.name in _COUNTED or self.name.startswith("multi"):
             return x.dim() < 2
         return self.name in _ELEMENTS and target.dim() > 0 and target.dim() != x.dim()
 
     def run(self) -> tuple[Tensor, Tensor | None, Amount | None]:
-        """The loss; its total, where that was computed; what its mean divides by, None for a sum or for single ones."""
+        """The loss; its total, if that was computed; the divisor of its mean, or None for a sum or single losses."""
         if self.reduction not in ("mean", "batchmean"):
             return self.function(**self.given), None, None
         x, target = self.tensors[0], self.tensors[1]
@@ -74,7 +74,7 @@ class LossCall:
             count: Tensor = found.full_tensor() if meshed(found) else found
         if weight is None:
             return self.function(**self.given), None, count
-        # Of targets whose classes all weigh nothing, torch's own mean is 0 / 0, and so are its gradients.
+        # If all targets' classes have weight 0, torch's mean is 0 / 0, and so are its gradients.
         total = self.function(**{**self.given, "reduction": "sum"})
         return total / torch.where(count == 0, 1, count), total, count
 
@@ -96,7 +96,7 @@ def _names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def read(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> LossCall | None:
-    """The call of a loss; None if it is another function of that name, or called in a way that torch has left."""
+    """The call of a loss; None for another function with its name, or for a deprecated form of the call."""
     name = function.__name__
     if getattr(F, name, None) is not function:
         return None
@@ -105,7 +105,7 @@ def read(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         return None
     x = [value for value in given.values() if isinstance(value, Tensor)]
     if name in _ELEMENTS and name != "binary_cross_entropy_with_logits" and name != "binary_cross_entropy":
-        if given.get("weight") is not None:  # Their means divide by its sum.
+        if given.get("weight") is not None:  # Their means are divided by its sum.
             return None
     if len(x) < 2:
         return None

@@ -1,8 +1,8 @@
-"""Sees what numbers are made of while they are computed: a function mode over the code of one microbatch.
+"""Traces what numbers consist of while they are computed: a function mode over the code of one microbatch.
 
-It is on where a loss can be made: in ``loss_fn``, between blocks, and in blocks that were seen to return a number.
-Guarantee: what ``number`` says is exact for the functions that have a rule, or it says where it was not understood.
-Other functions are taken to treat each row by itself.
+It is active where a loss can be computed: in ``loss_fn``, between blocks, and in blocks that have returned a number.
+Guarantee: ``number`` is exact for functions that have a rule, or else reports where tracing failed. Other functions are
+assumed to treat each row separately.
 """
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown
 
 
 class Trace(TorchFunctionMode):
-    """The mode, for a microbatch of so many rows; ``given`` are numbers that all microbatches have."""
+    """The mode for a microbatch of ``rows`` rows; ``given`` are numbers that all microbatches have."""
 
     def __init__(self, rows: int, given: Iterable[float] = ()) -> None:
         super().__init__()
         self.facts = Facts(rows, given)
 
     def number(self, x: Tensor) -> Number | Unknown | None:
-        """What a tensor without rows is made of; None for one with rows."""
+        """What a tensor without rows consists of; None for one with rows."""
         with DisableTorchFunction():
             return self.facts.number(x)
 
@@ -67,7 +67,7 @@ class Trace(TorchFunctionMode):
         return out
 
     def _loss(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A loss of torch's own."""
+        """A loss function of torch."""
         facts = self.facts
         with DisableTorchFunction():
             call = torch_losses.read(func, args, kwargs)

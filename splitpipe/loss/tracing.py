@@ -1,7 +1,7 @@
-"""Where a module's numbers are made: its loss, and whatever else has no rows. There the code is traced.
+"""Traces code that computes a module's numbers: its loss, and other values without rows.
 
-That is between blocks, and in the blocks that return a number. Which do, the first call of a kind shows, in which all
-are traced; a kind of call that gives no number is not traced again.
+That is the code between blocks, and in blocks that return a number. The first call of a kind, in which all blocks are
+traced, shows which ones do. A kind of call that returns no numbers isn't traced again.
 """
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from splitpipe.loss.trace import Trace
 
 
 class Numbers:
-    """What was found out about a model, from call to call."""
+    """What was found out about a model, kept from call to call."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Any, bool] = {}  # Whether calls of a kind give numbers.
+        self._kinds: dict[Any, bool] = {}  # Whether calls of a kind return numbers.
         self._blocks: WeakSet[nn.Module] = WeakSet()
 
     def begin(self, kind: Any, input: Division) -> Tracing | None:
-        """How a call's forwards are traced; None if they are not: of one microbatch, or if there is nothing to see."""
+        """How to trace a call's forwards; None if it has one microbatch or returns no numbers."""
         rows = [count for _, count in input.rows]
         if len(rows) < 2 or not self._kinds.get(kind, True):
             return None
@@ -38,7 +38,7 @@ class Numbers:
         return Tracing(rows, numbers, self._blocks, kind not in self._kinds)
 
     def end(self, kind: Any, gave: bool) -> None:
-        """A call of the kind has ended; ``gave``: it gave numbers."""
+        """Records the end of a call of this kind; ``gave``: whether it returned numbers."""
         self._kinds[kind] = gave
 
 
@@ -61,15 +61,15 @@ class Tracing:
         return (self._all or block in self._known) and not runs_compiled(block) and not user_compiled(block)
 
     def seen(self, block: nn.Module, value: Any) -> None:
-        """Notes what a block has returned."""
+        """Records what a block has returned."""
         if self._all and block not in self._blocks and any(not x.dim() for x in tensors((value,))):
             self._blocks.add(block)
 
 
 class TracedBlock:
-    """A block's call under a trace of its own, which starts from what is known of its arguments.
+    """A block's call under a separate trace, which starts from what is known about its arguments.
 
-    It is the same when a checkpointed block runs again: a trace may have a function called in another way.
+    It is used again when a checkpointed block is recomputed, since a trace may change how functions are called.
     """
 
     def __init__(self, call: Callable[..., Any], facts: Facts, trace: Callable[[], Trace]) -> None:
@@ -104,7 +104,7 @@ class TracedBlock:
         return value
 
     def note(self, value: Any) -> None:
-        """Notes what the block has returned, outside of it."""
+        """Records, outside the block, what it has returned."""
         facts, made = self._facts, self._made
         self._facts, self._made = None, []
         with DisableTorchFunction():
@@ -115,9 +115,9 @@ class TracedBlock:
 
 
 def note_arguments(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
-    """Notes a microbatch's arguments: with rows, of one row each, or the same for all microbatches."""
+    """Records a microbatch's arguments: with rows, belonging to one row each, or the same for all microbatches."""
     whole, places = input.whole, input.having(i)
-    if input.places is not None and input.first is not None:  # Lists with one entry per row, not divided by the user.
+    if input.places is not None and input.first is not None:  # Lists with one entry per row.
         alone = {
             id(leaf) for k, leaf in zip(places, leaves)
             if isinstance(leaf, Tensor) and leaf.dim() and input.dims[k] is None and k not in whole
@@ -133,7 +133,7 @@ def note_arguments(facts: Facts, input: Division, i: int, leaves: Sequence[Any],
 
 
 def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:
-    """What the numbers among an output's leaves are made of, by their places."""
+    """What the numbers among an output's leaves consist of, by position."""
     if trace is None:
         return {}
     found = {k: trace.number(leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}

@@ -1,1 +1,1 @@
-"""How a module becomes stages: its blocks, the homes of its parameters, and how calls of its blocks are taken."""
+"""How a module becomes stages: its blocks, where its parameters live, and how calls of its blocks are intercepted."""

@@ -1,13 +1,13 @@
-"""The blocks of a module: the largest submodules that no cut lies inside of.
+"""The blocks of a module: the largest submodules without a cut inside.
 
     model                       opened: it has cuts inside
     ├── embed_tokens            a block
-    ├── layers                  opened; it has no forward of its own
-    │   ├── 0, 1, 2, 3          blocks; cuts=["model.layers.2"]: stage 1 begins where that one is called
+    ├── layers                  opened; it has no forward
+    │   ├── 0, 1, 2, 3          blocks; cuts=["model.layers.2"]: stage 1 starts with this block's call
     └── norm                    a block
 
-A block runs as a whole: what it computes with comes from its arguments and its parameters. Code between blocks, the
-forwards of opened modules, runs under a function mode that sees what crosses from stage to stage.
+A block runs as a whole, and computes only with its arguments and parameters. Code between blocks, in the forwards of
+opened modules, runs under a function mode that sees which values cross from stage to stage.
 """
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from splitpipe.schedule.plurals import counted
 
 
 class Blocks:
-    """The blocks and cuts of a module as it is now."""
+    """The blocks and cuts of a module in its current state."""
 
     def __init__(self, module: nn.Module, cuts: Iterable[str]) -> None:
         self.module = module
         names = list(cuts)
-        #: The stage that begins with each cut's first call.
+        #: The stage that starts with each cut's first call.
         self.cuts: dict[nn.Module, int] = {module.get_submodule(name): j + 1 for j, name in enumerate(names)}
         self.blocks: dict[nn.Module, str] = {}
         self.opened: dict[nn.Module, str] = {module: ""}
         self._described: dict[nn.Module, str] = {}
-        # By themselves: a module may have several names.
+        # By module rather than name: a module may have several names.
         self._above = {
             module.get_submodule(name[:at]) for name in names for at, letter in enumerate(name) if letter == "."
         }
@@ -60,13 +60,14 @@ class Blocks:
         missed = [self.described(cut) for cut in self.cuts if all(cut not in each for each in stages)]
         if missed:
             warnings.warn(
-                f"{', '.join(missed)}: named in cuts=, and not called by the forward. Their stages have nothing to do: "
-                "expected names of modules that it calls.",
+                f"{', '.join(missed)}: named in cuts=, but not called by the forward, so their stages have nothing to "
+                "do. "
+                "Expected names of modules that it calls.",
                 stacklevel=2,
             )
 
     def described(self, module: nn.Module) -> str:
-        """A block, or a module with cuts inside, in a message."""
+        """Describes a block, or a module with cuts inside, for a message."""
         found = self._described.get(module)
         if found is None:
             name = self.blocks.get(module, self.opened.get(module, ""))
@@ -77,13 +78,14 @@ class Blocks:
 def device_map(
     blocks: Blocks, stage_of: Mapping[nn.Module, int], devices: Sequence[torch.device], placed: bool
 ) -> dict[str, torch.device]:
-    """The devices of blocks, by name, and of tensors that are in no block or not on its device; first stages first.
+    """The devices by name of blocks, and of tensors in no block or on a different device; first stages first.
 
-    The longest name that a parameter's begins with gives its device. Blocks and not whole containers, as PEFT looks
-    for the name of each layer. ``placed``: a call has found the stages. Before, stages follow the order of definition.
+    A parameter's device is that of the longest key that its name starts with. Keys are blocks rather than whole
+    containers, because PEFT looks up the name of each layer. ``placed``: a call has found the stages. Before that,
+    stages follow the order of definition.
     """
     found: dict[str, torch.device] = {}
-    homes: dict[int, torch.device] = {}  # Of tensors that several modules have: with the first of these.
+    homes: dict[int, torch.device] = {}  # Of tensors that several modules have: the device of the first of these.
     defined: dict[nn.Module, int] = {}  # The stages of modules that have several names.
 
     coming, stage = [(blocks.module, "")], 0
@@ -93,7 +95,7 @@ def device_map(
         block = part in blocks.blocks
         device = devices[stage_of.get(part, stage)]
         tensors = _tensors(part, recurse=block)
-        if placed and tensors and block and part not in stage_of:  # It is never called, and is where it was.
+        if placed and tensors and block and part not in stage_of:  # It is never called, and stays where it was.
             device = tensors[0][1].device
         if block:
             found[prefix[:-1]] = device
@@ -118,7 +120,7 @@ _EXAMPLE = 'such as cuts=["layers.4", "layers.8"], names of module.named_modules
 
 @contextmanager
 def noted(module: nn.Module, traces: list[Any]) -> Iterator[None]:
-    """Notes the shapes of tensors that the call inside leaves in attributes, and whether it writes to buffers."""
+    """Records the shapes of tensors that the call inside leaves in attributes, and whether it writes to buffers."""
     kept = {where: x for where, _, _, x in _kept(module)}
     buffers = {name: (x, version_of(x)) for name, x in module.named_buffers()}
     yield
@@ -131,7 +133,7 @@ def noted(module: nn.Module, traces: list[Any]) -> Iterator[None]:
 
 
 class Suspect(NamedTuple):
-    """A tensor in a plain attribute, which may be of one microbatch: its dimensions of as many elements as rows."""
+    """A tensor in a plain attribute that may belong to one microbatch; its dimensions with as many elements as rows."""
 
     where: str
     part: nn.Module
@@ -142,16 +144,16 @@ class Suspect(NamedTuple):
 
 
 class Attributes:
-    """A look at plain attributes of modules, which all microbatches share, in the first call that has several."""
+    """Checks plain attributes of modules, which all microbatches share, in the first call with several microbatches."""
 
     def __init__(self) -> None:
         self._looked = False
-        #: The tensors of which a run of another number of rows is to tell whether they have the batch as a dimension.
+        #: Tensors that may have the batch as a dimension; a run with another number of rows will show it.
         self.suspects: list[Suspect] = []
 
     @contextmanager
     def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
-        """Looks at what the call inside the block leaves there, though it fails; ``rows``: of each microbatch."""
+        """Looks for what the call inside the block leaves there, even if it fails; ``rows``: of each microbatch."""
         if self._looked or len(rows) == 1:
             yield
             return
@@ -163,13 +165,13 @@ class Attributes:
             yield
         except Exception:
             found = _verify(module, kept, rows, held)
-            _warn([suspect for suspect in found if _likely(suspect, rows[0])], rows[0])  # What came of it tells less.
+            _warn([suspect for suspect in found if _likely(suspect, rows[0])], rows[0])  # This says less.
             raise
         self.suspects = _verify(module, kept, rows, held)
         self._looked = True
 
     def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
-        """Warns of tensors that have the batch as a dimension, as a run of other rows shows; if it can't: of likely."""
+        """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones."""
         suspects, self.suspects = self.suspects, []
         if not suspects:
             return
@@ -183,7 +185,7 @@ class Attributes:
 
 @contextmanager
 def _again(suspects: list[Suspect], found: list[Suspect]) -> Iterator[None]:
-    """Finds those whose size is another in a run of other rows, which begins as the first call did."""
+    """Finds suspects whose size is different in a run with other rows, which starts from the same state."""
     for suspect in suspects:
         if suspect.before is _ABSENT:
             vars(suspect.part).pop(suspect.attribute, None)
@@ -198,7 +200,7 @@ def _again(suspects: list[Suspect], found: list[Suspect]) -> Iterator[None]:
 
 
 def _refers(value: Any) -> bool:
-    """True for weak references: those of nn.LSTM to its parameters, which can't be moved as long as one is kept."""
+    """True for weak references, such as nn.LSTM's to its parameters, which can't be moved while there is one."""
     return isinstance(value, list) and any(isinstance(x, weakref.ref) for x in value)
 
 
@@ -206,7 +208,7 @@ _ABSENT = object()
 
 
 def _likely(suspect: Suspect, rows: int) -> bool:
-    """True for a tensor that looks like one with rows: [rows, ...], or a state of [layers, rows, width]."""
+    """True for a tensor whose shape suggests rows: [rows, ...], or a state of [layers, rows, width]."""
     return 0 in suspect.dims or 1 in suspect.dims and len(suspect.shape) > 2 and rows > 1
 
 
@@ -215,7 +217,7 @@ def _kept(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for name, part in module.named_modules():
         for own, value in vars(part).items():
             if own == "_parameters" or any(f"{own}_{end}" in part._parameters for end in ("g", "v", "orig")):
-                continue  # Made of these for each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
+                continue  # Computed from these in each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
             for number, x in _inside(value):
                 yield f"{name}.{own}".strip(".") + (f", number {number}" if number else ""), part, own, x
 
@@ -240,13 +242,13 @@ _ADVICE = "Keep it in a local variable, or return it from the block"
 def _verify(
     module: nn.Module, before: dict[str, Tensor], rows: list[int], held: list[tuple[nn.Module, dict[str, Any]]]
 ) -> list[Suspect]:
-    """Refuses new tensors with a graph; gives others that have as many elements along a dimension as rows."""
+    """Raises for new tensors with a graph; returns others that have as many elements along a dimension as rows."""
     new = [each for each in _kept(module) if before.get(each[0]) is not each[3]]
     graphs = [where for where, _, _, x in new if x.grad_fn is not None]
     if graphs:
         raise RuntimeError(
             f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a "
-            "module, which all microbatches share: what reads it in the forward would find that of another one. "
+            "module, which all microbatches share: code in the forward that reads it would get another microbatch's. "
             f"{_ADVICE}; detach it if nothing there reads it."
         )
     attributes = dict(held)
@@ -263,20 +265,20 @@ def _warn(suspects: list[Suspect], rows: int) -> None:
     if suspects:
         named = ", ".join(repr(suspect.where) for suspect in suspects[:3])
         warnings.warn(
-            f"the forward left {named}, a tensor of {rows} rows as a microbatch has, "
-            "in an attribute of a module, which all microbatches share: what reads it in the forward may find "
-            f"that of another one. {_ADVICE}.",
+            f"the forward left {named}, a tensor of {rows} rows, as many as a microbatch has, "
+            "in an attribute of a module, which all microbatches share: code in the forward that reads it may get "
+            f"another microbatch's. {_ADVICE}.",
             stacklevel=2,
         )
 
 
 def called(module: nn.Module) -> bool:
-    """False for a container, which has no forward; one of torch.compile's has it on the instance."""
+    """False for a container, which has no forward; torch.compile's wrapper has one on the instance."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
-    """The cuts as a list of names of submodules that are called, each another."""
+    """The cuts as a list of distinct names of submodules that are called."""
     found: list[Any] | None = None if isinstance(cuts, str) else listed(cuts)
     if found is None or not all(isinstance(name, str) for name in found):
         raise TypeError(f"cuts is {cuts!r}: expected a list of names, {_EXAMPLE}.")
@@ -286,12 +288,14 @@ def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
         part = modules.get(name)
         if not name or part is None:
             near = sorted({*modules} - {""}, key=lambda other: _distance(name, other))[:3]
-            faults.append(f"cuts[{number}] is {name!r}, no submodule of {type(module).__name__}: is it {_any(near)}?")
+            faults.append(
+                f"cuts[{number}] is {name!r}, not a submodule of {type(module).__name__}: did you mean {_any(near)}?"
+            )
         elif not called(part):
             inside = [f"{name}.{own}" for own in part._modules][:3]
             faults.append(
                 f"cuts[{number}] is {name!r}, a {type(part).__name__}, which is never called: expected one of the "
-                f"modules in it, such as {_any(inside)}"
+                f"modules inside it, such as {_any(inside)}"
             )
         else:
             same = [k for k, other in enumerate(found[:number]) if modules.get(other) is part]
@@ -303,7 +307,7 @@ def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
 
 
 def balance_of(module: object, cuts: Iterable[str]) -> list[int] | None:
-    """The balance that says the same as cuts of a plain nn.Sequential's own layers; None for any other module."""
+    """The balance that is equivalent to cuts at a plain nn.Sequential's layers; None for any other module."""
     names = None if isinstance(cuts, str) else listed(cuts)
     if type(module) is not nn.Sequential or names is None or not all(name in module._modules for name in names):
         return None
@@ -311,14 +315,14 @@ def balance_of(module: object, cuts: Iterable[str]) -> list[int] | None:
     starts = [0, *(layers.index(name) for name in names), len(layers)]
     if starts != sorted(set(starts)):
         raise ValueError(
-            f"cuts is {names}: expected names of layers in their order, each once, and not the first layer, with which "
-            "stage 0 begins."
+            f"cuts is {names}: expected names of layers in order, without repetition, and without the first layer, "
+            "which starts stage 0."
         )
     return [end - start for start, end in zip(starts, starts[1:])]
 
 
 def _distance(name: str, other: str) -> tuple[int, int, str]:
-    """How far a name is from the one that was meant, roughly: parts in common first."""
+    """Roughly how far a name is from the intended one: common parts count first."""
     parts, others = set(name.split(".")), set(other.split("."))
     return -len(parts & others), abs(len(name) - len(other)), other
 

@@ -1,8 +1,8 @@
-"""The calls of a module's blocks, taken over while the module runs as a pipeline.
+"""Intercepts the calls of a module's blocks while the module runs as a pipeline.
 
-A block's call goes through ``nn.Module``'s slot for a compiled call, which stands around its hooks and is left out of
-copies and pickles. So no attribute of the block changes that its owner, ``state_dict`` or ``torch.save`` would see, and
-a block that is compiled keeps its compiled call inside. Outside of a pipeline's call a block runs as ever.
+A block's call goes through ``nn.Module``'s slot for a compiled call, which wraps the block's hooks and is left out of
+copies and pickles. So no attribute of the block that its owner, ``state_dict`` or ``torch.save`` would see changes, and
+a compiled block keeps its compiled call inside. Outside a pipeline's call, a block runs as before.
 """
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class Taker(Protocol):
         """The value of the block's call."""
 
 
-#: Who takes the calls made in this context; None: nobody.
+#: The handler of calls made in this context, if any.
 taker: ContextVar[Taker | None] = ContextVar("splitpipe.taker", default=None)
 
 
 class CallHook:
-    """The call of a block, given to whoever takes it; ``compiled``: the call that the slot had before."""
+    """The call of a block, passed to the current handler; ``compiled``: the call that was in the slot before."""
 
     __slots__ = ("_block", "arriving", "compiled", "guard")
 
     def __init__(self, block: nn.Module, compiled: Callable[..., Any] | None) -> None:
-        self._block = weakref.ref(block)  # Which has this.
+        self._block = weakref.ref(block)  # The block refers to this.
         self.compiled = compiled
-        #: Has calls made alone where torch may compile, as the block's user has compiled something in it.
+        #: Makes calls one at a time where torch may compile, if the block's user has compiled something in it.
         self.guard: Guard | None = None
-        #: Brings arguments to the block's device, where nobody takes the call: torch.utils.checkpoint runs it again.
+        #: Brings arguments to the block's device if no handler is set: torch.utils.checkpoint runs the block again.
         self.arriving: Callable[[nn.Module, Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block: Any = self._block()
-        if torch.compiler.is_exporting():  # The compiler can't see through what follows.
+        if torch.compiler.is_exporting():  # The compiler can't trace the code below.
             return block._call_impl(*args, **kwargs)
         call: Callable[..., Any] = block._call_impl if self.compiled is None else self.compiled
         if self.guard is not None:
@@ -59,7 +59,7 @@ class CallHook:
 
 
 def surround(block: nn.Module, may_be_compiled: bool = False) -> CallHook:
-    """Has the block's calls taken over from now on. Its user may have compiled it meanwhile: call it again."""
+    """Intercepts the block's calls from now on. Call it again if the user may have compiled the block since."""
     slot = vars(block).get("_compiled_call_impl")
     made = slot if isinstance(slot, CallHook) else CallHook(block, slot)
     vars(block)["_compiled_call_impl"] = made
@@ -68,7 +68,7 @@ def surround(block: nn.Module, may_be_compiled: bool = False) -> CallHook:
 
 
 def expose(module: nn.Module) -> None:
-    """Has all calls in a module made as they were before any were taken over, or compiled by a pipeline."""
+    """Restores all calls in a module to what they were before a pipeline intercepted or compiled them."""
     release(module)
     for part in module.modules():
         own = vars(part)
@@ -80,6 +80,6 @@ def expose(module: nn.Module) -> None:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The call that ``module.compile()`` has made; None if it was not compiled."""
+    """The call that ``module.compile()`` made; None if the module isn't compiled."""
     slot: Any = module._compiled_call_impl
     return slot.compiled if isinstance(slot, CallHook) else slot

@@ -1,11 +1,11 @@
-"""The cuts of a module that nobody has measured: where its device map changes, or by bytes and free memory.
+"""Cuts of a module without measuring it: where its device map changes, or by bytes and free memory.
 
-    embed | 0 | 1 | 2 | 3 | 4 | 5 | norm, head     parts: a cut may be before each block that repeats, in the order
-          ^       ^               ^                of definition; what is between them goes with the part before
-    stage 0       stage 1         stage 2          the fullest stage, of the memory that it has, is as empty as can be
+    embed | 0 | 1 | 2 | 3 | 4 | 5 | norm, head     parts: a cut may be before each repeated block, in the order
+          ^       ^               ^                of definition; what is between blocks belongs to the part before
+    stage 0       stage 1         stage 2          minimises how full the fullest stage's memory is
 
-A part's bytes are those of its parameters and buffers; parameters that train count four times, with their gradients and
-the two averages of Adam.
+A part's bytes are those of its parameters and buffers. Trained parameters count four times, because of their gradients
+and Adam's two averages.
 """
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TRAINED = 4
 
 
 class Part(NamedTuple):
-    """What lies from one possible cut to the next."""
+    """Everything from one possible cut to the next."""
 
-    name: str  #: Of the module that it begins with; "" for the first one.
+    name: str  #: Of the module that it starts with; "" for the first part.
     weights: int  #: Bytes of its parameters and buffers.
-    trained: int  #: Bytes with all that training keeps.
+    trained: int  #: Bytes including everything that training keeps.
 
 
 def parts_of(module: nn.Module, where: Sequence[str]) -> list[Part]:
@@ -41,7 +41,7 @@ def parts_of(module: nn.Module, where: Sequence[str]) -> list[Part]:
         block = part in blocks.blocks
         if not block and part not in blocks.opened:
             continue
-        if part in blocks.cuts and begun:  # Before the first one there has to be something for the stage before it.
+        if part in blocks.cuts and begun:  # Before the first cut there must be something for its stage.
             parts.append(Part(name, 0, 0))
         begun = begun or block
         tensors = [x for x in (*part.parameters(recurse=block), *part.buffers(recurse=block)) if id(x) not in seen]
@@ -58,14 +58,14 @@ def _trained(x: Tensor) -> int:
 
 
 def divide(sizes: Sequence[float], rooms: Sequence[float]) -> list[int]:
-    """The numbers of parts of each stage, so that the one that is fullest, of its room, is as empty as can be.
+    """The number of parts of each stage, which minimise how full the fullest stage is relative to its room.
 
-    Among those, the one whose stages are most alike. There are at least as many parts as rooms.
+    Among equally good ones, the most even. There are at least as many parts as rooms.
     """
     ends, count = [0.0, *accumulate(sizes)], len(sizes)
 
     def best(cost: Callable[[float, float], float]) -> tuple[float, list[int]]:
-        """The least cost of all parts, each stage's added by ``cost``, and the numbers of parts."""
+        """The least cost of all parts, where ``cost`` adds each stage's, and the number of parts of each stage."""
         least: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # By end: the cost, and where the stage starts.
         for stage, room in enumerate(rooms):
             found: dict[int, tuple[float, int]] = {}
@@ -86,7 +86,7 @@ def divide(sizes: Sequence[float], rooms: Sequence[float]) -> list[int]:
 
 
 def memory_of(device: torch.device, module: nn.Module) -> float | None:
-    """The bytes of a device that a module may have: the free ones, and those that it has there already."""
+    """The bytes of a device that a module may use: the free ones, and those that it already uses there."""
     own: Any = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(own, "mem_get_info"):
         return None
@@ -97,7 +97,7 @@ def memory_of(device: torch.device, module: nn.Module) -> float | None:
 
 
 def cuts_of_map(module: nn.Module, devices: Mapping[str, torch.device]) -> tuple[list[str], list[torch.device]]:
-    """The cuts and devices of a map: a stage begins where a device comes that has not been there before."""
+    """The cuts and devices of a map: a stage starts where a device appears for the first time."""
     order = {name: place for place, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
     cuts: list[str] = []
     found: list[torch.device] = []
@@ -114,7 +114,7 @@ def cuts_of_map(module: nn.Module, devices: Mapping[str, torch.device]) -> tuple
 
 
 def _first_called(part: nn.Module, name: str) -> str | None:
-    """The name of a module, or of the first in it that is called if it is a list."""
+    """The name of a module, or, if it is a list, of the first module in it that is called."""
     if called(part):
         return name
     return next((found for own, child in part._modules.items() if child is not None
@@ -122,7 +122,7 @@ def _first_called(part: nn.Module, name: str) -> str | None:
 
 
 def share(parts: Sequence[Part], numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """For each stage the bytes of its weights, and those that training keeps."""
+    """For each stage, the bytes of its weights, and those that training keeps."""
     starts = [0, *accumulate(numbers)]
     stages = [parts[start:end] for start, end in zip(starts, starts[1:])]
     return [(sum([part.weights for part in own]), sum([part.trained for part in own])) for own in stages]

@@ -1,4 +1,4 @@
-"""Models that accelerate has spread over devices (``device_map="auto"``): their hooks, and their map of devices."""
+"""Models that accelerate has spread over devices (``device_map="auto"``): their hooks and their device map."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-#: What a module has of a hook among its own attributes; the last ones refuse moves.
+#: The attributes of a module that a hook sets; the last ones prevent moves.
 _OWN = "_hf_hook", "_old_forward", "forward", "to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"
-#: For each module that had one, these attributes.
+#: These attributes of each module with a hook.
 Hooks = list[tuple[nn.Module, dict[str, Any]]]
 
 
 def verify_resident(module: nn.Module) -> None:
-    """Refuses parts whose weights are kept on the CPU or a disk, and brought to a device for each call."""
+    """Raises for parts whose weights are kept on the CPU or a disk, and brought to a device for each call."""
     away: dict[str, str] = {
         name: "offloaded" for name, part in module.named_modules() if _offloading(part)
     }
@@ -26,7 +26,7 @@ def verify_resident(module: nn.Module) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
             f"{', '.join(map(repr, names[:3]))}{more}: accelerate keeps the weights of these on the CPU or a disk, and "
-            "brings them to a device for each call. Expected a model whose weights are on the devices. Load it by "
+            "brings them to a device for each call. Expected a model whose weights are on the devices. Load it with "
             "device_map=splitpipe.device_map(model, devices), with more devices, or in fewer bits."
         )
 
@@ -38,7 +38,7 @@ def _offloading(part: nn.Module) -> bool:
 
 
 def take_off(module: nn.Module) -> Hooks:
-    """Takes off the hooks by which accelerate brings inputs to devices; gives what ``put_back`` needs."""
+    """Removes the hooks with which accelerate brings inputs to devices; returns what ``put_back`` needs."""
     found: Hooks = []
     for part in module.modules():
         own = vars(part)
@@ -63,7 +63,7 @@ def _aligns(hook: Any) -> bool:
 
 
 def device_map_of(module: nn.Module) -> dict[str, torch.device]:
-    """The devices that a model was loaded to, by name; none if it was loaded to one, or by no map."""
+    """The devices that a model was loaded to, by name; empty if it was loaded to one, or without a map."""
     found = getattr(module, "hf_device_map", None)
     if not isinstance(found, Mapping):
         return {}

@@ -1,9 +1,9 @@
-"""The homes of a module's parameters and buffers: the stage that calls their module first.
+"""The homes of a module's parameters and buffers: the stage that is the first to call their module.
 
-The first call finds them, microbatch by microbatch in one thread: what a stage calls moves to its device just before.
-So nothing is run twice, and a model that no device could hold goes from the CPU to the devices piece by piece. With a
-sample they are found before, by a rehearsal on one row, which leaves no other trace: random states, buffers, modes and
-plain attributes of modules are put back.
+The first call finds them, microbatch by microbatch in one thread: before a stage calls a module, it moves the module to
+its device. So nothing is run twice, and a model that is too large for any device goes from the CPU to the devices piece
+by piece. Given a sample, the homes are found beforehand, by a rehearsal on one row, after which random states, buffers,
+modes and plain attributes of modules are restored.
 """
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from splitpipe.partition.moving import moved
 
 
 class Homes:
-    """The stage of each module, and with it of the parameters and buffers that are its own."""
+    """The stage of each module, and thus of its parameters and buffers."""
 
     def __init__(self, places: Sequence[Place], module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._devices = [place.device for place in places]
         self.several = len(set(self._devices)) > 1  #: Whether the stages are on more than one device.
         self._known = {*self._devices}
-        # By weak references: the module has this, in its forward.
+        # Weak references, since the module's forward refers to this.
         self.stage_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         #: The modules that each stage has called.
         self.called: list[WeakKeyDictionary[nn.Module, None]] = [WeakKeyDictionary() for _ in places]
-        #: Where parameters live, and buffers that several modules have: with the first of these modules.
+        #: Where parameters live, and buffers that several modules share: with the first of these modules.
         self._living: dict[int, tuple[Tensor, torch.device]] = {}
         #: Opened modules whose own buffers the code between blocks writes to: all stages with such code share them.
         self.written: WeakSet[nn.Module] = WeakSet()
-        #: True once a call has come to its end: what it used is in its place.
+        #: True when a call has completed: everything that it used is in place.
         self.complete = False
-        #: True once one in training mode has: what it wrote to is known. In eval mode forwards write less.
+        #: True when a call in training mode has completed: its writes are known. In eval mode, forwards write less.
         self.trained = False
 
     @cached_property
     def _shared(self) -> dict[int, Tensor]:
-        """The buffers that several modules have. Not sooner: a module that is copied has no buffers yet."""
+        """The buffers that several modules share. Computed late: while a module is copied, it has no buffers yet."""
         module = self._module()
         found = [] if module is None else [x for part in module.modules() for x in part._buffers.values()]
         counts = Counter(map(id, found))
@@ -62,12 +62,12 @@ class Homes:
 
     @property
     def in_turn(self) -> bool:
-        """True if ops must come one after another: in the first calls, and where code on several devices may give one
-        buffer another value, of which side by side some would be lost."""
+        """True if ops must run one after another: in the first calls, and if code on several devices may assign one
+        buffer, because some updates would be lost if it ran concurrently."""
         return not self.trained or self.several and bool(self.written)
 
     def note_writes(self, before: Mapping[nn.Module, list[tuple[Tensor, int | None]]]) -> None:
-        """At the end of the first call: modules whose own buffers had these versions before it."""
+        """At the end of the first call, finds modules that wrote to their buffers, given the versions before it."""
         for part, versions in before.items():
             now = buffer_versions(part)
             if len(now) != len(versions) or any(x is not y or new != old for (x, new), (y, old) in zip(now, versions)):
@@ -76,9 +76,9 @@ class Homes:
                     called[part] = None
 
     def settle(self, module: nn.Module, parts: Iterable[nn.Module], stage: int) -> bool:
-        """Gives those parts of a module that have no home yet to the stage that calls it.
+        """Assigns those parts of a module that have no home yet to the stage that calls it.
 
-        True if all their tensors are on the stage's device.
+        Returns True if all their tensors are on the stage's device.
         """
         self.called[stage][module] = None
         device, local = self._devices[stage], True
@@ -87,12 +87,12 @@ class Homes:
             if self.several:
                 self._bring(part, self._devices[stage if home is None else home])
                 local = local and all(x.device == device for x in _own(part))
-            if home is None:  # Not sooner: what could not be moved has no home.
+            if home is None:  # Only now, so that what couldn't be moved has no home.
                 self.stage_of[part] = stage
         return local
 
     def gather(self) -> None:
-        """On one device is all of the module, what is never called, too; back from where its user has put it."""
+        """If there is one device, moves the whole module there, including parts that are never called."""
         module = None if self.several else self._module()
         first = None if module is None else next(module.parameters(), None)
         if module is not None and (not self.stage_of or first is not None and first.device != self._devices[0]):
@@ -101,7 +101,7 @@ class Homes:
                 self._bring(part, self._devices[0])
 
     def forget_all_but(self, identities: Collection[int]) -> None:
-        """Forgets parameters that the module has no more: others have taken their place."""
+        """Forgets parameters that the module no longer has because they were replaced."""
         if len(self._living) > len(identities) + len(self._shared):
             for key in self._living.keys() - identities - self._shared.keys():
                 del self._living[key]
@@ -114,30 +114,30 @@ class Homes:
             if x.device != home:
                 homes[id(x)] = home
         if homes:
-            with unobserved():  # Follow would ask where the tensors live.
+            with unobserved():  # The mode Follow would ask where the tensors live.
                 part._apply(lambda x: moved(x, homes.get(id(x), x.device)), recurse=False)
 
     def adopt(self, x: Tensor, stage: int) -> bool:
-        """Gives the stage a parameter or buffer of a module that is never called, if it is on no stage's device."""
+        """Assigns to the stage a tensor of a module that is never called, if it isn't on any stage's device."""
         if x.device in self._known:
             return False
         moved(x, self._devices[stage])
         return True
 
     def elsewhere(self, x: Tensor, stage: int) -> bool:
-        """True for a tensor on the device of another stage, and for a parameter on none."""
+        """True for a tensor on another stage's device, and for a parameter on no stage's device."""
         if not self.several or x.device == self._devices[stage]:
             return False
         return x.device in self._known or isinstance(x, Parameter)
 
     def stage_on(self, device: torch.device, before: int) -> int:
-        """The last stage before another one, or the first after it, that is on a device."""
+        """The last stage before the given one that is on a device, or else the first after it."""
         found = [stage for stage, own in enumerate(self._devices) if own == device]
         earlier = [stage for stage in found if stage < before]
         return earlier[-1] if earlier else found[0]
 
     def brought(self, part: nn.Module, value: Any) -> Any:
-        """A nesting with its tensors on the device of a part's stage."""
+        """A nesting with its tensors moved to the device of a part's stage."""
         stage = self.stage_of.get(part)
         if stage is None:
             return value
@@ -146,7 +146,7 @@ class Homes:
         def bring(x: Tensor) -> Tensor:
             if x.device == device or x.device not in self._known:
                 return x
-            stream.hold(x, stream.current(x.device))  # The backward's thread has streams of its own.
+            stream.hold(x, stream.current(x.device))  # The backward's thread uses different streams.
             return x.to(device)
 
         return tree_map_only(Tensor, bring, value)
@@ -165,7 +165,7 @@ def _own(part: nn.Module) -> Iterator[Tensor]:
 
 
 def verify_filled(module: nn.Module) -> None:
-    """Refuses a module with parameters or buffers that have no data yet."""
+    """Raises for a module with parameters or buffers that have no data yet."""
     empty = [
         name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta
     ]
@@ -173,8 +173,8 @@ def verify_filled(module: nn.Module) -> None:
         more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
         raise ValueError(
             f"{', '.join(map(repr, empty[:3]))}{more} are on meta and have no data: expected a module with values on "
-            "the CPU or a device, from where its stages go to their devices. Load it without device_map and meta "
-            "first, or fill it (module.to_empty(device='cpu') and load_state_dict)."
+            "the CPU or a device, from where its stages are moved to their devices. Load it without device_map and "
+            "meta first, or fill it (module.to_empty(device='cpu') and load_state_dict)."
         )
 
 
@@ -185,13 +185,13 @@ def rehearse(
     devices: Sequence[torch.device],
     first: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
 ) -> None:
-    """Runs ``call`` on the ``first`` row of a sample."""
+    """Runs ``call`` on the first row of a sample, which ``first`` selects."""
     args, kwargs = _arguments(sample)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not any(x.dim() for x in tensors):
         raise ValueError(
-            "sample holds no tensor: expected the arguments of a call, keywords in a dict or positional ones in a "
-            "tuple."
+            "sample contains no tensor: expected the arguments of a call, keyword arguments in a dict or positional "
+            "ones in a tuple."
         )
     args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), first(args, kwargs))
     with without_trace(module, devices):
@@ -206,8 +206,8 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, Tensor):
         return (sample,), {}
     raise TypeError(
-        f"sample is a {type(sample).__name__}: expected the arguments of a call, keywords in a dict or positional ones "
-        "in a tuple."
+        f"sample is a {type(sample).__name__}: expected the arguments of a call, keyword arguments in a dict or "
+        "positional ones in a tuple."
     )
 
 
@@ -220,7 +220,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @contextmanager
 def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: bool = True) -> Iterator[None]:
-    """A run inside the block leaves no trace in the module, nor in random states; without ``hooks`` they don't run."""
+    """Makes a run inside the block leave no trace in the module or random states; without ``hooks``, they don't run."""
     parts = list(module.modules())
     buffers = [{name: None if x is None else x.clone() for name, x in part._buffers.items()} for part in parts]
     versions = {id(x): version_of(x) for x in module.buffers()}
@@ -234,7 +234,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
     try:
         with torch.random.fork_rng([*drawing], device_type=next(iter(drawing.values()), "cuda")):
             for part in parts:
-                if isinstance(part, _NormBase):  # Of one row it could take no statistics.
+                if isinstance(part, _NormBase):  # It can't compute statistics of one row.
                     part.training = False
                 if not hooks:
                     vars(part).update({name: {} for name in _HOOKS})
@@ -259,9 +259,9 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
                 for name, value in kept.items():
                     x = part._buffers.get(name)
                     if x is not None and value is not None and x.shape == value.shape:
-                        if version_of(x) != versions.get(id(x)):  # Else a graph that has saved it would be spoilt.
+                        if version_of(x) != versions.get(id(x)):  # Otherwise, a graph that has saved it would fail.
                             x.copy_(value)
-                        elif is_plain(x) and not torch.equal(x, value.to(x.device)):  # Written to by .data.
+                        elif is_plain(x) and not torch.equal(x, value.to(x.device)):  # Written to through .data.
                             x.data.copy_(value)
-                    else:  # It goes home in the next call.
+                    else:  # The next call moves it to its home.
                         part._buffers[name] = value

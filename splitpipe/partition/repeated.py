@@ -1,4 +1,4 @@
-"""The blocks of a module that repeat, as the layers of a transformer do: where it may be cut, by the look of it."""
+"""The repeated blocks of a module, such as the layers of a transformer, where it may be cut, found by structure."""
 from __future__ import annotations
 
 from collections import Counter
@@ -7,23 +7,22 @@ from torch import nn
 
 
 def repeated(module: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that repeat, by name, in the order of definition: those that have parts, or else all of them."""
+    """The repeated blocks, by name, in the order of definition: those with submodules, or else all of them."""
     return dict(_inside(module, "", set()) or _inside(module, "", set(), single=True))
 
 
 def no_blocks(module: nn.Module) -> ValueError:
-    """The error for a module without any."""
+    """The error for a module without repeated blocks."""
     return ValueError(
-        f"module, a {type(module).__name__}, has no blocks that repeat: expected children of one module, of one class, "
-        "that are called in turn, as the layers of a transformer are. Name the cuts yourself: SplitPipe(module, "
-        "cuts=[...])."
+        f"module, a {type(module).__name__}, has no repeated blocks: expected children of one module, of one class, "
+        "that are called in turn, such as the layers of a transformer. Choose the cuts: SplitPipe(module, cuts=[...])."
     )
 
 
 def _inside(
     module: nn.Module, prefix: str, seen: set[nn.Module], single: bool = False
 ) -> list[tuple[str, nn.Module]]:
-    """The blocks inside a module that repeat, those that have parts; with ``single``, all of them."""
+    """The repeated blocks inside a module that have submodules; with ``single``, all repeated ones."""
     children = {own: child for own, child in module._modules.items() if child is not None}
     kinds = Counter(map(type, children.values()))
     found: list[tuple[str, nn.Module]] = []

@@ -1,4 +1,4 @@
-"""Modules that stay on the devices of their stages, whatever their user asks for; a shell around another module."""
+"""Modules that stay on the devices of their stages, whatever the user asks for; a shell around another module."""
 from __future__ import annotations
 
 import operator
@@ -15,12 +15,12 @@ from splitpipe.schedule.plurals import counted
 
 
 class Resident(nn.Module):
-    """A module on several devices; ``to`` changes dtypes and memory formats, and no device."""
+    """A module on several devices; ``to`` changes dtypes and memory formats, but not devices."""
 
     _places: Sequence[Place]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A parent's .to(device) arrives here, like any change of all tensors: the dtype changes, the device does not.
+        # A parent's .to(device) arrives here, like any change of all tensors: the dtype changes, the device doesn't.
         def at_home(x: Tensor) -> Tensor:
             y = fn(x)
             return y if y.device == x.device else x.to(y.dtype)
@@ -40,15 +40,15 @@ class Resident(nn.Module):
         return super().to(*args, **kwargs)
 
     def cpu(self) -> Self:
-        """Refused, as ``to(device)`` is."""
+        """Raises TypeError, as ``to(device)`` does."""
         return self if self._all_on(torch.device("cpu")) else self._deny("cpu()")
 
     def cuda(self, device: int | torch.device | None = None) -> Self:
-        """Refused, see ``to``."""
+        """Raises TypeError, see ``to``."""
         self._deny("cuda()")
 
     def xpu(self, device: int | torch.device | None = None) -> Self:
-        """Refused, see ``to``."""
+        """Raises TypeError, see ``to``."""
         self._deny("xpu()")
 
     def _all_on(self, device: torch.device) -> bool:
@@ -60,22 +60,22 @@ class Resident(nn.Module):
     def _deny(self, what: str) -> NoReturn:
         devices = ", ".join(map(str, self._places))
         raise TypeError(
-            f"{what} on a SplitPipe would put all its stages on one device: expected them to stay on {devices}. Name "
+            f"{what} on a SplitPipe would put all its stages on one device: expected them to stay on {devices}. Choose "
             "other devices when wrapping, SplitPipe(module, ..., devices=[...]); to(dtype) is allowed."
         )
 
 
 class Shell(Resident):
-    """A module whose forward may be another one's, run as a pipeline."""
+    """A module whose forward may be another module's, run as a pipeline."""
 
     def wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Stands around a module: its parameters, buffers, children and hooks are this one's, too."""
+        """Wraps a module: its parameters, buffers, children and hooks become this one's, too."""
         internals = {name: vars(module)[name] for name in vars(nn.Module()) if name in vars(module)}
-        # Past nn.Module, which would take the module for a child.
+        # Not by nn.Module's __setattr__, which would register the module as a child.
         self.__dict__.update(internals, forward=forward, inner_module=module)
 
     def _stand_for(self, module: nn.Module) -> None:
-        """Stands for an nn.Sequential: all that is its own, a layer that takes another's place too, is this one's."""
+        """Takes over an nn.Sequential's contents, so that both also see layers that are replaced later."""
         own = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
         self.__dict__.update(own, sequential_module=module)
 
@@ -107,7 +107,7 @@ class Shell(Resident):
     def __getitem__(self, index: slice) -> nn.Sequential: ...
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """The layer, or for a slice an nn.Sequential of layers, under their names and on their devices."""
+        """The layer, or, for a slice, an nn.Sequential of layers, with the same names and devices."""
         if self.inner is not None:
             return cast("Sequence[nn.Module]", self.inner)[index]  # type: ignore[return-value]
         if isinstance(index, slice):
@@ -117,7 +117,7 @@ class Shell(Resident):
         return cast("dict[str, nn.Module]", self._modules)[self._name(index)]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
-        """Puts a layer into another's place. The next call brings it to its stage's device."""
+        """Replaces a layer. The next call moves it to its stage's device."""
         if self.inner is not None:
             cast("MutableSequence[nn.Module]", self.inner)[index] = module
         else:
@@ -130,11 +130,11 @@ class Shell(Resident):
         return names[number]
 
     def __bool__(self) -> bool:
-        return True  # There is no length, unless the module has one.
+        return True  # There is no length unless the module has one.
 
     @property
     def training(self) -> bool:
-        """Whether the module is in training mode: one for both, however it is set."""
+        """Whether the module is in training mode. Both share the mode, whichever of them sets it."""
         return bool(vars(self if self.inner is None else self.inner).get("training", True))
 
     @training.setter

@@ -1,7 +1,7 @@
-"""Chooses cuts, devices, schedule, microbatches and checkpointing together, by simulation, under each device's memory.
+"""Chooses cuts, devices, schedule, microbatches and checkpointing together, by simulation, within each device's memory.
 
-Every candidate is tried on the cuts that even out its stages' times, or their memory; then the most promising are
-improved, a boundary at a time. Choices are compared by the bytes that are missing, then by the time of a step.
+Every candidate is tried with the cuts that balance its stages' times, or their memory; then the most promising ones are
+improved, one boundary at a time. Choices are compared by missing bytes first, then by the time of a step.
 """
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from splitpipe.planner.profile import Device, Layer, Profile
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Schedule
 
-_FEW = 60  # Cuts of a candidate that are all tried if there are no more.
-_WORK = 1_500_000  # Ops that are played in all, more or less: some seconds.
-_NEAR = 0.01  # Times that differ by less are equal: no prediction is closer.
-_ORDERS = 24  # Orders of different devices that are tried.
+_FEW = 60  # If a candidate has at most this many cuts, all are tried.
+_WORK = 1_500_000  # Roughly the number of ops that are simulated in all: a few seconds.
+_NEAR = 0.01  # Times are equal if they differ by a smaller fraction: predictions aren't more accurate.
+_ORDERS = 24  # Orders of unlike devices that are tried.
 _ALL = 4  # Up to this number of devices, all sets are tried.
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One candidate on some devices, a row of its schedule each, with its best cut."""
+    """One candidate on some devices, one per row of its schedule, with its best cut."""
 
     candidate: Candidate
     devices: tuple[Device, ...]
@@ -34,12 +34,12 @@ class Choice:
     costs: Costs  # The times of its stages, in milliseconds.
     time: float  # One step, in milliseconds.
     memory: tuple[float, ...]  # The most bytes on each device.
-    missing: tuple[float, ...]  # Bytes that each device lacks.
+    missing: tuple[float, ...]  # The bytes that each device lacks.
     compile: bool | Mapping[str, Any] = False  # How layers are compiled, as ``SplitPipe`` takes it.
 
     @property
     def way(self) -> str:
-        """What is done: the schedule's name and options, microbatches, what is checkpointed, whether it is compiled."""
+        """The schedule's name and options, microbatches, what is checkpointed, and whether layers are compiled."""
         return f"{self.candidate}{', compiled' if self.compile else ''}"
 
     @property
@@ -49,7 +49,7 @@ class Choice:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The key by which choices are compared: the smaller, the better."""
+        """The key by which choices are compared; smaller is better."""
         return max(self.missing), sum(self.missing), self.time
 
     @property
@@ -64,12 +64,12 @@ def choose(
     dropin: bool = False,
     work: int = _WORK,
 ) -> list[Choice]:
-    """The best choice of each candidate, those that fit by time before the others; none if layers are too few for any.
+    """The best choice of each candidate: first those that fit, by time, then others. Empty if there are too few layers.
 
-    ``work`` ops are played, more or less, to improve on the first cuts.
+    Roughly ``work`` ops are simulated to improve on the first cuts.
     """
     searches: list[_Search] = []
-    others: list[tuple[_Search, _Search]] = []  # Other orders of the same devices, behind the first one.
+    others: list[tuple[_Search, _Search]] = []  # Other orders of the same devices, paired with the first order.
     sums: dict[tuple[int, int], LayerSums] = {}
     made: dict[int, list[Candidate]] = {}
     least = math.inf
@@ -107,7 +107,7 @@ def choose(
 
 
 def better(found: list[Choice], others: list[Choice]) -> list[Choice]:
-    """All choices, with the first of ``others`` before the first of ``found`` if it is really faster, or alone fits."""
+    """All choices, led by the first of ``others`` if it is clearly faster than that of ``found``, or only it fits."""
     if not found or not others:
         return found or others
     (first, *_), (other, *_) = found, others
@@ -117,7 +117,7 @@ def better(found: list[Choice], others: list[Choice]) -> list[Choice]:
 
 
 def _simplest_first(found: list[Choice]) -> list[Choice]:
-    """The choices, first among those as good as the best the one of fewest stages and least memory."""
+    """The choices, starting with the simplest of those as good as the best: fewest stages, then least memory."""
     good = [each for each in found if each.fits and each.time <= found[0].time * (1 + _NEAR)]
     if not good:
         return found
@@ -126,7 +126,7 @@ def _simplest_first(found: list[Choice]) -> list[Choice]:
 
 
 def _groups(profile: Profile) -> Iterator[list[tuple[Device, ...]]]:
-    """For each set of devices, the orders of them to try. Threads of one CPU are all used."""
+    """For each set of devices, the orders of them to try. Threads of a CPU are all used."""
     for count in range(len(profile.devices), 0 if profile.own_compute else len(profile.devices) - 1, -1):
         sets: dict[tuple[tuple[int, float], ...], list[Device]] = {}
         for chosen in _chosen(profile, count):
@@ -141,12 +141,12 @@ def _groups(profile: Profile) -> Iterator[list[tuple[Device, ...]]]:
 
 
 def _sort(device: Device) -> tuple[int, float]:
-    """The key by which devices are alike."""
+    """A key that is the same for like devices."""
     return device.kind, device.memory
 
 
 def _chosen(profile: Profile, count: int) -> Iterator[list[Device]]:
-    """Sets of so many devices. What is too slow to help is left out, or has too little memory for a layer."""
+    """Sets of ``count`` devices, without those that are too slow to help or have too little memory for a layer."""
     devices = profile.devices
     if len(devices) <= _ALL:
         yield from map(list, combinations(devices, count))
@@ -158,7 +158,7 @@ def _chosen(profile: Profile, count: int) -> Iterator[list[Device]]:
 
 
 def _bound(profile: Profile, devices: Sequence[Device]) -> float:
-    """A lower bound of the step on these devices: all layers spread over them, without idle time."""
+    """A lower bound for a step on these devices: all layers spread over them, without idle time."""
     found = []
     for number in profile.chunks:
         rows = [list(map(_work, profile.kinds[device.kind].layers[number])) for device in devices]
@@ -210,7 +210,7 @@ class _Search:
 
     @property
     def played(self) -> int:
-        """The number of ops that were played so far, more or less."""
+        """Roughly the number of ops simulated so far."""
         return len(self._seen) * self._ops
 
     def rank(self) -> tuple[float, ...]:
@@ -218,9 +218,9 @@ class _Search:
         return (math.inf,) if self.best is None else self.best.rank
 
     def begin(self) -> None:
-        """Tries cuts that even out the stages' times, or their bytes."""
+        """Tries cuts that balance the stages' times, or their bytes."""
         grids: list[Sequence[int]] = [range(self._layers + 1)]
-        if self._profile.own_compute and self._profile.tied:  # In one stage they are on one device.
+        if self._profile.own_compute and self._profile.tied:  # In a single stage, they are on one device.
             grids.append([at for at in grids[0] if not any(one < at <= two for one, two in self._profile.tied)])
         for grid in grids:
             self._try(self._even(self._work, grid))
@@ -234,7 +234,7 @@ class _Search:
         return work[end] - work[start]
 
     def _bytes(self, stage: int, start: int, end: int) -> float:
-        """The part of its device's memory that a stage takes, more or less."""
+        """Roughly the fraction of its device's memory that a stage takes."""
         room = self._devices[self.candidate.schedule.placement[stage]].memory
         if math.isinf(room):
             return 0.0
@@ -244,7 +244,7 @@ class _Search:
         return taken / room if room > 0 else taken
 
     def improve(self, work: int) -> None:
-        """Improves the best cut, by some work."""
+        """Improves the best cut by simulating about ``work`` ops."""
         stop = self.played + work
         if math.comb(self._layers - 1, len(self._sums) - 1) <= _FEW:
             self._try_all()
@@ -261,7 +261,7 @@ class _Search:
             self._try((0, *inner, self._layers))
 
     def _near(self, cut: Cut) -> Iterator[Cut]:
-        """Cuts with neighbouring boundaries moved together: a layer more here is one less there."""
+        """Cuts with neighbouring boundaries moved together: one layer more here is one less there."""
         inner = len(cut) - 1
         for first in range(1, inner):
             for last in range(first, inner):
@@ -271,7 +271,7 @@ class _Search:
                         yield tuple(moved)
 
     def _even(self, size: Callable[[int, int, int], float], grid: Sequence[int]) -> Cut | None:
-        """The cut on a grid whose largest stage is smallest, each stage measured on its own device."""
+        """The cut on a grid whose largest stage is smallest, with each stage measured on its device."""
         stages, last = len(self._sums), len(grid) - 1
         if last < stages:
             return None
@@ -279,7 +279,7 @@ class _Search:
         def cut(most: float) -> Cut | None:
             found, at = [0], 0
             for stage in range(stages):
-                room = last - (stages - stage - 1)  # A layer for each of the others.
+                room = last - (stages - stage - 1)  # Leaves a layer for each of the other stages.
                 end = at + bisect_right(
                     range(at + 1, room + 1), most, key=lambda end: size(stage, grid[at], grid[end])  # noqa: B023
                 )

@@ -26,11 +26,11 @@ EXAMPLES = """examples:
       --devices cuda:0 cuda:1 --memory 20GiB --chunks 4 8 --json plan.json
   python -m splitpipe plan train:llama --sample input_ids=8x512:int64:32000,labels=8x512:int64:32000
 
-MODULE:NAME is what a Python module in the working directory, or an installed one, calls so; a function is called, and
-gives it. A SAMPLE is such a name too, or a shape: 64x10 is normal random numbers, 64x10:int64:100 whole ones from 0 to
-99. A module that is no nn.Sequential may have one for each argument, NAME=SAMPLE,NAME=SAMPLE, or the name of a dict of
-them. Lists may have spaces for commas. The exit code is 0; 1 if no plan fits into the memory; 2 if something is wrong
-with what was asked.
+MODULE:NAME is a name in a Python module, which is in the working directory or installed; if it is a function, it is
+called, and its result is used. A SAMPLE is such a name too, or a shape: 64x10 is normal random numbers, 64x10:int64:100
+random integers from 0 to 99. For a module that isn't an nn.Sequential, there may be one per argument, NAME=SAMPLE,
+NAME=SAMPLE, or the name of a dict of them. Lists may use spaces instead of commas. The exit code is 0; 1 if no plan
+fits into the memory; 2 if the arguments are wrong.
 """
 
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::([a-z]\w*)(?::(\d+))?)?", re.ASCII)
@@ -42,39 +42,39 @@ _LISTS = "--devices", "--memory", "--chunks", "--schedules"
 def parser() -> Parser:
     """The parser of ``python -m splitpipe plan``."""
     made = Parser(
-        "plan", USAGE, "Measures a module, and says how to cut and run it with SplitPipe.", EXAMPLES
+        "plan", USAGE, "Measures a module, and chooses how to split and run it with SplitPipe.", EXAMPLES
     )
     add = made.add_argument
-    add("module", metavar="MODULE:NAME", help="an nn.Module, or a function that gives one")
+    add("module", metavar="MODULE:NAME", help="an nn.Module, or a function that returns one")
     add("--sample", required=True, metavar="SAMPLE", help="a whole batch")
-    add("--target", metavar="SAMPLE", help="of the batch, for --loss")
+    add("--target", metavar="SAMPLE", help="the batch's target, for --loss")
     add("--loss", dest="loss_fn", metavar="NAME",
-        help="of torch.nn.functional, or MODULE:NAME: loss_fn(output, target); without, the plan is for the drop-in, "
-             "or for the loss that a module that is no nn.Sequential gives itself")
+        help="a function of torch.nn.functional, or MODULE:NAME: loss_fn(output, target). Without it, the plan is for "
+             "drop-in, or for the loss that the module returns itself, if it isn't an nn.Sequential")
     add("--devices", metavar="D,D,...",
-        help="such as cuda:0,cuda:1 or cpu,cpu; if not given, all accelerators or two CPU stages")
+        help="such as cuda:0,cuda:1 or cpu,cpu; default: all accelerators, or two CPU stages")
     add("--memory", metavar="SIZE,...",
-        help="that may be used, such as 20GiB: on each device, or one for each; if not given, nine tenths of what is "
-             "free")
+        help="memory that may be used, such as 20GiB: on each device, or one value per device; default: nine tenths "
+             "of what is free")
     add("--chunks", metavar="N,N,...", help="numbers of microbatches to choose from")
-    add("--schedules", metavar="NAME,...", help="to choose from; all if not given")
+    add("--schedules", metavar="NAME,...", help="schedules to choose from; default: all")
     add("--optimizer-state", type=float, default=2.0, metavar="X",
-        help="bytes that the optimizer keeps for each byte of parameters: 2 for Adam (if not given), 0 for plain SGD")
-    add("--compile", action="store_true", help="try compiled layers, too; takes as long as to compile them does")
-    add("--seconds", type=float, default=30.0, metavar="S", help="for how long to measure; 30 if not given")
+        help="bytes that the optimizer keeps for each byte of parameters: 2 for Adam (default), 0 for plain SGD")
+    add("--compile", action="store_true", help="also try compiled layers, which takes the time to compile them")
+    add("--seconds", type=float, default=30.0, metavar="S", help="how long to measure; default: 30")
     add("--html", metavar="FILE", help="write a page with the predicted step")
     add("--json", metavar="FILE", help="write the plan, for splitpipe.Plan.from_json")
-    add("--no-progress", action="store_true", help="show no bar while measuring")
+    add("--no-progress", action="store_true", help="don't show a progress bar")
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what a command line says."""
+    """Runs the command given on the command line."""
     return guarded(lambda: _run(parser().parse_args(_joined(arguments))), _WHO)
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """The words with lists in one each: what follows the name of a list, up to an option or a MODULE:NAME."""
+    """The words, with each list joined: what follows the name of a list, up to an option or a MODULE:NAME."""
     found: list[str] = []
     option = ""
     for word in words:
@@ -89,11 +89,11 @@ def _joined(words: Sequence[str]) -> list[str]:
 def _run(given: Namespace) -> None:
     files = [file for file in (given.html, given.json) if file is not None]
     verify_apart([os.path.realpath(file) for file in files])
-    for file in files:  # Before it measures for long.
+    for file in files:  # Before the long measurement.
         if not file or os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or os.curdir):
-            raise ValueError(f"{file!r} can't be written: expected the name of a file, in a directory that is there.")
+            raise ValueError(f"{file!r} can't be written: expected the name of a file in an existing directory.")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # As python -m does: modules in the working directory are found.
+        sys.path.insert(0, "")  # As python -m does, to find modules in the working directory.
     module = _called(_found(given.module, "MODULE:NAME"), nn.Module)
     read = {
         "target": lambda text: _sample(text, "--target"), "loss_fn": _loss, "devices": _listed, "memory": _memory,
@@ -106,11 +106,11 @@ def _run(given: Namespace) -> None:
             compile=given.compile, seconds=given.seconds, progress=False if given.no_progress else None,
         )
     except DoesNotFitError as error:
-        with suppress(OSError, AttributeError):  # No stderr, or a full one.
+        with suppress(OSError, AttributeError):  # stderr may be missing or full.
             sys.stderr.write(f"{_WHO}: {error}\n")
         raise SystemExit(1) from None
     except TypeError as error:
-        if getattr(error, "__notes__", None):  # A layer raised it: its traceback is worth reading.
+        if getattr(error, "__notes__", None):  # A layer raised it, so the traceback is useful.
             raise
         raise ValueError(str(error)) from error
     print(found)
@@ -136,22 +136,24 @@ def _found(text: str, what: str) -> Any:
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"{name!r} has no {attribute!r}: expected a name in it for {what}.")
+            raise ValueError(f"{name!r} has no {attribute!r}: expected an existing name for {what}.")
         found = getattr(found, part)
     return found
 
 
 def _called(found: Any, kind: type) -> Any:
-    """The value that a function without arguments gives; another value as it is."""
+    """The result of a function without arguments; another value as it is."""
     if isinstance(found, kind) or not callable(found):
         return found
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         what = getattr(found, "__name__", found)
-        raise ValueError(f"{what} can't be called without arguments ({error}): expected a function of none.") from error
+        raise ValueError(
+            f"{what} can't be called without arguments ({error}): expected a function without arguments."
+        ) from error
     except ValueError:
-        pass  # It does not tell.
+        pass  # Its signature is unknown.
     return found()
 
 
@@ -175,7 +177,7 @@ def _sample(text: str, what: str) -> Any:
     shape = [int(number) for number in match[1].split("x")]
     dtype = getattr(torch, match[2] or "float32", None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{what} {text}: torch has no dtype {match[2]!r}: expected one such as float32 or int64.")
+        raise ValueError(f"{what} {text}: torch has no dtype {match[2]!r}: expected a dtype such as float32 or int64.")
     random = dtype.is_floating_point or dtype.is_complex
     try:
         if match[3] is not None:
@@ -183,7 +185,7 @@ def _sample(text: str, what: str) -> Any:
         return torch.randn(shape).to(dtype) if random else torch.zeros(shape, dtype=dtype)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{what} {text}: torch makes no such tensor: expected a shape and dtype of which it does."
+            f"{what} {text}: torch can't make such a tensor: expected another shape or dtype."
         ) from error
 
 
@@ -192,7 +194,7 @@ def _memory(text: str) -> list[float] | float:
     for part in text.split(","):
         match = _BYTES.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"--memory {text}: {part!r} is no size: expected one such as 20GiB or 900MB.")
+            raise ValueError(f"--memory {text}: {part!r} isn't a size: expected a size such as 20GiB or 900MB.")
         base = 1024 if match[3] or not match[2] else 1000
         sizes.append(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
     return sizes if len(sizes) > 1 else sizes[0]

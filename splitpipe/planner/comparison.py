@@ -12,26 +12,26 @@ from splitpipe.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class Pair:
-    """A number that the plan predicted, and the same one of training steps."""
+    """A number that the plan predicted, and the recorded one."""
 
     predicted: float
     recorded: float
 
     @property
     def error(self) -> float:
-        """How much too high the prediction is, as a part of what was recorded; below 0: too low."""
+        """The relative error of the prediction: (predicted - recorded) / recorded."""
         return self.predicted / self.recorded - 1 if self.recorded else 0.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan's predictions and a recording. Times are in milliseconds, memory in bytes. Prints as a table."""
+    """A plan's predictions and a recording. Times are in milliseconds, memory in bytes. ``print`` shows a table."""
 
     step: Pair  # From the step's start to the end of its last op.
-    forward: tuple[Pair, ...]  # For each stage, one microbatch's.
-    backward: tuple[Pair, ...]  # The same for B and W together, with their recomputation.
-    memory: tuple[Pair | None, ...]  # The most bytes on each device; None where nobody counts.
-    devices: tuple[str, ...]  # Their names.
+    forward: tuple[Pair, ...]  # For each stage, of one microbatch.
+    backward: tuple[Pair, ...]  # Likewise, B and W together, including recomputation.
+    memory: tuple[Pair | None, ...]  # The most bytes on each device; None where they aren't counted.
+    devices: tuple[str, ...]  # The devices' names.
     placement: tuple[int, ...]  # The device of each stage.
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def compared(plan: Timeline, step_time: float, peak_bytes: Sequence[int], record
 
 
 def _times(timeline: Timeline, *kinds: str) -> list[float]:
-    """The time of ops of some kinds in each stage, for one microbatch on average."""
+    """The mean time of ops of some kinds in each stage, per microbatch."""
     found = [0.0] * timeline.schedule.stages
     for row in timeline.spans:
         for op, start, end in row:

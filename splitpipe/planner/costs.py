@@ -1,4 +1,4 @@
-"""The candidates that a plan is chosen from, and their costs: times for the simulation, and bytes on each device."""
+"""The candidates for a plan, and their costs: times for the simulation, and bytes on each device."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from splitpipe.schedule.play import OpOrder
 from splitpipe.schedule.plurals import counted
 
 Checkpoint = Literal["never", "except_last", "always"]
-# Numbers of stages that a device may have, where the schedule leaves it open.
+# Possible numbers of stages per device, if the schedule leaves it open.
 COUNTS = (1, 2, 3, 4)
 # The first layer of each stage, and the number of layers.
 Cut = tuple[int, ...]
@@ -26,19 +26,19 @@ class Alive(NamedTuple):
     """The microbatches that a device holds while an op runs."""
 
     op: tuple[str, int, bool]  # Its kind and stage; True if it recomputes.
-    # For each stage of the device: its number, and the numbers of microbatches that it holds as their input alone (for
+    # For each stage of the device: its number, and the numbers of microbatches that it holds as their input only (for
     # recomputation), as all their saved tensors, and as what W needs.
     counts: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a model, wherever it is cut."""
+    """One way to run a model, independent of the cuts."""
 
     schedule: Schedule
     checkpoint: Checkpoint
     variant: str  # The schedule's name, with the options that are not its defaults.
-    dropin: bool = False  # Autograd goes backward, after all of forward.
+    dropin: bool = False  # Autograd runs backward, after all forwards.
 
     @property
     def chunks(self) -> int:
@@ -47,18 +47,18 @@ class Candidate:
 
     @property
     def uncheckpointed(self) -> int:
-        """The number of last microbatches that are not checkpointed."""
+        """How many of the last microbatches aren't checkpointed."""
         tail = UNCHECKPOINTED_TAIL[self.checkpoint]
         return self.chunks if tail is None else tail
 
     @cached_property
     def order(self) -> OpOrder:
-        """Its ops, to be played at the costs of any cut."""
+        """Its ops, for simulating them with the costs of any cut."""
         return OpOrder(self.schedule)
 
     @cached_property
     def forward(self) -> OpOrder:
-        """Its F alone, to be played."""
+        """Its F only, for simulating them."""
         rows = [[op for op in row if op.kind == "F"] for row in self.schedule.rows]
         return OpOrder(Schedule(rows, self.schedule.placement))
 
@@ -69,8 +69,8 @@ class Candidate:
 
     @cached_property
     def most(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, the most microbatches that it holds as their input alone, as all saved tensors, for W."""
-        again = int(self.uncheckpointed < self.chunks)  # One is computed again.
+        """For each stage, the most microbatches that it holds as their input only, as all saved tensors, and for W."""
+        again = int(self.uncheckpointed < self.chunks)  # One microbatch is recomputed.
         found = [(0, again, 0)] * self.schedule.stages
         for row in self.alive:
             for _, counts in row:
@@ -103,12 +103,12 @@ class Candidate:
 def candidates(
     devices: int, chunks: Sequence[int], layers: int, names: Sequence[str | Schedule] | None, dropin: bool
 ) -> Iterator[Candidate]:
-    """Every candidate for so many devices, numbers of chunks and layers; ``names`` are of schedules, None: all."""
+    """Every candidate for these numbers of devices, chunks and layers; ``names`` are schedules, None: all."""
     for number in chunks:
         for variant, schedule in _schedules(devices, number, names, dropin):
             if schedule.devices == devices and schedule.stages <= layers:
                 yield Candidate(schedule, "never", variant, dropin)
-                # The last one's recomputation would be the first thing in gpipe's backward: it takes as much memory.
+                # gpipe's backward would start by recomputing the last microbatch, which takes as much memory.
                 spare = schedule.name == "gpipe" and number > 1
                 yield Candidate(schedule, "except_last" if spare else "always", variant, dropin)
 
@@ -117,21 +117,21 @@ def _schedules(
     devices: int, chunks: int, names: Sequence[str | Schedule] | None, dropin: bool
 ) -> Iterator[tuple[str, Schedule]]:
     if dropin:
-        # As autograd does on accelerators: weight gradients come when all input gradients have left.
+        # As autograd does on accelerators: weight gradients come after all input gradients have been sent.
         yield "gpipe", build("gpipe", devices, chunks, split=True)
         return
     seen: set[Schedule] = set()
     for name in SCHEDULES if names is None else names:
         if isinstance(name, Schedule):
             if name.microbatches == chunks:
-                yield name.name or "a schedule of your own", name
+                yield name.name or "a custom schedule", name
             continue
         for options in variants(name, devices, COUNTS):
             try:
                 schedule = build(name, devices, chunks, **options)
             except ValueError:
-                continue  # Its own rule does not allow these numbers.
-            if schedule not in seen:  # With few microbatches or devices many are alike.
+                continue  # The schedule doesn't support these numbers.
+            if schedule not in seen:  # With few microbatches or devices, many are equal.
                 seen.add(schedule)
                 default = {"stages_per_device": 2, "group": devices, "split": False}
                 given = ", ".join(f"{option}={value}" for option, value in options.items() if value != default[option])
@@ -151,7 +151,7 @@ class LayerSums:
         self.work = _sums([layer.forward + layer.backward_input + layer.backward_weight for layer in layers])
         self.saved = _sums([layer.saved for layer in layers])
         self.kept = _sums([layer.kept for layer in layers])
-        # If a layer saves its output and the next one its input, that is one memory.
+        # If a layer saves its output and the next one its input, they share this memory.
         self.twice = _sums([min(one.saved_output, two.saved_input) for one, two in zip(layers, layers[1:])])
         self.input = [*(layer.input for layer in layers), 0]
         self.saved_input = [layer.saved_input for layer in layers]
@@ -159,11 +159,11 @@ class LayerSums:
         self.static = _sums([size * once + more for size, more in zip(profile.parameters, profile.state)])
 
     def entered(self, start: int, end: int) -> float:
-        """Bytes of a checkpointed microbatch: what enters the stage, or each layer that is run again by itself."""
+        """Bytes of a checkpointed microbatch: the stage's input, or those of layers recomputed separately."""
         return self.input[start] if self._each is None else sum(self.input[start:end])
 
     def again(self, start: int, end: int, saved: float) -> float:
-        """Bytes of it while it is computed again, beyond those, if all saves so many."""
+        """Additional bytes while the microbatch is recomputed, if all of it saves ``saved``."""
         return saved - self.saved_input[start] if self._each is None else max(self._each[start:end])
 
 
@@ -172,18 +172,18 @@ def _sums(values: Sequence[float]) -> list[float]:
 
 
 class StageBytes:
-    """Bytes of one stage: its layers from ``start`` to before ``end``."""
+    """Bytes of one stage: its layers from ``start`` to just before ``end``."""
 
     def __init__(self, sums: LayerSums, start: int, end: int) -> None:
         # Parameters, gradients, the optimizer's state, buffers.
         self.static = sums.static[end] - sums.static[start]
-        # Memory that a B takes while it runs; as much waits between ops, to be sent or for its turn.
+        # Memory that a B takes while it runs; as much waits between ops, to be sent or processed.
         self.passing = sums.input[start] + sums.input[end]
-        # Bytes of a microbatch: its input alone, all that it saved, what W needs.
+        # Bytes of a microbatch: its input only, all that it saved, what W needs.
         saved = sums.saved[end] - sums.saved[start] - (sums.twice[end - 1] - sums.twice[start])
         self.each = sums.entered(start, end), saved, sums.kept[end] - sums.kept[start]
         again = self.passing + sums.again(start, end, saved)
-        # Memory that an op takes while it runs, and if it recomputes.
+        # Memory that an op takes while it runs, without and with recomputation.
         self.during = {"F": sums.input[end], "B": self.passing, "BW": self.passing, "W": 0}
         self.during_again = {**self.during, "B": again, "BW": again}
 
@@ -195,7 +195,7 @@ def memory(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut) -> list[fl
     for device, row in enumerate(candidate.alive):
         own = [stage for stage, place in zip(stages, candidate.schedule.placement) if place == device]
         static = sum(stage.static + stage.passing for stage in own)
-        # Two threads compute on a device: the worker, and autograd's, which the drop-in has on two streams.
+        # Two threads compute on a device, the worker and autograd's; drop-in, the latter uses two streams.
         static += (3 if candidate.dropin else 2) * sums[candidate.schedule.placement.index(device)].workspace
         most = 0.0
         for (kind, stage, again), counts in row:
@@ -223,12 +223,12 @@ def costs(candidate: Candidate, sums: Sequence[LayerSums], cut: Cut, profile: Pr
 
 
 def span(candidate: Candidate, costs: Costs, own_compute: bool) -> float:
-    """Milliseconds of a step; ``own_compute``: autograd has a thread for each device."""
+    """Milliseconds of a step; ``own_compute``: autograd has a thread per device."""
     schedule = candidate.schedule
     times = costs.times(schedule)
     if not candidate.dropin or own_compute:
         return candidate.order.makespan(times, costs.hops(schedule), costs.again(schedule))
-    # On a CPU it has one for all stages, the caller's, with the intra-op threads of all.
+    # On a CPU, one thread, the caller's, runs backward for all stages, with the intra-op threads of all.
     forward = candidate.forward.makespan(times, costs.hops(schedule))
     backward = candidate.chunks * sum(times["BW"]) + (candidate.chunks - candidate.uncheckpointed) * sum(times["F"])
     return forward + backward / schedule.devices

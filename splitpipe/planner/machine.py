@@ -1,6 +1,6 @@
 """The machine that a plan is for: kinds of devices, their free bytes, and the times between ops.
 
-A pipeline costs more than its layers: the time from one op to the next, and the time of a copy between devices.
+A pipeline costs more than its layers: there is also the time from one op to the next, and that of copies.
 """
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Link
 from splitpipe.schedule.recording.recording import Recording
 
-# The part of an accelerator's free memory that a plan uses; the rest is for workspaces and fragmentation.
+# The fraction of an accelerator's free memory that a plan uses; the rest is for workspaces and fragmentation.
 USABLE = 0.9
-# A copy of so many bytes tells the bandwidth of any link.
+# A copy of this size shows the bandwidth of any link.
 _LARGEST = 2**26
 _SMALL = 16
 _CHUNKS = 8
@@ -51,7 +51,7 @@ def kinds_of(places: Sequence[Place]) -> dict[str, list[int]]:
 
 
 def _ask(device: torch.device, *names: str) -> Any:
-    """The answer of torch.accelerator's function, or of the device's own module; None if neither has one."""
+    """The result of a function of torch.accelerator or of the device's own module; None if neither has it."""
     for module in torch.accelerator, torch.get_device_module(device):
         for name in names:
             with suppress(AttributeError, NotImplementedError, RuntimeError):
@@ -60,9 +60,9 @@ def _ask(device: torch.device, *names: str) -> Any:
 
 
 def _capacity(device: torch.device) -> tuple[float, float]:
-    """Bytes that are free on an accelerator, and all that it has; infinite if it does not tell."""
+    """The free bytes of an accelerator, and all of its bytes; infinite if unknown."""
     free, total = _ask(device, "get_memory_info", "mem_get_info") or (math.inf, math.inf)
-    # The allocator keeps what it has taken from the driver, for tensors to come.
+    # The allocator keeps what it has taken from the driver, for later tensors.
     kept = (_ask(device, "memory_reserved") or 0) - (_ask(device, "memory_allocated") or 0)
     return free + max(0, kept), total
 
@@ -80,13 +80,13 @@ def workspace(device: torch.device) -> int:
 
 
 def usable_bytes(module: nn.Module, places: Sequence[Place], memory: Sequence[float] | None) -> list[float]:
-    """Bytes that each row may use: those that were given, or its part of what is free."""
+    """Bytes that each row may use: those that were given, or its share of the free ones."""
     if memory is not None:
         return list(memory)
     devices = [place.device for place in places]
     own: dict[torch.device, dict[Any, int]] = {}
     for _, tensor in state_of(module):
-        if not isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):  # A lazy layer's has no memory yet.
+        if not isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):  # Lazy layers have no memory yet.
             own.setdefault(tensor.device, {}).update(memory_of(tensor))
     free = {
         device: math.inf if device.type == "cpu"
@@ -98,19 +98,19 @@ def usable_bytes(module: nn.Module, places: Sequence[Place], memory: Sequence[fl
 
 @contextmanager
 def shared_threads(rows: int) -> Iterator[None]:
-    """Sets the number of intra-op threads that each of ``rows`` CPU stages has; puts it back after the block."""
+    """Sets the number of intra-op threads of each of ``rows`` CPU stages; restores it after the block."""
     own, others = torch.get_num_threads(), in_new_thread(torch.get_num_threads)
     try:
         torch.set_num_threads(max(1, own // rows))
         yield
     finally:
         torch.set_num_threads(own)
-        # The last number that is set becomes that of threads yet to start.
+        # The number that is set last also applies to threads that start later.
         in_new_thread(partial(torch.set_num_threads, others))
 
 
 def gap(place: Place, by_cuts: bool = False) -> float:
-    """Milliseconds from one op's start to the next one's, of a stage that computes nothing."""
+    """Milliseconds from one op's start to the next one's in a stage that computes nothing."""
     found: dict[str, list[float]] = {}
     row = _recorded([place], "zb-h1", _SMALL, by_cuts).spans[0]
     for now, after in zip(row, row[1:]):
@@ -119,7 +119,7 @@ def gap(place: Place, by_cuts: bool = False) -> float:
 
 
 def link(places: Sequence[Place], largest: int) -> Link:
-    """The slowest link between two of the places, for layers that give each other so many bytes at most."""
+    """The slowest link between two of the places, for layers that pass each other at most ``largest`` bytes."""
     pairs: dict[tuple[torch.device, torch.device], tuple[Place, Place]] = {}
     for one, two in combinations(places, 2):
         pairs.setdefault((one.device, two.device), (one, two))
@@ -143,13 +143,13 @@ def _hop(pair: Sequence[Place]) -> Link:
 
 
 def _copy(pair: Sequence[Place], largest: int) -> Link:
-    large = max(_SMALL * 1024, min(largest, _LARGEST) // 4)  # Numbers of four bytes.
+    large = max(_SMALL * 1024, min(largest, _LARGEST) // 4)  # In numbers of four bytes.
     fast, slow = (_recorded(pair, "1f1b", count).costs().hop for count in (_SMALL, large))
     return Link(fast, (large - _SMALL) * 4 / (slow - fast) if slow > fast else math.inf)
 
 
 def _recorded(places: Sequence[Place], schedule: str, count: int, by_cuts: bool = False) -> Recording:
-    """Steps of stages that compute nothing, and give each other so many numbers."""
+    """Steps of stages that compute nothing, and pass each other ``count`` numbers."""
     model = SplitPipe(
         (Chain if by_cuts else nn.Sequential)(*(nn.Identity() for _ in places)),
         cuts=list(map(str, range(1, len(places)))), devices=[place.device for place in places],
@@ -157,7 +157,7 @@ def _recorded(places: Sequence[Place], schedule: str, count: int, by_cuts: bool 
     )
     x = torch.zeros(_CHUNKS, count, device=places[0].device, requires_grad=True)
     target = torch.zeros(_CHUNKS, device=places[-1].device)
-    with torch.autocast(places[0].device.type, enabled=False):  # In float16 a schedule would want a GradScaler.
+    with torch.autocast(places[0].device.type, enabled=False):  # In float16, a schedule would require a GradScaler.
         model(x, target=target)
         with model.record() as recording:
             for _ in range(_STEPS):

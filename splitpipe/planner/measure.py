@@ -1,7 +1,7 @@
-"""Makes the measurements for a plan: the layers on each kind of device, the devices, and the links between them.
+"""Takes the measurements for a plan: of the layers on each kind of device, the devices, and the links between them.
 
     for each kind of device, for each number of chunks:
-        a copy of each layer, alone, as a stage of its own ─> times of F, B and W, and the bytes that they hold
+        a copy of each layer, alone, as a separate stage ─> times of F, B and W, and the bytes that they hold
 
 The model, its gradients and buffers, the sample, the random state and the numbers of threads are only read.
 """
@@ -31,7 +31,7 @@ from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
 from splitpipe.planner.work import ROWS, RUNS, Cuttable, Measured, ModuleWork, Progress, Work
 from splitpipe.schedule.plurals import counted
 
-# Milliseconds of a run to which the ends of a probe add nothing that counts.
+# A run of this many milliseconds is long compared with the ends of a probe.
 _LONG = 50.0
 # Columns of the progress bar.
 _WIDTH = 12
@@ -54,7 +54,7 @@ def profile(
 ) -> Profile:
     """The costs of a module's layers on some devices, for each number of chunks that layers and memory allow.
 
-    ``cuttable``: of a module that is cut by names; ``compile``: as of ``SplitPipe``.
+    ``cuttable``: for a module that is cut by name; ``compile``: as for ``SplitPipe``.
     """
     groups = kinds_of(places)
     walks = len(groups) * len(chunks)
@@ -77,7 +77,9 @@ def profile(
         kinds.append(Kind(name, costs, between, workspace(own[0].device)))
     if not set.intersection(*(set(kind.layers) for kind in kinds)):
         each = "; ".join(f"{kind.name}: {sorted(kind.layers)}" for kind in kinds)
-        raise ValueError(f"no number of chunks can be run everywhere ({each}): expected one. Give more to choose from.")
+        raise ValueError(
+            f"no number of chunks can be run everywhere ({each}): expected one that can. Give more to choose from."
+        )
     largest = max(layer.input for kind in kinds for row in kind.layers.values() for layer in row)
     home = {place: kind for kind, members in enumerate(groups.values()) for place in members}
     free = usable_bytes(module, places, memory)
@@ -99,7 +101,7 @@ def profile(
 
 
 class _LayersWork(Work):
-    """Those of copies of layers, one at a time."""
+    """Measures copies of layers, one at a time."""
 
     def __init__(
         self, module: nn.Sequential, sample: Any, target: Any, loss_fn: Callable[..., Any] | None, seconds: float,
@@ -116,7 +118,7 @@ class _LayersWork(Work):
         [place, *_], names = places, self.names
         loss = self._loss(place, chunks)
         base = self._ends(place, chunks)
-        compiler = Compiler(self._options)  # Copies of equal layers share what is compiled, for these sizes.
+        compiler = Compiler(self._options)  # Copies of equal layers share compiled code, for these sizes.
 
         def measure(done: list[Measured], copied: nn.Module, flow: Flow) -> tuple[Measured, Flow]:
             at = len(done)
@@ -152,7 +154,7 @@ class _LayersWork(Work):
         if took < _LONG:
             times = times.less(base)
         if not any(x.requires_grad for x in probe.after.tensors()):
-            times = Times(times.forward, 0.0, 0.0)  # Nothing goes backward here.
+            times = Times(times.forward, 0.0, 0.0)  # Nothing runs backward here.
         return replace(probe.sizes(recording, ends), **times._asdict())
 
     def _ends(self, place: Place, chunks: int) -> Times:
@@ -167,7 +169,7 @@ class _LayersWork(Work):
         loss_fn: Any = self._loss_fn
         if loss_fn is None:
             return None
-        with layers.measuring(place.device):  # A copy made in inference mode can't be saved for backward.
+        with layers.measuring(place.device):  # A copy made in inference mode couldn't be saved for backward.
             if isinstance(loss_fn, nn.Module):
                 loss_fn = layers.copy_of(loss_fn).to(place.device)
             target = Flow(self._part(self._target, chunks), {}).map(lambda x: x.detach().to(place.device, copy=True))
@@ -188,9 +190,9 @@ def _tied(module: nn.Module) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def bar(shown: bool | None = None, file: TextIO | None = None) -> Iterator[Progress]:
-    """A progress bar: one line on standard error, if that is a terminal; gone when the block ends."""
+    """A progress bar: one line on standard error, if that is a terminal, which is removed at the end of the block."""
     out = sys.stderr if file is None else file
-    if out is None or not (out.isatty() if shown is None else shown):  # None if it was closed from the start.
+    if out is None or not (out.isatty() if shown is None else shown):  # None if it was closed.
         yield lambda done, total, what: None
         return
     longest = 0

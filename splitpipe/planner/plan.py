@@ -1,4 +1,4 @@
-"""``Plan``: how to cut and run a model, and the predicted time and memory."""
+"""``Plan``: how to split and run a model, and the predicted time and memory."""
 from __future__ import annotations
 
 import json
@@ -24,7 +24,7 @@ from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
 
-# The fields that JSON can hold as they are.
+# Fields that JSON can represent as they are.
 _PLAIN = (
     "balance", "devices", "chunks", "checkpoint", "way", "dropin", "step_time", "peak_bytes", "layers", "cuts",
     "own_loss", "compile",
@@ -33,9 +33,9 @@ _PLAIN = (
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """Another way to run the model, with the predictions for it, and why it was not chosen."""
+    """Another way to run the model, with its predictions, and why it wasn't chosen."""
 
-    way: str  # Schedule, microbatches, and what is checkpointed.
+    way: str  # The schedule, microbatches, and what is checkpointed.
     balance: tuple[int, ...]
     step_time: float  # In milliseconds.
     peak_bytes: tuple[int, ...]  # For each device.
@@ -44,32 +44,34 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to cut and run a model on some devices: what ``splitpipe.plan`` gives.
+    """How to split and run a model on some devices: the result of ``splitpipe.plan``.
 
     Attributes:
-        balance: number of layers of each stage; of a module with cuts, of what runs from one possible cut to the next.
-        devices: a row of the schedule each, in order.
-        placement: the device of each stage, as a number of ``devices``.
-        chunks: number of microbatches.
+        balance: the number of layers of each stage; for a module with cuts, the number of parts, each of which runs
+            from one possible cut to the next.
+        devices: one per row of the schedule, in order.
+        placement: the device of each stage, as an index of ``devices``.
+        chunks: the number of microbatches.
         checkpoint: which microbatches are checkpointed.
         schedule: the order of the ops on each device.
         way: the schedule's name and options, microbatches, and what is checkpointed.
-        dropin: whether autograd goes backward after all of forward: there was no ``loss_fn``.
-        step_time: predicted, of forward and backward of a batch, in milliseconds.
-        costs: predicted, of the stages, in milliseconds.
-        peak_bytes: predicted, of each device: parameters, gradients, the optimizer's state, activations, and the
-            workspaces of matrix products.
-        memory: bytes that there are on each device; infinite if nobody counts.
-        layers: names of the module's layers, or of the blocks at whose calls it may be cut, behind what comes first.
-        runners_up: other ways, and why they were not chosen.
-        cuts: names of the blocks at whose calls the stages but the first begin; None for an nn.Sequential.
-        own_loss: whether a schedule goes backward from the module's own loss, the field ``loss`` of its output.
-        loss_fn: that was given to ``splitpipe.plan``; None in a plan that was read from a file.
-        note: to be printed with it.
-        compile: whether layers are compiled, and how, as ``SplitPipe`` takes it.
+        dropin: whether autograd runs backward after all forwards, because there was no ``loss_fn``.
+        step_time: the predicted time of forward and backward of a batch, in milliseconds.
+        costs: the predicted times of the stages, in milliseconds.
+        peak_bytes: the predicted peak on each device: parameters, gradients, the optimizer's state, activations, and
+            the workspaces of matrix products.
+        memory: the bytes that each device has for the plan; infinite if unknown.
+        layers: the names of the module's layers, or of the blocks at whose calls it may be cut, after one for what runs
+            before them.
+        runners_up: other ways, and why they weren't chosen.
+        cuts: the names of the blocks with whose calls stages 1, 2, ... start; None for an nn.Sequential.
+        own_loss: whether a schedule runs backward from the module's own loss, the field ``loss`` of its output.
+        loss_fn: the one given to ``splitpipe.plan``; None in a plan that was read from a file.
+        note: a text to print with the plan.
+        compile: whether and how layers are compiled, as for ``SplitPipe``.
 
     Raises:
-        ValueError: a field does not go with the schedule, or with the layers.
+        ValueError: a field doesn't match the schedule or the layers.
 
     Example:
         >>> from torch import nn, randn
@@ -112,13 +114,13 @@ class Plan:
             )
         if sum(self.balance) != len(self.layers) or 0 in self.balance:
             raise ValueError(
-                f"balance {list(self.balance)} sums to another number than {counted(len(self.layers), 'layer')}, or "
-                "has a 0: expected how many layers each stage has."
+                f"balance {list(self.balance)} doesn't sum to {counted(len(self.layers), 'layer')}, or "
+                "has a 0: expected the number of layers of each stage."
             )
         begin = [sum(self.balance[:stage]) for stage in range(1, len(self.balance))]
         if self.cuts is not None and self.cuts != tuple(self.layers[at] for at in begin):
             raise ValueError(
-                f"cuts is {self.cuts!r}: expected the names of layers where stages begin by balance "
+                f"cuts is {self.cuts!r}: expected the names of the layers with which stages start according to balance "
                 f"{list(self.balance)}, or None."
             )
         if self.chunks < 1:
@@ -138,23 +140,23 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The step as it is predicted, to be drawn: each op with its times, in milliseconds."""
+        """The predicted step, for drawing: each op with its times, in milliseconds."""
         return simulate(self.schedule, self.costs)
 
     @property
     def bubble(self) -> float:
-        """The part of the step that a device is predicted to be idle, on average."""
+        """The predicted fraction of the step in which a device is idle, on average."""
         return max(0.0, 1 - sum(self.timeline.work) / len(self.devices) / self.step_time) if self.step_time else 0.0
 
     def arguments(self, loss_fn: Callable[..., Any] | None = None) -> dict[str, Any]:
-        """The arguments of ``SplitPipe`` except the module.
+        """Returns the arguments of ``SplitPipe`` except the module.
 
         Args:
-            loss_fn: of the schedule; None: that which ``splitpipe.plan`` was given.
+            loss_fn: the loss function for the schedule. Default: the one given to ``splitpipe.plan``.
 
         Raises:
             TypeError: ``loss_fn`` can't be called.
-            ValueError: a schedule was planned, and there is no ``loss_fn``: a plan that was read has none.
+            ValueError: the plan has a schedule but no ``loss_fn``, because it was read from a file.
         """
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
@@ -167,17 +169,17 @@ class Plan:
             return found
         if loss_fn is None:
             raise ValueError(
-                f"the plan is {self.way}, which goes backward itself, and a plan that was read from a file has no "
+                f"the plan is {self.way}, which runs backward itself, and a plan that was read from a file has no "
                 "loss_fn: expected plan.arguments(loss_fn=criterion)."
             )
         return {**found, "loss_fn": loss_fn}
 
     def _named(self) -> bool:
-        """True if the schedule's name says it all. Without a loss_fn, "gpipe" is the drop-in."""
+        """True if the schedule's name is enough to build it. Without a loss_fn, "gpipe" is drop-in."""
         return self._options() == {} and not (self.own_loss and self.schedule.name == "gpipe")
 
     def _options(self) -> dict[str, Any] | None:
-        """The options with which ``schedule.build`` makes the schedule by its name; None if none do."""
+        """The options with which ``schedule.build`` makes the schedule from its name; None if no options do."""
         name, devices = self.schedule.name, len(self.devices)
         tried: list[dict[str, Any]] = [{}]
         if name in SCHEDULES:
@@ -189,15 +191,16 @@ class Plan:
         return None
 
     def apply(self, module: Any, loss_fn: Callable[..., Any] | None = None) -> SplitPipe:
-        """The module as a SplitPipe that runs so.
+        """Returns the module as a SplitPipe that follows the plan.
 
         Args:
-            module: that was planned for.
-            loss_fn: as of ``arguments``.
+            module: the module that was planned for.
+            loss_fn: as for ``arguments``.
 
         Raises:
-            TypeError: as of ``arguments``, or as ``SplitPipe`` raises it.
-            ValueError: as of ``arguments``, or the module has another number of layers, or no blocks of these names.
+            TypeError: as for ``arguments`` and ``SplitPipe``.
+            ValueError: as for ``arguments``; or the module has a different number of layers, or lacks blocks with these
+                names.
         """
         if self.cuts is not None:
             return SplitPipe(module, **self.arguments(loss_fn))
@@ -205,30 +208,30 @@ class Plan:
         if len(module) != len(self.layers):
             raise ValueError(
                 f"the module has {counted(len(module), 'layer')}, and the plan was made for {len(self.layers)}: "
-                "expected the same."
+                "expected the same number."
             )
         return SplitPipe(module, **self.arguments(loss_fn))
 
     def compare(self, timeline: Recording) -> Comparison:
-        """The predictions next to a recording, for the step and each stage.
+        """Compares the predictions with a recording, for the step and each stage.
 
         Args:
-            timeline: of training steps of ``plan.apply(module)``: ``with model.record() as timeline: ...``.
+            timeline: training steps of ``plan.apply(module)``: ``with model.record() as timeline: ...``.
 
         Raises:
-            TypeError: there is no recording.
+            TypeError: ``timeline`` isn't a Recording.
             ValueError: another schedule was recorded.
-            RuntimeError: nothing was.
+            RuntimeError: no step was recorded.
         """
         if not isinstance(timeline, Recording):
-            raise TypeError(f"timeline is {timeline!r}: expected what `with model.record() as timeline:` gives.")
+            raise TypeError(f"timeline is {timeline!r}: expected the recording of `with model.record() as timeline:`.")
         return compared(self.timeline, self.step_time, self.peak_bytes, timeline)
 
     def to_json(self, path: str | PathLike[str]) -> None:
-        """Writes the plan, without ``loss_fn``, to the file ``path``; ``from_json`` reads it.
+        """Writes the plan, without ``loss_fn``, to the file ``path``, for ``from_json``.
 
         Raises:
-            TypeError: the path is none.
+            TypeError: ``path`` isn't a path.
             OSError: the file can't be written.
         """
         path = fspath(path)
@@ -245,18 +248,18 @@ class Plan:
 
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Plan:
-        """Reads the plan that ``to_json`` wrote to the file ``path``.
+        """Reads a plan that ``to_json`` wrote to the file ``path``.
 
         Raises:
-            TypeError: the path is none.
-            ValueError: the file holds no plan.
+            TypeError: ``path`` isn't a path.
+            ValueError: the file doesn't contain a plan.
             OSError: the file can't be read.
         """
         path = fspath(path)
         try:
             text = json.loads(Path(path).read_text(encoding="utf-8"))
             if text["splitpipe plan"] != serialize.FORM:
-                raise ValueError(f"it has form {text['splitpipe plan']}, and this version reads {serialize.FORM}")
+                raise ValueError(f"its format is {text['splitpipe plan']}, but this version reads {serialize.FORM}")
             own = {name: _tuple(text[name]) for name in _PLAIN if name != "compile" or name in text}
             others = [{name: _tuple(value) for name, value in other.items()} for other in text["runners_up"]]
             found = cls(
@@ -266,38 +269,40 @@ class Plan:
                 memory=tuple(math.inf if size is None else size for size in text["memory"]),
                 runners_up=tuple(RunnerUp(**other) for other in others),
             )
-            str(found)  # A field of another type can't be printed.
+            str(found)  # A field with a wrong type can't be printed.
             return found
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error).rstrip(".")
-            raise ValueError(f"{path} holds no plan: {what}. Expected a file that Plan.to_json wrote.") from error
+            raise ValueError(
+                f"{path} doesn't contain a plan: {what}. Expected a file that Plan.to_json wrote."
+            ) from error
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes a page with the predicted step, to zoom into, to the file ``path``. See ``Timeline.to_html``.
+        """Writes a zoomable page with the predicted step to the file ``path``. See ``Timeline.to_html``.
 
         Raises:
-            TypeError: the path is none.
+            TypeError: ``path`` isn't a path.
             OSError: the file can't be written.
         """
         self.timeline.to_html(path)
 
     def __str__(self) -> str:
-        head = (f"{self.way} on {counted(len(self.devices), 'device')}: {self.step_time:.4g} ms a step predicted, "
+        head = (f"{self.way} on {counted(len(self.devices), 'device')}: {self.step_time:.4g} ms per step predicted, "
                 f"{percent(self.bubble)} of it bubble")
         tables = self._stages(), self._memory(), self._others()
         texts = [f"{head}\n{self._code()}", *("\n".join(lines) for lines in tables if lines), self.note]
         return "\n\n".join(filter(None, texts))
 
     def _plain(self) -> dict[str, Any]:
-        """The arguments of SplitPipe except the schedule's."""
+        """The arguments of SplitPipe, except for those of the schedule."""
         where = {"balance": list(self.balance)} if self.cuts is None else {"cuts": list(self.cuts)}
         found = {**where, "devices": list(self.devices), "chunks": self.chunks, "checkpoint": self.checkpoint}
         return {**found, "compile": self.compile} if self.compile else found
 
     def _code(self) -> str:
-        """The call that makes the model, to be pasted where ``module`` and ``loss_fn`` are what was planned for.
+        """The call that makes the model, to paste where ``module`` and ``loss_fn`` are those that were planned for.
 
-        Of a schedule that no name builds, ``plan`` has to be there as well.
+        If no name builds the schedule, the call uses ``plan`` too.
         """
         given = ", ".join(f"{name}={value!r}" for name, value in self._plain().items())
         if self.dropin:

@@ -1,4 +1,4 @@
-"""``splitpipe.plan``: measures a module, then chooses how to cut and run them."""
+"""``splitpipe.plan``: measures a module, then chooses how to split and run it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,16 +24,16 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
 from splitpipe.skip.pairs import verify_skippables
 
-_OTHERS, _TOO_LARGE = 6, 2  # Runners-up that are named.
-# Threads that plan wait for each other: else they would measure each other, and take each other's numbers of threads.
+_OTHERS, _TOO_LARGE = 6, 2  # The number of runners-up that are listed, and of those that don't fit.
+# Threads that plan wait for each other, or else they would disturb each other's times and numbers of threads.
 _one_at_a_time = ProcessLock()
 
 
 class DoesNotFitError(ValueError):
-    """No plan fits into the devices' memory.
+    """Raised if no plan fits into the devices' memory.
 
     Attributes:
-        missing: bytes that each device lacks, with the candidate that comes nearest.
+        missing: the bytes that each device lacks with the candidate that comes closest.
 
     Example:
         >>> import splitpipe, torch
@@ -65,46 +65,50 @@ def plan(
     seconds: float = 30.0,
     progress: bool | None = None,
 ) -> Plan:
-    """Measures a module, and chooses how to cut and run it: balance or cuts, devices, schedule, chunks, checkpoint.
+    """Measures a module, and chooses balance or cuts, devices, schedule, chunks and checkpointing.
 
-    Each layer of an nn.Sequential is measured by itself, on a copy, on each kind of device: the times of F, B and W as
-    the split engine computes them, the memory that a microbatch takes in each, and how long copies take. A module that
-    no device could hold is measured as well. Any other module is measured as a copy, with a cut at each call of a block
-    that repeats (children of one module, of one class, such as the layers of a transformer), on one device, or on all
-    of a kind where one has too little memory. Then cuts, schedules, numbers of microbatches and checkpointing are
-    simulated together, and the shortest step that fits into every device's memory is chosen. The module, its gradients
-    and buffers, the batch and the random state are left as they are.
+    Each layer of an nn.Sequential is measured separately, on a copy, on each kind of device: the times of F, B and W
+    with the split backward, and the memory that a microbatch takes in each. The times of copies are measured too. The
+    module may be too large for any single device. Any other module is measured as a copy, with a cut at each call of a
+    repeated block (children of one module, of one class, such as the layers of a transformer), on one device, or, if
+    that has too little memory, on all of its kind. Then combinations of cuts, schedules, numbers of microbatches and
+    checkpointing are simulated, and the shortest step that fits into the memory of every device is chosen. The module,
+    its gradients and buffers, the batch and the random state stay as they are.
 
     Args:
         module: the model.
-        sample: a whole batch, as ``model(sample)`` takes it: a tensor of shape (rows, ...), or a nesting of them. Of a
-            module that is no nn.Sequential, the arguments of a call: keywords in a dict, positional ones in a tuple.
-        target: of the batch, with as many rows, for ``loss_fn``.
-        loss_fn: as of ``SplitPipe``. Without, the plan is for the drop-in, where autograd goes backward after all of
-            forward; but by a schedule for a module that is no nn.Sequential and gives a ``loss`` for the sample.
-        devices: as of ``SplitPipe``, each once; on the CPU, how often it is named is the number of stages at work.
-            None: all accelerators that torch sees, else two stages on the CPU, which the plan says. A device that is
-            too slow to help is left out. No ``torch.Stream``: a device is planned as a whole.
-        memory: bytes that the plan may use, on each device, or one number a device. None: nine tenths of what
-            ``torch.accelerator`` reports free; without a limit on the CPU.
-        chunks: number of microbatches, or several to choose from. None: 1, 2, 4 and 8 for each device, up to the batch.
-        schedules: names of ``splitpipe.schedule.names()``, or Schedules, to choose from. None: all that have a name.
-        optimizer_state: bytes that the optimizer keeps for each byte of parameters: 2 for Adam, 1 for SGD with
-            momentum, 0 for plain SGD.
-        compile: as of ``SplitPipe``. If layers may be compiled, they are measured so, too, and the plan is for what is
-            faster. They are compiled once more for each number of chunks: give few.
-        seconds: for how long to measure, more or less; what is slow takes longer, and to compile comes on top.
-        progress: whether a bar on the standard error says what is measured. None: if that is a terminal.
+        sample: a whole batch, as for ``model(sample)``: a tensor of shape (rows, ...), or a nesting of tensors. For a
+            module that isn't an nn.Sequential, the arguments of a call: keyword arguments in a dict, positional ones in
+            a tuple.
+        target: the batch's target for ``loss_fn``, with as many rows.
+        loss_fn: as for ``SplitPipe``. Without it, the plan is for drop-in, where autograd runs backward after all
+            forwards; but if a module that isn't an nn.Sequential returns a ``loss`` for the sample, the plan has a
+            schedule.
+        devices: as for ``SplitPipe``, each once. The CPU may be repeated: once for each stage that runs at the same
+            time. Default: all accelerators that torch finds, or else two stages on the CPU, which the plan mentions.
+            Devices that are too slow to help are left out. A ``torch.Stream`` isn't accepted, since the plan is for
+            whole devices.
+        memory: the number of bytes that the plan may use, on each device, or one number per device. Default: nine
+            tenths of what ``torch.accelerator`` reports as free; unlimited on the CPU.
+        chunks: the number of microbatches, or several to choose from. Default: 1, 2, 4 and 8 per device, up to the
+            batch size.
+        schedules: names from ``splitpipe.schedule.names()``, or Schedules, to choose from. Default: all named ones.
+        optimizer_state: bytes that the optimizer keeps per byte of parameters: 2 for Adam, 1 for SGD with momentum, 0
+            for plain SGD.
+        compile: as for ``SplitPipe``. If layers may be compiled, they are measured both ways, and the plan uses the
+            faster way. They are compiled again for each number of chunks, so give few.
+        seconds: roughly how long to measure. Slow layers take longer, and compilation takes additional time.
+        progress: whether to show what is being measured as a bar on standard error. Default: if that is a terminal.
 
     Returns:
-        The plan: ``print(plan)``, ``plan.apply(module)``, ``SplitPipe(module, **plan.arguments())``.
+        The plan, for ``print(plan)``, ``plan.apply(module)``, ``SplitPipe(module, **plan.arguments())``.
 
     Raises:
-        DoesNotFitError: no plan fits into the memory. The message says how many bytes are missing on which device;
-            it is a ValueError.
-        TypeError: an argument is of a wrong type.
+        DoesNotFitError: no plan fits into the memory. The message lists how many bytes are missing on which device. It
+            is a ValueError.
+        TypeError: an argument has a wrong type.
         ValueError: an argument has a wrong value.
-        BaseException: what a layer raises, with a note that says which one.
+        BaseException: whatever a layer raises, with a note of the layer.
 
     Example:
         >>> import splitpipe
@@ -128,7 +132,7 @@ def plan(
     """
     if (loss_fn is None) != (target is None):
         missing, there = ("target", "loss_fn") if target is None else ("loss_fn", "target")
-        raise ValueError(f"found a {there} and no {missing}: expected both, or neither.")
+        raise ValueError(f"found a {there} but no {missing}: expected both, or neither.")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn is {loss_fn!r}: expected a function of output and target.")
     optimizer_state = checks.number_of("optimizer_state", optimizer_state, "bytes for each byte of parameters")
@@ -146,7 +150,7 @@ def plan(
             rows, layers = cuttable.batch.rows, len(cuttable.blocks) + 1
         places, note = arguments.places_of(devices, layers)
         caps = arguments.memory_of(memory, len(places))
-        places, caps = places[:layers], caps and caps[:layers]  # A device without a layer has nothing to do.
+        places, caps = places[:layers], caps and caps[:layers]  # There can't be more devices than layers.
         if target is not None:
             arguments.verify_target(target, rows)
         named = arguments.schedules_of(schedules, dropin=loss_fn is None and not own_loss)
@@ -167,7 +171,7 @@ def _rows(module: nn.Sequential, sample: Any) -> int:
     checks.verify_ungathered(module)
     verify_skippables(module)
     if not len(module):
-        raise ValueError("the module has no layers: expected one at least.")
+        raise ValueError("the module has no layers: expected at least one.")
     leaves, _ = flatten(sample, "the sample", batch=True)
     rows = batch_size(leaves, "the sample")
     verify_filled(leaves, "the sample")
@@ -177,7 +181,7 @@ def _rows(module: nn.Sequential, sample: Any) -> int:
 
 
 def _cuttable(module: nn.Module, sample: Any, loss_fn: Callable[..., Any] | None) -> tuple[Cuttable, bool]:
-    """A copy of any other module, and whether a loss is among what it gives."""
+    """A copy of any other module, and whether its output contains a loss."""
     copied, batch, found = surveyed(module, sample, "the sample")
     own_loss = loss_fn is None and has_loss(found.output)
     return Cuttable(copied, batch, found.cuts, loss_fn is None and not own_loss), own_loss
@@ -195,9 +199,9 @@ def chosen(
     found = reduce(better, [choose(each, schedules=schedules, dropin=dropin) for each in profiles])
     if not found:
         raise ValueError(
-            f"none of the schedules goes with {counted(len(measured.names), 'layer')}, "
-            f"{counted(len(measured.devices), 'device')} and {', '.join(map(str, measured.chunks))} as chunks: "
-            "expected other chunks, or schedules=None for all."
+            f"none of the schedules supports {counted(len(measured.names), 'layer')}, "
+            f"{counted(len(measured.devices), 'device')} and {', '.join(map(str, measured.chunks))} chunks: "
+            "expected other chunks, or schedules=None for all schedules."
         )
     best = found[0]
     if not best.fits:
@@ -227,20 +231,20 @@ def chosen(
 
 
 def _does_not_fit(nearest: Choice) -> DoesNotFitError:
-    """The error, with the bytes that the choice which lacks least needs on each device."""
-    lines = [f"no plan fits. The nearest is {nearest.way}, with {list(nearest.balance)} layers a stage:"]
+    """The error, with the bytes that each device needs for the choice that lacks the least."""
+    lines = [f"no plan fits. The closest is {nearest.way}, with {list(nearest.balance)} layers per stage:"]
     for device, most, missing in zip(nearest.devices, nearest.memory, nearest.missing):
         lack = f", {size(missing)} are missing" if missing else ""
         lines.append(f"  {device.name} needs {size(most)} of {size(device.memory)}{lack}")
     lines.append(
-        "Expected as much memory, or less to hold: more chunks, more devices, other schedules (a loss_fn, for the "
-        "drop-in), or an optimizer that keeps less (optimizer_state)."
+        "Expected more memory, or a smaller need: more chunks, more devices, other schedules (with a loss_fn, if "
+        "the plan is for drop-in), or an optimizer that keeps less (optimizer_state)."
     )
     return DoesNotFitError("\n".join(lines), [int(missing) for missing in nearest.missing])
 
 
 def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
-    """The best choices of other kinds; and faster ones, which do not fit."""
+    """The best choices of other kinds, and faster ones that don't fit."""
     best = found[0]
     larger = sorted((each for each in found if not each.fits and each.time < best.time), key=lambda each: each.time)
     for choice in larger[:_TOO_LARGE]:
@@ -253,12 +257,12 @@ def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
     seen = {own}
     again = {(best.candidate.chunks, best.candidate.checkpoint)}
     others = 0
-    # First the best that is compiled, if this one is not, or the other way round.
+    # First the best compiled one if this one isn't compiled, or vice versa.
     for choice in sorted(found[1:], key=lambda each: each is not unlike):
         of = choice.candidate
         name = of.schedule.name, bool(choice.compile)
         new = name not in seen
-        # The best candidate's schedule may come again, with other chunks or checkpointing.
+        # The best candidate's schedule may appear again, with other chunks or checkpointing.
         differs = name == own and (of.chunks, of.checkpoint) not in again
         if others < _OTHERS and choice.fits and (new or differs):
             seen.add(name)
@@ -266,7 +270,7 @@ def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:
             others += 1
             slower = choice.time > best.time
             yield _runner_up(
-                choice, f"{choice.time / best.time - 1:.1%} slower" if slower else "no faster than 1%, and not simpler"
+                choice, f"{choice.time / best.time - 1:.1%} slower" if slower else "under 1% faster, and not simpler"
             )
 
 

@@ -1,10 +1,10 @@
-"""A layer as a stage of its own, which is run and recorded as any stage is.
+"""A layer as a separate stage, which is run and recorded like any stage.
 
     InputLayer ──> layer ──> OutputLayer ──> loss        one stage, one device; F, B and W apart
       a row of the input is a whole microbatch of the layer's
 
-The tensors between layers may differ in their first dimension; a batch's may not. So the probe puts a dimension of
-microbatches before each one's own, and InputLayer removes it.
+Tensors between layers may have different first dimensions; those of a batch may not. So the probe adds a dimension of
+microbatches in front of each tensor's dimensions, and InputLayer removes it.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Loss = tuple[Callable[..., Any], object]
 
 
 class Probe:
-    """A copy of a layer as a stage of its own; without ``loss``, the loss costs nothing."""
+    """A copy of a layer as a separate stage; without ``loss``, the loss costs nothing."""
 
     def __init__(
         self, name: str, layer: nn.Module, flow: Flow, place: Place, chunks: int, loss: Loss | None = None
@@ -53,7 +53,7 @@ class Probe:
         self._model = SplitPipe(
             module, [3], devices=[place.device], chunks=self._rows, schedule=Schedule([order], [0]),
             loss_fn=FreeLoss() if loss is None else UserLoss(*loss),
-            grad_scaler=torch.amp.GradScaler(kind) if half else None, reduction="mean",  # Times alone are looked at.
+            grad_scaler=torch.amp.GradScaler(kind) if half else None, reduction="mean",  # Only times are used.
         )
 
     @property
@@ -63,7 +63,7 @@ class Probe:
         return self._output.found
 
     def first(self) -> tuple[float, Recording]:
-        """The first run, of one microbatch: milliseconds of it all, and the recording, with its bytes."""
+        """The first run, of one microbatch: its total milliseconds, and the recording, with its bytes."""
         self._input.first = self._output.first = True
         begun = perf_counter()
         with self._model.record() as recording:
@@ -73,7 +73,7 @@ class Probe:
         return (perf_counter() - begun) * 1e3, recording
 
     def saved_ends(self) -> tuple[int, int]:
-        """Runs once more; gives the bytes of the layer's input, and of its output, among those that it saves."""
+        """Runs again; returns the bytes of the layer's input, and of its output, among those that it saves."""
         found: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Probe:
         return sum(found[key] for key in given & found.keys()), sum(found[key] for key in made & found.keys())
 
     def times(self, go_on: Callable[[int], bool]) -> Times:
-        """The medians of F, B and W. Runs on as long as ``go_on``, given the number of microbatches so far, is true."""
+        """The medians of F, B and W, from runs while ``go_on``, given the number of microbatches so far, is true."""
         done = 0
         with self._model.record() as recording:
             while go_on(done):
@@ -97,7 +97,7 @@ class Probe:
         return times_of(recording)[0]
 
     def sizes(self, recording: Recording, ends: tuple[int, int] | None) -> Layer:
-        """The bytes of the first run, as a layer that takes no time; ``ends`` as of ``saved_ends``, if that was run."""
+        """The bytes of the first run, as a layer without times; ``ends`` as from ``saved_ends``, if that was run."""
         saved = 0 if recording.held is None else int(recording.held.changes(recording.schedule)["F"][0])
         taken = sum(_size(x) for x in self._leaves if isinstance(x, Tensor))
         entered, left = (min(taken, saved), 0) if ends is None else ends
@@ -105,7 +105,7 @@ class Probe:
         return Layer(0.0, 0.0, 0.0, saved=saved, kept=kept, input=taken, saved_input=entered, saved_output=left)
 
     def _run(self, rows: int) -> None:
-        # At least one tensor tells how many rows there are.
+        # At least one tensor must show the number of rows.
         leaves = (torch.zeros(rows, device=self._device), *(_stacked(leaf, rows) for leaf in self._leaves))
         self._model(leaves, target=torch.zeros(rows, device=self._device))
 
@@ -116,14 +116,14 @@ def _size(x: Tensor) -> int:
 
 
 class _Whole:
-    """Gives a tensor that can't be a row of another, such as a sparse one: every microbatch has it."""
+    """Wraps a tensor that can't be a row of another, such as a sparse one: every microbatch has the whole."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = lambda: tensor
 
 
 def _stacked(leaf: Any, rows: int) -> Any:
-    """Copies of a tensor, as the ``rows`` rows of one tensor; other values as they are."""
+    """Copies of a tensor as the ``rows`` rows of one tensor; other values as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
     with torch.no_grad():
@@ -135,13 +135,13 @@ def _stacked(leaf: Any, rows: int) -> Any:
 
 
 class InputLayer(Skippable):
-    """Gives the layer its input and the skips that it pops."""
+    """Returns the layer's input, and stashes the skips that it pops."""
 
     def __init__(self, keys: Sequence[Key], spec: Any) -> None:
         nn.Module.__init__(self)
         self._keys, self._spec = list(keys), spec
         self.first = self.marking = False
-        self.storages: set[int] = set()  # The storages of its tensors, if it is marking.
+        self.storages: set[int] = set()  # The storages of its tensors, if they are to be marked.
 
     def stashable(self) -> list[Key]:
         return self._keys
@@ -159,12 +159,12 @@ class InputLayer(Skippable):
             return leaf.tensor()
         if not isinstance(leaf, Tensor):
             return leaf
-        # Memory of its own counts when it is saved: the batch's does not.
+        # A separate copy counts when it is saved; the batch's memory wouldn't.
         return leaf.squeeze(0).clone() if self.first else leaf.squeeze(0)
 
 
 class OutputLayer(Skippable):
-    """Takes the layer's output and what it stashed."""
+    """Takes the layer's output and the skips that it stashed."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
         nn.Module.__init__(self)
@@ -186,7 +186,7 @@ class OutputLayer(Skippable):
 
 
 class UserLoss(nn.Module):
-    """The user's loss of the layer's output; a module, as the loss may be one."""
+    """The user's loss of the layer's output; a module, because the loss may be one."""
 
     def __init__(self, loss_fn: Callable[..., Any], target: object) -> None:
         super().__init__()

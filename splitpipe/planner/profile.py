@@ -1,4 +1,4 @@
-"""The measurements that a plan is chosen by: the costs of layers on each kind of device."""
+"""The measurements on which a plan is based: the costs of layers on each kind of device."""
 from __future__ import annotations
 
 import math
@@ -13,8 +13,8 @@ class Layer:
 
     forward: float
     backward_input: float
-    backward_weight: float  # Computed apart by the split engine; 0 where B computes everything.
-    saved: int = 0  # By F: all tensors that backward needs, the layer's input among them.
+    backward_weight: float  # Computed separately by the split backward; 0 if B computes everything.
+    saved: int = 0  # By F: all tensors that backward needs, including the layer's input.
     kept: int = 0  # Needed by W after B, and freed by it.
     input: int = 0  # The layer's input, which a cut before it copies.
     saved_input: int = 0  # The layer's input, as a part of ``saved``.
@@ -26,8 +26,8 @@ class Kind:
     """One kind of device, and the costs of layers on it."""
 
     name: str
-    layers: Mapping[int, tuple[Layer, ...]]  # For each number of chunks.
-    gap: float = 0.0  # Time that a worker takes from one op to the next.
+    layers: Mapping[int, tuple[Layer, ...]]  # By number of chunks.
+    gap: float = 0.0  # The time that a worker takes from one op to the next.
     workspace: int = 0  # Bytes that matrix products of one thread on one stream take, once.
 
 
@@ -35,11 +35,11 @@ class Kind:
 class Link:
     """The time of a copy from one device to another."""
 
-    latency: float = 0.0  # Milliseconds of a copy of nothing.
-    bandwidth: float = math.inf  # Bytes in a millisecond.
+    latency: float = 0.0  # Milliseconds of an empty copy.
+    bandwidth: float = math.inf  # Bytes per millisecond.
 
     def time(self, size: float) -> float:
-        """Milliseconds of a copy of so many bytes."""
+        """Milliseconds of a copy of ``size`` bytes."""
         return self.latency + size / self.bandwidth
 
 
@@ -47,9 +47,9 @@ class Link:
 class Device:
     """One device that stages may be on."""
 
-    name: str  # In the form that ``SplitPipe`` takes.
+    name: str  # As ``SplitPipe`` accepts it.
     kind: int  # Its number among the profile's kinds.
-    memory: float = math.inf  # Bytes that the plan may use; infinite if nobody counts.
+    memory: float = math.inf  # Bytes that the plan may use; infinite if unknown.
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Profile:
     """The costs of layers on some devices."""
 
     names: tuple[str, ...]  # The layers' names.
-    parameters: tuple[int, ...]  # Bytes of each layer's parameters that train; shared ones count for the first layer.
+    parameters: tuple[int, ...]  # Bytes of each layer's trained parameters; shared ones count for the first layer.
     state: tuple[int, ...]  # Bytes of each layer's other parameters and buffers.
     kinds: tuple[Kind, ...]
     devices: tuple[Device, ...]
-    link: Link = field(default_factory=Link)  # Between two devices. The slowest counts for all.
-    optimizer_state: float = 2.0  # Bytes that the optimizer keeps for a byte of parameters.
-    tied: tuple[tuple[int, int], ...] = ()  # Pairs of layers that share a tensor, and so have to be on one device.
-    blockwise: bool = False  # A checkpointed layer is run again by itself, not as a part of its stage.
-    # Each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were divided among
-    # them when they were measured, and a plan has to use them all.
+    link: Link = field(default_factory=Link)  # Between two devices; the slowest one.
+    optimizer_state: float = 2.0  # Bytes that the optimizer keeps per byte of parameters.
+    tied: tuple[tuple[int, int], ...] = ()  # Pairs of layers that share a tensor, so they must be on one device.
+    blockwise: bool = False  # Whether a checkpointed layer is recomputed separately, not as a part of its stage.
+    # Whether each device computes as fast as if it were alone. Stages on one CPU don't: all of its threads were divided
+    # among them when they were measured, and a plan has to use them all.
     own_compute: bool = True
-    compile: bool | Mapping[str, Any] = False  # How layers were compiled, as ``SplitPipe`` takes it.
+    compile: bool | Mapping[str, Any] = False  # How layers were compiled, as for ``SplitPipe``.
 
     @property
     def chunks(self) -> list[int]:

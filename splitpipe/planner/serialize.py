@@ -1,4 +1,4 @@
-"""A plan's schedule in JSON, written and read."""
+"""Writes and reads a plan's schedule as JSON."""
 from __future__ import annotations
 
 import re
@@ -7,12 +7,12 @@ from typing import Any
 
 from splitpipe.schedule.op import Op, Schedule
 
-FORM = 3  # The number of the format: a reader of another one says so.
+FORM = 3  # The version of the format, which readers check.
 _OP = re.compile(r"(\d+)(F|BW|B|W)(\d+)", re.ASCII)
 
 
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
-    """A schedule as a dict, its rows in letters."""
+    """A schedule as a dict, with its rows as text."""
     return {
         "name": schedule.name, "placement": schedule.placement,
         "rows": [" ".join(map(str, row)) for row in schedule.rows],
@@ -20,14 +20,14 @@ def of_schedule(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(text: Mapping[str, Any]) -> Schedule:
-    """The schedule that was written."""
+    """The schedule from such a dict."""
     rows = []
     for line in text["rows"]:
         row = []
         for word in line.split():
             match = _OP.fullmatch(word)
             if match is None:
-                raise ValueError(f"row {line[:40]!r} has an op that is none: expected ops such as 0F3 and 0BW3.")
+                raise ValueError(f"row {line[:40]!r} has an invalid op: expected ops such as 0F3 and 0BW3.")
             kind: Any = match[2]
             row.append(Op(kind, int(match[1]), int(match[3])))
         rows.append(row)

@@ -1,4 +1,4 @@
-"""The work of measuring a model on a kind of device, for some numbers of chunks; that of a module with cuts."""
+"""The work of measuring a model on a kind of device, for some numbers of chunks; and that for a module with cuts."""
 from __future__ import annotations
 
 import traceback
@@ -21,13 +21,13 @@ from splitpipe.core.stream import Place
 from splitpipe.planner.profile import Layer
 from splitpipe.schedule.plurals import counted
 
-# Called with the number of layers done, the number of all, and the name of the next.
+# Called with the number of layers done, their total number, and the name of the next.
 Progress = Callable[[int, int, str], None]
-# Microbatches of one run, at most. In training too, the first one's W makes the gradient and the others' add to it.
+# The most microbatches of one run. As in training, the first one's W makes the gradient and the others add to it.
 ROWS = 4
-# Microbatches that count, at least, of what is run more than once.
+# The fewest microbatches that count, for what is run more than once.
 RUNS = 3
-# The name of what runs before the first cut.
+# The name of the part before the first cut.
 START = "(start)"
 
 
@@ -38,28 +38,28 @@ class Measured(NamedTuple):
 
 
 class Work:
-    """Measurements that share a time. To compile takes longer: what it needs is not counted."""
+    """Measurements that share a time limit, which excludes the time for compiling."""
 
     def __init__(self, names: Sequence[str], seconds: float, walks: int, progress: Progress) -> None:
         self.names = tuple(names)
         self.end = perf_counter() + seconds
-        # What takes longer is run once: to run all a second time would take half of the time.
+        # Longer ones are run only once: running all of them a second time would take half of the time.
         self.most = seconds / 2 / len(names)
         self.total, self.done = walks * len(names), 0
         self.progress = progress
 
     def kind(self, places: Sequence[Place], chunks: Sequence[int]) -> dict[int, list[Measured]]:
-        """The costs of the layers on a kind of device, for each number of chunks that they can be run with."""
+        """The costs of the layers on a kind of device, for each number of chunks with which they can be run."""
         found: dict[int, list[Measured]] = {}
         for number, count in enumerate(chunks):
             before = self.done
             try:
                 found[count] = self.walk(places, count)
             except Exception as error:
-                # Fewer rows than a layer takes, or more than the device has memory for.
+                # Fewer rows than a layer needs, or more than the device has memory for.
                 if not found and not (isinstance(error, torch.OutOfMemoryError) and number + 1 < len(chunks)):
                     raise
-                traceback.clear_frames(error.__traceback__)  # They have the tensors that did not fit.
+                traceback.clear_frames(error.__traceback__)  # They refer to the tensors that didn't fit.
                 self.done = before + len(self.names)
         return found
 
@@ -69,7 +69,7 @@ class Work:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """The time that the block takes comes on top."""
+        """Excludes the block's time from the limit."""
         begun = perf_counter()
         yield
         self.end += perf_counter() - begun
@@ -81,7 +81,7 @@ class Work:
 
 
 class Cuttable(NamedTuple):
-    """A copy of a module that is cut by names."""
+    """A copy of a module that is cut by name."""
 
     module: nn.Module
     batch: Batch
@@ -90,7 +90,7 @@ class Cuttable(NamedTuple):
 
 
 class ModuleWork(Work):
-    """Those of a copy of a module, cut wherever it may be: it runs on one device, or on all of a kind if on none."""
+    """Measures a copy of a module with all possible cuts, on one device, or, if it doesn't fit, on all of a kind."""
 
     def __init__(
         self, module: nn.Module, batch: Batch, blocks: Sequence[str], dropin: bool, target: Any,
@@ -104,7 +104,7 @@ class ModuleWork(Work):
 
     def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
         """The costs for one number of chunks."""
-        release(self._module)  # For these sizes it is compiled anew, as it would be.
+        release(self._module)  # It is compiled again for these sizes, as it would be in training.
         place, what = places[0], f"{type(self._module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
         self.progress(self.done, self.total, what)
         try:
@@ -117,7 +117,7 @@ class ModuleWork(Work):
                     traceback.clear_frames(error.__traceback__)
                     found = self._measured(places, chunks)
         except BaseException as error:
-            add_note(error, f"Raised while profiling {what}, in a copy of it. The model is unchanged.")
+            add_note(error, f"Raised while profiling {what}, in a copy. The model is unchanged.")
             raise
         finally:
             torch.clear_autocast_cache()
@@ -134,7 +134,7 @@ class ModuleWork(Work):
         units = Units(self._module, self._cuts, places, 1, loss_fn, self._compile)
         run = units.step(self._batch, rows, self._first(rows, home))
         with self.compiling():
-            run()  # It finds the stages' modules, and warms up.
+            run()  # Finds the stages' modules, and warms up.
         begun = perf_counter()
         recording = units.recorded(run, lambda done: not done)
         took = perf_counter() - begun
@@ -159,7 +159,7 @@ class ModuleWork(Work):
         ]
 
     def _first(self, rows: int, device: torch.device) -> Any:
-        """The target's first rows, as tensors of their own on a device."""
+        """The target's first rows, copied to a device."""
         if self._target is None:
             return None
         leaves, spec = flatten(self._target, "the target", batch=True)

@@ -1,4 +1,4 @@
-"""The check that a schedule can run: every op once, on its stage's device, in an order without a deadlock."""
+"""Checks that a schedule can run: every op once, on its stage's device, in an order without a deadlock."""
 from __future__ import annotations
 
 from typing import get_args
@@ -8,16 +8,15 @@ from splitpipe.schedule.play import OpOrder
 
 
 def check(schedule: Schedule) -> None:
-    """Verifies a schedule.
+    """Raises an error if a schedule can't run.
 
     Args:
-        schedule: to verify.
+        schedule: the schedule to check.
 
     Raises:
-        TypeError: there is no schedule.
-        ValueError: a stage has no device; an op stands on another device than its stage, stands there twice, or is
-            missing; or some devices wait for each other. The message names op and device, and for a deadlock the
-            cycle.
+        TypeError: ``schedule`` isn't a Schedule.
+        ValueError: a stage has no device; an op is on a different device than its stage, is there twice, or is missing;
+            or some devices wait for each other. The message names the op and the device, and for a deadlock the cycle.
 
     Example:
         >>> check(Schedule([[Op("F", 0, 0), Op("W", 0, 0)]], placement=[0]))
@@ -28,7 +27,7 @@ def check(schedule: Schedule) -> None:
 
 
 def checked(schedule: Schedule) -> OpOrder:
-    """Verifies a schedule as ``check`` does, and gives the order in which its ops can run."""
+    """Verifies a schedule as ``check`` does, and returns an order in which its ops can run."""
     verify(schedule)
     _verify_places(schedule)
     where = _positions(schedule)
@@ -46,7 +45,7 @@ def _verify_places(schedule: Schedule) -> None:
     for stage, device in enumerate(schedule.placement):
         if not 0 <= device < schedule.devices:
             raise ValueError(
-                f"stage {stage} is placed on device {device}: expected one of {schedule.devices}, a row each, counted "
+                f"stage {stage} is placed on device {device}: expected one of {schedule.devices}, one per row, counted "
                 "from 0."
             )
     for device, row in enumerate(schedule.rows):
@@ -54,18 +53,18 @@ def _verify_places(schedule: Schedule) -> None:
             if op.kind not in get_args(Kind):
                 raise ValueError(f"{op} on device {device} is of kind {op.kind!r}: expected F, B, W or BW.")
             if not 0 <= op.stage < schedule.stages:
-                raise ValueError(f"{op} stands on device {device}: expected a stage below {schedule.stages}.")
+                raise ValueError(f"{op} is on device {device}: expected a stage below {schedule.stages}.")
             if op.microbatch < 0:
-                raise ValueError(f"{op} stands on device {device}: expected microbatches counted from 0.")
+                raise ValueError(f"{op} is on device {device}: expected microbatches counted from 0.")
             if schedule.placement[op.stage] != device:
                 raise ValueError(
-                    f"{op} stands on device {device}: expected it on device {schedule.placement[op.stage]}, where its "
-                    "stage is."
+                    f"{op} is on device {device}: expected it on device {schedule.placement[op.stage]}, with its "
+                    "stage."
                 )
 
 
 def _positions(schedule: Schedule) -> dict[Op, int]:
-    """The position of each op in its row; a BW stands for B and W."""
+    """The position of each op in its row; a BW counts as B and W."""
     where: dict[Op, int] = {}
     for device, row in enumerate(schedule.rows):
         for position, op in enumerate(row):
@@ -74,8 +73,8 @@ def _positions(schedule: Schedule) -> dict[Op, int]:
                 if part in where:
                     first = row[where[part]]
                     raise ValueError(
-                        f"{op} stands on device {device} as op {position}, and {first} as op {where[part]}: expected "
-                        "every op once, with BW in the place of both B and W."
+                        f"{op} is on device {device} as op {position}, and {first} as op {where[part]}: expected every "
+                        "op once, where BW counts as both B and W."
                     )
                 where[part] = position
     return where
@@ -107,10 +106,10 @@ def _deadlock(schedule: Schedule, at: list[int], device: int, where: dict[Op, in
             for need in needed(op, schedule.stages)
             if where[need] >= at[other := schedule.placement[need.stage]]
         )
-        behind = schedule.rows[other][where[need]]  # A BW may be there in place of a B.
+        behind = schedule.rows[other][where[need]]  # There may be a BW instead of a B.
         head = schedule.rows[other][at[other]]
-        place = "is next" if behind is head else f"stands behind {head}"
+        place = "is next" if behind is head else f"comes after {head}"
         links.append(f"{op} on device {device} waits for {behind}, which {place} on device {other}")
         device = other
     cycle = links[seen[device]:]
-    return f"the schedule comes to a stop, each op waiting for the next: {'; '.join(cycle)}. Change the order of one."
+    return f"the schedule has a deadlock, as each op waits for the next: {'; '.join(cycle)}. Change the order of one."

@@ -25,7 +25,7 @@ USAGE = """python -m splitpipe schedule NAME [--devices N] [--chunks N] [--costs
        python -m splitpipe schedule --search [--memory N] [--devices N] [--chunks N] [--costs F B W COPY] [options]
        python -m splitpipe schedule --list"""
 
-MOST = 1_000_000  # Ops that one command is ready to lay out.
+MOST = 1_000_000  # The most ops that one command accepts.
 
 EXAMPLES = """examples:
   python -m splitpipe schedule zb-h1 --devices 4 --chunks 8
@@ -40,7 +40,7 @@ FORCE_COLOR are respected.
 
 
 class Parser(ArgumentParser):
-    """The parser of a command, whose errors are one line."""
+    """The parser of a command; its errors are one line."""
 
     def __init__(self, command: str, usage: str, description: str, examples: str) -> None:
         super().__init__(
@@ -58,48 +58,48 @@ def parser() -> ArgumentParser:
         "schedule", USAGE, "Builds, simulates, draws, compares and searches pipeline schedules.", EXAMPLES
     )
     add = made.add_argument_group("which schedule").add_argument
-    add("name", nargs="?", metavar="NAME", help="a schedule that has a name: see --list")
-    add("--list", action="store_true", help="say which names there are, and end")
-    add("--search", action="store_true", help="look for the shortest schedule")
-    add("--from-csv", metavar="FILE", help="read it from torch.distributed.pipelining's text, a line a device")
+    add("name", nargs="?", metavar="NAME", help="the name of a schedule: see --list")
+    add("--list", action="store_true", help="list all names, and exit")
+    add("--search", action="store_true", help="search for the shortest schedule")
+    add("--from-csv", metavar="FILE", help="read it from torch.distributed.pipelining's text, one line per device")
     add = made.add_argument_group("its numbers").add_argument
-    add("--devices", type=int, metavar="N", help="4 if not given")
-    add("--chunks", type=int, metavar="N", help="microbatches; 8 if not given")
+    add("--devices", type=int, metavar="N", help="default: 4")
+    add("--chunks", type=int, metavar="N", help="microbatches; default: 8")
     add("--costs", type=float, nargs=4, metavar=("F", "B", "W", "COPY"), default=(1, 1, 1, 0),
-        help="times of one microbatch: of a whole device's forward pass, input gradient and weight gradients, and of a "
-             "copy to another device; 1 1 1 0 if not given")
-    add("--split", action="store_true", help="W apart from B, in idle time: gpipe, 1f1b, eager-1f1b")
-    add("--stages-per-device", type=int, metavar="N", help="of an interleaved schedule, or a search")
-    add("--group", type=int, metavar="N", help="of interleaved-low-memory")
+        help="times of one microbatch: a whole device's forward pass, input gradient and weight gradients, and one "
+             "copy to another device; default: 1 1 1 0")
+    add("--split", action="store_true", help="W separate from B, in idle time: gpipe, 1f1b, eager-1f1b")
+    add("--stages-per-device", type=int, metavar="N", help="for an interleaved schedule, or a search")
+    add("--group", type=int, metavar="N", help="for interleaved-low-memory")
     add("--span", choices=("makespan", "longest"),
-        help="with --search: what is to be short, the makespan (if not given) or the longest span of a device")
+        help="with --search: what to minimise, the makespan (default) or the longest span of a device")
     add("--memory", type=float, metavar="N",
-        help="with --search: how many microbatches' activations a device has room for")
-    add = made.add_argument_group("what becomes of it").add_argument
+        help="with --search: number of microbatches whose activations a device has room for")
+    add = made.add_argument_group("output").add_argument
     add("--compare", nargs="+", metavar="NAME", default=[],
-        help="draw these, too, with the same numbers; each takes those options that it has")
-    add("--width", type=int, metavar="COLUMNS", help="of the picture in the terminal")
+        help="also draw these, with the same numbers and those of the options that they have")
+    add("--width", type=int, metavar="COLUMNS", help="width of the picture in the terminal")
     add("--svg", metavar="FILE", help="write a picture")
-    add("--html", metavar="FILE", help="write a page to zoom into")
+    add("--html", metavar="FILE", help="write a zoomable page")
     add("--trace", metavar="FILE", help="write trace events for ui.perfetto.dev; a unit of time is a millisecond")
     add("--csv", metavar="FILE", help="write the rows of the first schedule, for --from-csv")
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what a command line says."""
+    """Runs the command given on the command line."""
     return guarded(lambda: _run(parser().parse_args(arguments)))
 
 
 def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
-    """Runs ``work``; gives the exit code: 0, 2 after a line on stderr, 130 after Ctrl-C, 141 if nobody reads."""
+    """Runs ``work``; returns the exit code: 0, 2 after a line on stderr, 130 after Ctrl-C, 141 if stdout is closed."""
     try:
         try:
             work()
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 2
-        if sys.stdout is not None:  # None where the shell closed it.
+        if sys.stdout is not None:  # None if the shell closed it.
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -107,7 +107,7 @@ def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
     except OSError as error:
         if error.filename is not None:
             return failed(f"{error.filename!r}: {error.strerror}", who)
-        # So that the interpreter does not try to write the rest of the buffer at its end.
+        # So that the interpreter doesn't try to write the rest of the buffer when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141 if isinstance(error, BrokenPipeError) else failed(error.strerror or str(error), who)
     except (ValueError, ImportError) as error:
@@ -117,8 +117,8 @@ def guarded(work: Callable[[], None], who: str = "splitpipe schedule") -> int:
 
 
 def failed(message: str, who: str = "splitpipe schedule") -> int:
-    """Says in one line what is wrong; gives the exit code."""
-    with suppress(OSError, AttributeError):  # No stderr, or a full one.
+    """Prints one line about what is wrong; returns the exit code."""
+    with suppress(OSError, AttributeError):  # stderr may be missing or full.
         sys.stderr.write(f"{who}: {' '.join(message.split())}\n")
         sys.stderr.flush()
     return 2
@@ -145,12 +145,12 @@ def _run(given: Namespace) -> None:
 
 
 def _files(given: Namespace) -> list[str]:
-    """The files that are to be written."""
+    """The files to write."""
     return [os.path.realpath(file) for file in (given.svg, given.html, given.trace, given.csv) if file is not None]
 
 
 def _verify(given: Namespace) -> None:
-    """Refuses options that do not go together."""
+    """Raises for options that don't go together."""
     ways = {"NAME": given.name, "--list": given.list, "--search": given.search, "--from-csv": given.from_csv}
     chosen = [way for way, value in ways.items() if value not in (None, False)]
     if len(chosen) != 1:
@@ -158,33 +158,33 @@ def _verify(given: Namespace) -> None:
                          "See --help.")
     for option in "memory", "span":
         if vars(given)[option] is not None and not given.search:
-            raise ValueError(f"--{option} goes with --search: of another schedule it is shown. Leave it out.")
+            raise ValueError(f"--{option} goes with --search: for other schedules, it is a result. Leave it out.")
     if given.from_csv is not None and (given.devices is not None or given.chunks is not None):
-        raise ValueError("--devices and --chunks don't go with --from-csv: the file says how many. Leave them out.")
+        raise ValueError("--devices and --chunks don't go with --from-csv: the file determines them. Leave them out.")
     if given.width is not None and given.width < 1:
         raise ValueError(f"--width {given.width}: expected a number of columns, at least 1.")
     files = _files(given)
     verify_apart(files)
     if given.from_csv is not None and os.path.realpath(given.from_csv) in files:
-        raise ValueError(f"{given.from_csv!r} is to be read and to be written: expected another name for one of them.")
+        raise ValueError(f"{given.from_csv!r} is both read and written: expected two different files.")
     taken = {option for name in given.compare for option in options(name)}
     if given.search:
         taken.add("stages_per_device")
     for option in _options(given):
         if given.name is None and option not in taken:
-            raise ValueError(f"--{option.replace('_', '-')} is an option of some schedules that have a name, "
+            raise ValueError(f"--{option.replace('_', '-')} is an option of some named schedules, "
                              f"not of {chosen[0]}: leave it out.")
 
 
 def verify_apart(files: Sequence[str]) -> None:
-    """Refuses to write two files to one name."""
+    """Raises if two outputs have the same file name."""
     for file in files:
         if files.count(file) > 1:
-            raise ValueError(f"two files are to be written to {file!r}: expected a name for each.")
+            raise ValueError(f"two outputs are written to {file!r}: expected different files.")
 
 
 def _names() -> list[str]:
-    """A line for each name: what the schedule is, and its options."""
+    """A line for each name: a description of the schedule, and its options."""
     width = max(map(len, SCHEDULES)) + 2
     lines = []
     for name, function in SCHEDULES.items():
@@ -220,7 +220,7 @@ def _first(given: Namespace, costs: Costs) -> Schedule:
 
 
 def _compared(given: Namespace, first: Schedule) -> list[Schedule]:
-    """The others, each with those options that it has."""
+    """The other schedules, each with those of the options that it has."""
     chosen = _options(given)
     return [
         build(name, first.devices, first.microbatches,

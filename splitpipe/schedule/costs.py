@@ -1,4 +1,4 @@
-"""The costs that a schedule is played with: the times of its ops, and the bytes that they hold."""
+"""The costs that a schedule is simulated with: the times of its ops, and the bytes that they hold."""
 from __future__ import annotations
 
 import math
@@ -15,21 +15,21 @@ _OPS = "forward", "backward_input", "backward_weight"
 
 @dataclass(frozen=True)
 class Costs:
-    """Times, in any unit. A BW takes what B and W take.
+    """The times of ops, in any unit. A BW takes as long as B and W together.
 
     Args:
-        forward: of one microbatch. A number is the time of a whole device's share, which the stages on the device have
-            equal parts of; a sequence has the time of each stage.
-        backward_input: the same.
-        backward_weight: the same.
-        copy: from one device to another. No device computes less meanwhile. A number is the time of every hop; a
-            sequence, one shorter than the stages, has the time from each stage to the next one and back.
-        recompute: with checkpointing, what the backward of a microbatch takes before it waits for its gradient, as of
-            ``forward``.
-        uncheckpointed: how many of the last microbatches are not checkpointed.
+        forward: the time of F for one microbatch. A number is the time of all stages of a device together, which have
+            equal shares; a sequence has the time of each stage.
+        backward_input: the time of B, likewise.
+        backward_weight: the time of W, likewise.
+        copy: the time from one device to another. Devices can compute meanwhile. A number is the time of every hop; a
+            sequence, one shorter than the number of stages, has the time from each stage to the next and back.
+        recompute: with checkpointing, the time for which the backward of a microbatch runs before it waits for its
+            gradient, given like ``forward``.
+        uncheckpointed: how many of the last microbatches aren't checkpointed.
 
     Raises:
-        ValueError: a time is negative, or not finite; ``uncheckpointed`` is negative, or no whole number.
+        ValueError: a time is negative or not finite; or ``uncheckpointed`` is negative, or not a whole number.
 
     Example:
         >>> Costs(forward=3, backward_input=[4, 4, 2, 2], backward_weight=2, copy=0.5).copy
@@ -53,17 +53,17 @@ class Costs:
         """The time of each kind of op in each stage of ``schedule``.
 
         Raises:
-            TypeError: there is no schedule.
+            TypeError: ``schedule`` isn't a Schedule.
             ValueError: there are more or fewer times than stages.
         """
         forward, b, w = _ops(self, schedule)
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
 
     def again(self, schedule: Schedule) -> dict[Op, float]:
-        """The time that each op of ``schedule`` that recomputes takes before it waits for its gradient.
+        """The time for which each recomputing op of ``schedule`` runs before it waits for its gradient.
 
         Raises:
-            TypeError: there is no schedule.
+            TypeError: ``schedule`` isn't a Schedule.
             ValueError: there are more or fewer times than stages.
         """
         verify(schedule)
@@ -78,7 +78,7 @@ class Costs:
         """The time from each stage of ``schedule`` to the next one, and back; 0 between stages of one device.
 
         Raises:
-            TypeError: there is no schedule.
+            TypeError: ``schedule`` isn't a Schedule.
             ValueError: there are more or fewer times than hops.
         """
         verify(schedule)
@@ -87,15 +87,15 @@ class Costs:
         if len(each) != count:
             raise ValueError(
                 f"copy has {counted(len(each), 'number')}: expected one for each of {counted(count, 'hop')} from a "
-                "stage to the next one, or one for all."
+                "stage to the next one, or a single number for all."
             )
         return [time if place[stage] != place[stage + 1] else 0.0 for stage, time in enumerate(each)]
 
     @property
     def hop(self) -> float:
-        """The time of every hop; a ValueError, if each has its own."""
+        """The time of every hop; raises ValueError if hops have different times."""
         if not isinstance(self.copy, (int, float)):
-            raise ValueError(f"copy={self.copy!r}: expected one time for every hop here, such as the longest.")
+            raise ValueError(f"copy={self.copy!r}: expected a single time for all hops here, such as the longest.")
         return self.copy
 
 
@@ -104,12 +104,13 @@ class Bytes:
     """The memory that a microbatch's activations take, in bytes.
 
     Args:
-        forward: taken when F starts. A number is for a whole device's share, a sequence has one for each stage.
-        backward_input: of that, freed when B ends; a BW frees all at its end.
-        backward_weight: of that, freed when W ends.
+        forward: the bytes that are taken when F starts. A number is for all stages of a device together, a sequence has
+            one for each stage.
+        backward_input: how many of these are freed when B ends; a BW frees all at its end.
+        backward_weight: how many of these are freed when W ends.
 
     Raises:
-        ValueError: a number is negative or not finite; or, in a simulation, what is freed is not what was taken.
+        ValueError: a number is negative or not finite; or, in a simulation, a stage doesn't free what it takes.
 
     Example:
         >>> Bytes(forward=2**20, backward_input=2**18, backward_weight=3 * 2**18).forward
@@ -128,8 +129,8 @@ class Bytes:
         """The bytes that each kind of op takes at its start, or frees at its end, in each stage of ``schedule``.
 
         Raises:
-            TypeError: there is no schedule.
-            ValueError: there are more or fewer numbers than stages, or a stage does not free what it takes.
+            TypeError: ``schedule`` isn't a Schedule.
+            ValueError: there are more or fewer numbers than stages, or a stage doesn't free what it takes.
         """
         taken, b, w = _ops(self, schedule)
         for stage, (all_, one, other) in enumerate(zip(taken, b, w)):
@@ -145,13 +146,13 @@ def _verified(name: str, value: Each, what: str) -> Each:
     each = listed(value)
     found = tuple(real(number) for number in ([value] if each is None else each))
     if not all(0 <= number < math.inf for number in found):
-        raise ValueError(f"{name}={value!r}: expected {what}, not negative and finite, or one for each stage.")
+        raise ValueError(f"{name}={value!r}: expected {what}, finite and not negative, or one for each stage.")
     return found[0] if each is None else found
 
 
 def real(value: object) -> float:
-    """Any real number as Python's own; math.nan, if it is none."""
-    if type(value) is float:  # Nearly always so, and quickly seen.
+    """Any real number as a Python float; math.nan for anything else."""
+    if type(value) is float:  # A fast path for nearly all calls.
         return value
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
@@ -161,13 +162,13 @@ def real(value: object) -> float:
 
 
 def verify_costs(costs: object) -> None:
-    """Refuses other values than Costs."""
+    """Raises unless the value is a Costs."""
     if not isinstance(costs, Costs):
         raise TypeError(f"costs is {costs!r}: expected Costs, such as schedule.Costs(forward=3, copy=0.5), or None.")
 
 
 def verify_bytes(bytes: object) -> None:
-    """Refuses other values than Bytes."""
+    """Raises unless the value is a Bytes."""
     if not isinstance(bytes, Bytes):
         raise TypeError(f"bytes is {bytes!r}: expected schedule.Bytes, or None.")
 
@@ -184,6 +185,6 @@ def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:
     if len(value) != schedule.stages:
         raise ValueError(
             f"{name} has {counted(len(value), 'number')}: expected one for each of "
-            f"{counted(schedule.stages, 'stage')}, or one for a whole device."
+            f"{counted(schedule.stages, 'stage')}, or a single number for a whole device."
         )
     return list(value)

@@ -1,11 +1,11 @@
-"""Schedules: for each device a row of ops, and the device of each stage.
+"""Schedules: a row of ops for each device, and the device of each stage.
 
     F    forward                        needs F of the stage before
-    B    gradient of the input          needs F of its own stage, and the backward of the stage after
+    B    gradient of the input          needs F of the same stage, and the backward of the stage after
     W    gradients of the weights       needs B
-    BW   both, in one
+    BW   both together
 
-A stage's input gradient exists when its B or its BW is done: for those who wait, both count as B.
+A stage's input gradient exists when its B or its BW is done: for ops that wait for it, both count as B.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 
 
 class Op(NamedTuple):
-    """F, B, W, or B and W in one, of one microbatch on one stage.
+    """F, B, W, or B and W together (BW), of one microbatch on one stage.
 
     Attributes:
         kind: "F", "B", "W" or "BW".
@@ -46,16 +46,16 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which each device works off its ops. It says nothing of time: see ``simulate``.
+    """The order in which each device runs its ops. It says nothing about time: see ``simulate``.
 
     Args:
-        rows: the ops of each device, first one first.
+        rows: the ops of each device, in order.
         placement: the device of each stage.
-        name: for pictures and messages. Two schedules are equal without it.
+        name: for pictures and messages. It doesn't matter for equality.
 
     Raises:
-        TypeError: rows are no lists of Ops, the placement no list of ints, or the name no string. Whether the schedule
-            can run, ``check`` says.
+        TypeError: ``rows`` isn't a list of lists of Ops, ``placement`` isn't a list of ints, or ``name`` isn't a
+            string. (``check`` verifies that the schedule can run.)
 
     Example:
         >>> one = Schedule([[Op("F", 0, 0), Op("BW", 0, 0)]], placement=[0])
@@ -98,14 +98,15 @@ class Schedule:
         return tuple(counts[device] for device in self.placement)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Writes the rows in torch.distributed.pipelining's text for what each rank computes.
+        """Writes the rows in torch.distributed.pipelining's text format for what each rank computes.
 
         Args:
-            path: of the file. A line is a device, a cell is stage, letter and microbatch: ``2F0``, ``7I3`` for a B,
-                ``7W3``, ``2B0`` for a BW. ``_PipelineScheduleRuntime._load_csv(path, "compute_only")`` reads it.
+            path: the file. It has one line per device, whose cells are stage, letter and microbatch: ``2F0``, ``7I3``
+                for a B, ``7W3``, ``2B0`` for a BW. ``_PipelineScheduleRuntime._load_csv(path, "compute_only")`` reads
+                it.
 
         Raises:
-            TypeError: the path is none.
+            TypeError: ``path`` isn't a path.
             OSError: the file can't be written.
         """
         with open(fspath(path), "w", newline="", encoding="utf-8") as file:
@@ -121,27 +122,27 @@ def torch_name(op: Op) -> str:
 
 
 def listed(value: object) -> list[Any] | None:
-    """The values that an argument lists, in their order; None if it is no list of any kind."""
+    """The values that an argument lists, in their order; None if it isn't any kind of list."""
     if isinstance(value, (str, bytes, Mapping, set, frozenset)) or not isinstance(value, Iterable):
         return None
     return list(value) if getattr(value, "ndim", None) != 0 else None  # An array without dimensions is a number.
 
 
 def placed(placement: object) -> tuple[int, ...]:
-    """A placement, verified."""
+    """The placement as a tuple, verified."""
     found = listed(placement)
     try:
         if found is not None and not any(isinstance(device, bool) for device in found):
             return tuple(map(index, found))
     except TypeError:
-        pass  # No ints.
+        pass  # They aren't ints.
     raise TypeError(f"placement is {placement!r}: expected a list of ints, the device of each stage.")
 
 
 def _rows(rows: object) -> tuple[tuple[Op, ...], ...]:
     given = None if isinstance(rows, Op) else listed(rows)
     if given is None:
-        raise TypeError(f"rows is {rows!r}: expected a list with a row of Ops for each device.")
+        raise TypeError(f"rows is {rows!r}: expected a list with one row of Ops per device.")
     found = []
     for row in given:
         ops = None if isinstance(row, Op) else listed(row)
@@ -157,18 +158,18 @@ def _op(value: Any) -> Op:
         if isinstance(kind, str) and type(stage) is int and type(microbatch) is int:
             return value if isinstance(value, Op) else Op(*value)
     raise TypeError(
-        f"rows has {value!r}: expected Ops of a kind, a stage and a microbatch, such as Op('F', 2, 0), with ints."
+        f"rows has {value!r}: expected Ops with a kind, a stage and a microbatch, such as Op('F', 2, 0), with ints."
     )
 
 
 def verify(schedule: object) -> None:
-    """Refuses what is no schedule."""
+    """Raises unless the value is a Schedule."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is {schedule!r}: expected a Schedule, such as schedule.build('1f1b', 4, 8).")
 
 
 def needed(op: Op, stages: int) -> tuple[Op, ...]:
-    """The ops that an op waits for, its own stage's first."""
+    """The ops that an op waits for, that of the same stage first."""
     kind, stage, microbatch = op
     if kind == "F":
         return (Op("F", stage - 1, microbatch),) if stage else ()
@@ -179,5 +180,5 @@ def needed(op: Op, stages: int) -> tuple[Op, ...]:
 
 
 def given(op: Op) -> Op:
-    """The op that others wait for when they wait for this one: a BW gives what a B gives."""
+    """The op that others wait for when they wait for this one: for a BW, the B that it includes."""
     return Op("B", op.stage, op.microbatch) if op.kind == "BW" else op

@@ -1,7 +1,7 @@
-"""Plays a schedule: every op starts as soon as its device is free and what it needs has arrived.
+"""Simulates a schedule: every op starts as soon as its device is free and its inputs have arrived.
 
-The ops that an op waits for are the same at any costs. So all ops are put once in an order in which each comes after
-the ops that it waits for; to play them is then one look at each.
+The ops that an op waits for don't depend on the costs. So all ops are sorted once, such that each comes after those
+that it waits for; a simulation then looks at each op once.
 """
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class OpOrder:
     def __init__(self, schedule: Schedule) -> None:
         self._stages = schedule.stages
         self._ops: list[Op] = []
-        # For each op the indices of: the op before it on its device, the op in another stage that it waits for, the hop
-        # between the two, its time among the times of all kinds. Where there is none: -1, a dummy at each list's end.
+        # For each op, the indices of: the op before it on its device, the op in another stage that it waits for, the
+        # hop between the two, its time among the times of all kinds. If there is none: -1, a dummy at each list's end.
         self._links: list[tuple[int, int, int, int]] = []
         self._rows: list[list[int]] = [[] for _ in schedule.rows]
         self._follow(schedule)
@@ -34,12 +34,12 @@ class OpOrder:
     def play(
         self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
     ) -> tuple[list[list[float]], list[list[float]]]:
-        """Start and end of each op, a row for each device."""
+        """The start and end of each op, one row per device."""
         starts, ends = self._played(times, hops, again)
         return [[starts[op] for op in row] for row in self._rows], [[ends[op] for op in row] for row in self._rows]
 
     def makespan(self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None) -> float:
-        """The time at which the last op ends. Arguments: see ``play``."""
+        """The time at which the last op ends. See ``play`` for the arguments."""
         return max(self._played(times, hops, again)[1])
 
     def _played(
@@ -60,7 +60,7 @@ class OpOrder:
         return starts, ends
 
     def _follow(self, schedule: Schedule) -> None:
-        """Numbers the ops in an order in which they can run: each device goes as far as it can."""
+        """Numbers the ops in an order in which they can run: each device proceeds as far as possible."""
         stages, numbered, links = self._stages, self._ops, self._links
         done = {-1: -1}  # The key is a number for each microbatch in each stage, even for F, odd for B or BW.
         waiting: dict[int, list[int]] = {}
@@ -79,9 +79,9 @@ class OpOrder:
                 else:
                     own, other, hop = key, key + 3 if stage + 1 < stages else -1, stage
                 if own not in done or other not in done:
-                    waiting.setdefault(other, []).append(device)  # Its own stage's op is ahead here, or missing.
+                    waiting.setdefault(other, []).append(device)  # Its own stage's op comes later here, or is missing.
                     break
-                # Its own stage's is before it on this device.
+                # The op of the same stage is before it on this device.
                 links.append((before, done[other], hop, _KINDS[kind] * stages + stage))
                 before = len(numbered)
                 numbered.append(op)
@@ -96,5 +96,5 @@ class OpOrder:
 def play(
     schedule: Schedule, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """The start and end of each op, a row for each device; in a deadlock, only of the ops before it."""
+    """The start and end of each op, one row per device; in a deadlock, only of the ops before it."""
     return OpOrder(schedule).play(times, hops, again)

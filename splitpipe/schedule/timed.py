@@ -24,8 +24,8 @@ class TimedSchedule:
 
     Attributes:
         schedule: the schedule that was played.
-        spans: a row for each device, in order.
-        bytes: what activations take; None if nobody said.
+        spans: one row per device, in order.
+        bytes: the bytes that activations take; None if unknown.
     """
 
     schedule: Schedule
@@ -34,7 +34,7 @@ class TimedSchedule:
     bytes: Bytes | None = None
 
     def costs(self) -> Costs:
-        """The costs that it was played with; of a recording, those that were measured."""
+        """The costs of the simulation; for a recording, those that were measured."""
         return self._costs
 
     @property
@@ -44,25 +44,25 @@ class TimedSchedule:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Further lines below a picture; for a recording, the reasons for its lost time."""
+        """Further lines below a picture; for a recording, the reasons for its idle time."""
         return ()
 
     @property
     def makespan(self) -> float:
-        """The time from the start of the first op to the end of the last one."""
+        """The time from the start of the first op to the end of the last."""
         return max(row[-1].end for row in self.spans if row)
 
     @property
     def longest(self) -> float:
-        """The longest time that a device takes from its first op to its last one.
+        """The longest time that a device takes from its first op to its last.
 
-        It is what a step costs when devices needn't wait for each other between steps.
+        It is the time of a step if devices needn't wait for each other between steps.
         """
         return max(row[-1].end - row[0].start for row in self.spans if row)
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """The time that each device computes."""
+        """The time for which each device computes."""
         times = self._costs.times(self.schedule)
         again = self._costs.again(self.schedule)
         return tuple(
@@ -71,17 +71,17 @@ class TimedSchedule:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The time of the makespan in which each device does not compute."""
+        """The time of the makespan in which each device doesn't compute."""
         return tuple(self.makespan - work for work in self.work)
 
     @property
     def bubble(self) -> float:
-        """The part of the makespan that a device is idle, on average: 1 - work / makespan."""
+        """The fraction of the makespan in which a device is idle, on average: 1 - work / makespan."""
         return self._bubble(self.makespan)
 
     @property
     def bubble_longest(self) -> float:
-        """1 - work / longest. Meaningful only if the optimizer's step needs no synchronisation of all devices."""
+        """1 - work / longest. Meaningful only if the optimizer's step doesn't synchronise all devices."""
         return self._bubble(self.longest)
 
     def _bubble(self, whole: float) -> float:
@@ -89,9 +89,9 @@ class TimedSchedule:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """For each device, the most activations that are alive at once; 1 is a microbatch's on all of its stages.
+        """For each device, the most activations that are alive at once; 1 is those of one microbatch on all its stages.
 
-        Taken at the start of F, released at the end of W or BW.
+        An activation is taken at the start of F, and released at the end of W or BW.
         """
         counts = (max(value for _, value in self.curve(device)) for device in range(len(self.spans)))
         own = [max(1, self.schedule.placement.count(device)) for device in range(len(self.spans))]
@@ -99,7 +99,7 @@ class TimedSchedule:
 
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """For each device, the most bytes of activations at once; None if the simulation was given no bytes."""
+        """For each device, the most bytes of activations at once; None if the simulation had no ``bytes``."""
         if self.bytes is None:
             return None
         return tuple(max(value for _, value in self.curve(device, self.bytes)) for device in range(len(self.spans)))
@@ -109,10 +109,10 @@ class TimedSchedule:
 
         Args:
             device: counted from 0.
-            bytes: what activations take; without, stages' activations are counted, one a microbatch.
+            bytes: the bytes that activations take. Default: activations of stages are counted, one per microbatch.
 
         Raises:
-            TypeError: ``bytes`` are none.
+            TypeError: ``bytes`` isn't a Bytes.
             ValueError: there is no such device.
         """
         if type(device) is not int or not 0 <= device < len(self.spans):
@@ -130,14 +130,14 @@ class TimedSchedule:
 
     @cached_property
     def bounds(self) -> dict[str, float]:
-        """Lower bounds for any schedule of these stages and microbatches with the memory that this one has.
+        """Lower bounds for any schedule of these stages and microbatches with as much memory as this one.
 
-        * "work": of the device with the most;
-        * "head + work + tail": the same, with the time before its first op can start and after its last one;
+        * "work": that of the device with the most;
+        * "head + work + tail": the same, plus the time before its first op can start and after its last one;
         * "chain": one microbatch's way through all stages and back;
-        * "memory": each activation lives at least so long, and only so many at once (Little's law);
-        * "ramp": before its first backward op, and after its last forward op, a device has no more to do than
-          its memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 ops, k of them alive at once.
+        * "memory": each activation has a minimum lifespan, and only a limited number are alive at once (Little's law);
+        * "ramp": before its first backward op, and after its last forward op, a device has no more to do than its
+          memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 ops, if k activations fit at once.
         """
         found = bounds(self.schedule, self._costs, self.peak_activations)
         high = self.makespan * (1 + 1e-9)  # Room for rounding.

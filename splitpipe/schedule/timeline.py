@@ -1,4 +1,4 @@
-"""A schedule with the times of its ops, which draws itself; and the simulation that gives one."""
+"""A schedule with the times of its ops, which can draw itself, and the simulation that produces it."""
 from __future__ import annotations
 
 from os import PathLike, fspath
@@ -13,7 +13,7 @@ from splitpipe.schedule.timed import Span, TimedSchedule
 class Timeline(TimedSchedule):
     """A simulated schedule, with the time of each op, its measures and its pictures.
 
-    Printed, it is a picture in letters: ``print(timeline)``.
+    ``print(timeline)`` draws it as text.
 
     Example:
         >>> from splitpipe import schedule
@@ -31,44 +31,44 @@ class Timeline(TimedSchedule):
         return text.draw([self])
 
     def to_svg(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
-        """Writes a picture that a README or a paper can show; in a browser, hovering an op names it.
+        """Writes a picture for a README or a paper; in a browser, hovering over an op shows its name.
 
         Args:
-            path: of the file.
-            others: to be drawn below it, on the same scale.
+            path: the file to write.
+            others: timelines to draw below it, on the same scale.
 
         Raises:
-            TypeError: the path is none, or others are no timelines.
+            TypeError: ``path`` isn't a path, or ``others`` aren't timelines.
             ValueError: a schedule takes infinitely long.
             OSError: the file can't be written.
         """
         _write(path, svg.draw([self, *others]))
 
     def to_html(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
-        """Writes a page to zoom into, with each op's times and what is alive on each device. It needs no network.
+        """Writes a zoomable page, with each op's times and what is alive on each device. It needs no network.
 
         Args:
-            path: of the file.
-            others: to be compared with it, on the same time axis.
+            path: the file to write.
+            others: timelines to compare with it, on the same time axis.
 
         Raises:
-            TypeError: the path is none, or others are no timelines.
+            TypeError: ``path`` isn't a path, or ``others`` aren't timelines.
             ValueError: a schedule takes infinitely long.
             OSError: the file can't be written.
         """
         _write(path, html.draw([self, *others]))
 
     def to_chrome_trace(self, path: str | PathLike[str], *others: TimedSchedule, unit: float = 1000.0) -> None:
-        """Writes Chrome's trace events, which Perfetto (https://ui.perfetto.dev) opens.
+        """Writes Chrome trace events, for Perfetto (https://ui.perfetto.dev).
 
         Args:
-            path: of the file.
-            others: to stand beside it, each a process of its own.
-            unit: how many microseconds a unit of the costs is: 1000 for costs in milliseconds.
+            path: the file to write.
+            others: timelines to show next to it, each as a separate process.
+            unit: microseconds per unit of the costs: 1000 for costs in milliseconds.
 
         Raises:
-            TypeError: the path is none, or others are no timelines.
-            ValueError: a schedule takes infinitely long, or the unit is not positive.
+            TypeError: ``path`` isn't a path, or ``others`` aren't timelines.
+            ValueError: a schedule takes infinitely long, or ``unit`` isn't positive.
             OSError: the file can't be written.
         """
         _write(path, trace.draw([self, *others], unit))
@@ -80,15 +80,15 @@ def _write(path: str | PathLike[str], content: str) -> None:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None = None) -> Timeline:
-    """Plays a schedule: every op starts as soon as its device is free and what it needs has arrived.
+    """Simulates a schedule: every op starts as soon as its device is free and its inputs have arrived.
 
     Args:
-        schedule: to play.
-        costs: of its ops; None: F, B and W take 1, copies nothing.
-        bytes: what activations take, for ``peak_bytes``.
+        schedule: the schedule to simulate.
+        costs: the times of its ops. Default: F, B and W take 1, and copies take no time.
+        bytes: the bytes that activations take, for ``peak_bytes``.
 
     Raises:
-        TypeError: an argument is of a wrong type.
+        TypeError: an argument has a wrong type.
         ValueError: the schedule can't run (see ``check``), or costs or bytes are for another number of stages.
 
     Example:

@@ -1,6 +1,6 @@
-"""Reads schedules from torch.distributed.pipelining's "compute_only" text: a line for a device, a cell for an op, 2F0.
+"""Reads schedules from torch.distributed.pipelining's "compute_only" text: a line per device, a cell per op, as 2F0.
 
-    2F0 forward    7I3 a B, the input gradient    7W3 weight gradients    2B0 a BW, both
+    2F0 forward    7I3 B, the input gradient    7W3 W, the weight gradients    2B0 BW, both
 """
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)
 
 
 def from_csv(path: str | PathLike[str]) -> Schedule:
-    """Reads what ``Schedule.to_csv`` wrote, or torch.distributed.pipelining's ``_dump_csv`` for "compute_only".
+    """Reads a file from ``Schedule.to_csv``, or from torch.distributed.pipelining's ``_dump_csv`` for "compute_only".
 
     Args:
-        path: of the file: a line is a device, a cell an op such as ``2F0``, ``7I3`` (B), ``7W3`` or ``2B0`` (BW).
-            Empty cells are passed over; a line without others is a device that has nothing to do.
+        path: the file. It has one line per device, whose cells are ops such as ``2F0``, ``7I3`` (B), ``7W3`` or ``2B0``
+            (BW). Empty cells are skipped; a line with only empty cells is a device without ops.
 
     Raises:
-        ValueError: a cell is no such op, or its stage is on another line, too; the message names line and cell. Or
-            the schedule can't run: see ``check``.
-        TypeError: the path is none.
+        ValueError: a cell isn't such an op, or its stage is also on another line (the message names line and cell); or
+            the schedule can't run, see ``check``.
+        TypeError: ``path`` isn't a path.
         OSError: the file can't be read.
 
     Example:
@@ -52,7 +52,9 @@ def _read(path: str | PathLike[str]) -> tuple[list[list[Op]], list[int]]:
         with open(fspath(path), newline="", encoding="utf-8-sig") as file:
             lines = list(csv.reader(file, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no CSV file: {error}. Expected a line a device, cells such as 2F0.") from error
+        raise ValueError(
+            f"{path} isn't a CSV file: {error}. Expected one line per device, with cells such as 2F0."
+        ) from error
     for device, cells in enumerate(lines):
         rows.append([])
         for number, text in enumerate(map(str.strip, cells)):
@@ -62,8 +64,8 @@ def _read(path: str | PathLike[str]) -> tuple[list[list[Op]], list[int]]:
             op = _op(text, where)
             if placement.setdefault(op.stage, device) != device:
                 raise ValueError(
-                    f"{where}: {text!r} is of stage {op.stage}, which is on line {placement[op.stage] + 1}: expected "
-                    "all ops of a stage on one line, that of its device."
+                    f"{where}: {text!r} is of stage {op.stage}, which is also on line {placement[op.stage] + 1}: "
+                    "expected all ops of a stage on one line, that of its device."
                 )
             rows[device].append(op)
     for stage in range(len(placement)):
@@ -77,8 +79,8 @@ def _op(text: str, where: str) -> Op:
     if match is None:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise ValueError(
-            f"{where}: {shown!r} is no op: expected stage, letter and microbatch, as in 2F0; the letter is F, I (input "
-            "gradient), W (weight gradients) or B (both)."
+            f"{where}: {shown!r} isn't an op: expected stage, letter and microbatch, as in 2F0; the letter is F, I "
+            "(input gradient), W (weight gradients) or B (both)."
         )
     stage, letter, microbatch = match.groups()
     return Op(_KINDS[letter], int(stage), int(microbatch))

@@ -1,1 +1,1 @@
-"""Any module as a pipeline: its own forward, once a microbatch, in segments from one border to the next."""
+"""Runs any module as a pipeline: its own forward, once per microbatch, in segments from one border to the next."""

@@ -1,8 +1,8 @@
-"""One microbatch's way through the stages of an nn.Sequential: a loop, as there is no code between them.
+"""A microbatch's way through the stages of an nn.Sequential: a loop, since there is no code between them.
 
     for stage in stages:
-        value, skips = carried(value, skips)        from the stage that has made each
-        value, left = stage(value, skips)           its layers; checkpointed, a node that runs them again
+        value, skips = carried(value, skips)        from the stages that have made them
+        value, left = stage(value, skips)           its layers, or, if checkpointed, a node that recomputes them
         skips.update(left)
 """
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChainRun(Run):
     stages: Sequence[Stage]
 
     def parameters(self, stage: int) -> list[Keyed]:
-        """Those of the stage itself, if microbatches of it are checkpointed."""
+        """The stage's own parameters, if microbatches of it are checkpointed."""
         own = self.stages[stage].own
         return [((own,), own.every)] if self.call.checkpointed else []
 
@@ -49,8 +49,8 @@ class ChainRun(Run):
 class _OnItsWay(NamedTuple):
     """A value on its way from one stage to another."""
 
-    rest: Activation  #: Without its tensors.
-    at: list[int | None]  #: For each leaf, which of the tensors it is.
+    rest: Activation  #: The value without its tensors.
+    at: list[int | None]  #: For each leaf, the index of its tensor.
     sent: Sent
     source: int
 
@@ -63,7 +63,7 @@ class ChainWalk(Walk):
         i: the number of the microbatch.
         activation: its input.
         inside: whether its thread is in the caller's state.
-        target: of the loss that is the last layer.
+        target: the target, if the loss is the last layer.
     """
 
     run: ChainRun
@@ -88,7 +88,7 @@ class ChainWalk(Walk):
         self._begin(j)
         with stream.use(stage.compute):
             value = self._taken(value) if j else value.holding([*self.opening(value.leaves)])
-            # In the order in which they were sent, which is that of their gradients.
+            # In the order in which they were sent, which is also that of their gradients.
             skips = {key: self._taken(self._skips.pop(key)) for key in [*self._skips] if key in stage.own.arriving}
             if j == last and self._target is not None:
                 target, self._target = self._target, None
@@ -113,8 +113,8 @@ class ChainWalk(Walk):
         return None
 
     def _sent(self, activation: Activation, target: int, frame: Remade | None) -> _OnItsWay:
-        """A value of the present stage, on its way to a later one."""
-        places: dict[int, int] = {}  # What is there twice is one value.
+        """A value of the current stage, on its way to a later one."""
+        places: dict[int, int] = {}  # A repeated tensor is sent once.
         values: list[Tensor] = []
         for leaf in activation.leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in places:
@@ -125,12 +125,12 @@ class ChainWalk(Walk):
         return _OnItsWay(rest, at, self._transfer.send(values, self.stage, target, frame), self.stage)
 
     def _taken(self, it: _OnItsWay) -> Activation:
-        """A value of an earlier stage, for the present one."""
+        """A value of an earlier stage, for the current one."""
         values = self._transfer.take(it.sent, it.source)
         return it.rest.holding([leaf if k is None else values[k] for leaf, k in zip(it.rest.leaves, it.at)])
 
     def _made_of(self, stage: Stage, value: Activation, skips: Skips) -> Result:
-        """What the stage's layers make of it."""
+        """The result of the stage's layers."""
         task = Task(stage, self.run.call, self.i, value, skips, self._state, self._inside)
         counting = None
         if self._state.hooks is None and not self._state.hooks_disabled:
@@ -148,7 +148,7 @@ class ChainWalk(Walk):
             return self._node(stage, task, given)
 
     def _node(self, stage: Stage, task: Task, given: list[Any]) -> Result:
-        """The same, as a node that runs it again."""
+        """The same, as a node that recomputes it."""
         call, seed = self.run.call, task.seed()
         again = BlockRun(stage, call, self._state, seed, given, task.run, str(stage), handed=stage.shared)
         versions = task.versions(given)

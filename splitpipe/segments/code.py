@@ -1,7 +1,7 @@
-"""One microbatch's way through the stages by the code of the module's own forward.
+"""A microbatch's way through the stages in the code of the module's own forward.
 
 At a *border*, the first call of a cut, its thread leaves stage j, and waits until it is the microbatch's turn on stage
-j+1 (see executor). So one thread is at work a stage, as ever.
+j+1 (see executor). So, as usual, one thread works on each stage.
 """
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ class CodeWalk(Walk):
         super().__init__(run, i, activation)
         self.finish = self.flat
         shared = [x for k in activation.shared if isinstance(x := activation.leaves[k], Tensor)]
-        #: Arguments whose memory others have, too, and their versions; none if no gradient goes there.
+        #: Arguments whose memory is shared, and their versions; empty if they need no gradient.
         self._shared = [(x, version_of(x)) for x in shared] if any([x.requires_grad for x in shared]) else []
         self.trace = None if run.tracing is None else run.tracing.trace(i)
-        #: Called between two stages; raises Stopped if the microbatch is not to go on.
+        #: Called between two stages; raises Stopped if the microbatch must stop.
         self.pause: Callable[[], None]
         self.values: Values
         self._follow: Follow
         self._caller: Caller | None = None
         self._segment: ExitStack | None = None
-        self._start: Tensor | None = None  # The state of the generator that the segment started from, if it has one.
-        self._begun: Tensor | None = None  # The state that the next segment starts from, where it isn't made of a seed.
+        self._start: Tensor | None = None  # The generator's state at the start of the segment, if it has one.
+        self._begun: Tensor | None = None  # The state at the start of the next segment, if it isn't made from a seed.
         self._hooks: Any = None
-        #: The hook of a checkpoint that the present segment began inside of, and its device's random state there.
+        #: The hook of a checkpoint in which the current segment began, and its device's random state there.
         self._inside_of: tuple[Any, DeviceState] | None = None
         self._calls = 0
         self._where = ""
-        self._noted = 0  # The identity of an error that a block has raised.
+        self._noted = 0  # The identity of an error raised by a block.
 
     def connect(self, transfer: Transfer) -> None:
-        """Says how values come to later stages."""
+        """Sets how values reach later stages."""
         super().connect(transfer)
         self.values = Values(transfer, None if self.trace is None else self.trace.facts.link)
         values = self.values
@@ -89,7 +89,7 @@ class CodeWalk(Walk):
         finally:
             self.values.clear()
             self._given = None
-            self.trace = None  # What is known of numbers holds their graphs.
+            self.trace = None  # The trace keeps the numbers' graphs alive.
 
     def _forward(self) -> None:
         run, state, given = self.run, self.run.call.state, self._given
@@ -114,7 +114,7 @@ class CodeWalk(Walk):
                 self._untraced()
                 self._verify_shared()
                 self.advance(len(run.stages) - 1)
-                # Its tensors where they were last: something may have been written to them on a later stage.
+                # Its tensors are used as they were last: a later stage may have written to them.
                 self._value = self.finish(output)
                 del output
                 self._leave()
@@ -128,7 +128,7 @@ class CodeWalk(Walk):
                     self._segment.close()
 
     def flat(self, output: Any) -> tuple[list[Any], Any]:
-        """The output, taken apart, with its tensors where they were last."""
+        """The output, flattened, with its tensors as they were last."""
         leaves, nesting = outputs.flatten(output)
         made = numbers_of(self.trace, leaves)
         leaves = [self.values.latest(x) if isinstance(x, Tensor) else x for x in leaves]
@@ -138,7 +138,7 @@ class CodeWalk(Walk):
         return leaves, nesting
 
     def _counted(self, state: State) -> Hooks | None:
-        """The caller's saved-tensor hooks; where it has none, those that count for the present stage."""
+        """The caller's saved-tensor hooks, or else those that count for the current stage."""
         counting = [self.counting(stage) for stage in range(len(self.run.stages))]
         if state.hooks is not None or state.hooks_disabled or None in counting:
             return state.hooks
@@ -153,18 +153,18 @@ class CodeWalk(Walk):
     def _verify_shared(self) -> None:
         if any([version_of(x) != version for x, version in self._shared]):
             raise RuntimeError(
-                "the forward wrote in place to an argument whose memory another argument, or microbatch, has as well, "
-                "and gradients go there: that of the other could not tell. Write to a copy (x.clone()), or hand over "
-                "copies."
+                "the forward wrote in place to an argument that shares its memory with another argument or "
+                "microbatch, and that needs gradients: the gradients of the other would miss the write. Write to a "
+                "copy (x.clone()), or pass copies."
             )
         self._shared = []
 
     def advance(self, stage: int) -> None:
-        """Goes over to a later stage; over those between as well."""
+        """Moves on to a later stage, and thus past those in between."""
         while self.stage < stage:
             foreign = _top_saved_tensors_default_hooks(True) is not self._hooks and self._hooks_changed()
             if foreign:
-                # torch.utils.checkpoint, inside of which the border lies, will go back to this state.
+                # torch.utils.checkpoint, which contains the border, will restore this state.
                 self._begun = state_of()
             self._leave()
             self.pause()
@@ -178,7 +178,7 @@ class CodeWalk(Walk):
         return top is not None and (self._hooks is None or top[0] is not self._hooks[0])
 
     def _verify_checkpoint(self) -> None:
-        """Refuses random numbers of a device that torch.utils.checkpoint, which began on another one, won't repeat."""
+        """Raises if torch.utils.checkpoint, which began on another device, can't repeat this one's random numbers."""
         if self._inside_of is None:
             return
         hook, state = self._inside_of
@@ -205,7 +205,7 @@ class CodeWalk(Walk):
         stack.enter_context(calling(self._caller))
 
     def _leave(self) -> None:
-        """The segment is over: its borders' facts are noted."""
+        """Ends the segment, and records facts about its borders."""
         own, stack = self.run.stages[self.stage], self._segment
         assert stack is not None
         self.values.verify()
@@ -223,13 +223,13 @@ class CodeWalk(Walk):
         stack.close()
 
     def settled(self, module: nn.Module) -> bool:
-        """Gives a module that is called its home; True if what it computes with is on the stage's device."""
+        """Gives a called module its home; returns True if its tensors are on the stage's device."""
         return self.run.settled(module, self.stage)
 
     def _untraced(self) -> int | None:
-        """The code that follows is not the user's; gives how many of the user's own modes see functions first."""
+        """Skips tracing for code that isn't the user's; returns how many of the user's modes see functions first."""
         modes = _get_current_function_mode_stack()
-        if self.trace not in modes:  # None, or inside of a function that it has seen, which calls modules.
+        if self.trace not in modes:  # It is None, or inside a traced function that calls modules.
             return None
         if modes[-1] is self.trace:
             _pop_torch_function_stack()
@@ -239,7 +239,7 @@ class CodeWalk(Walk):
         return len(modes) - 1 - at
 
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module's call, in which nothing is traced if it is a block."""
+        """A module's call; if it is a block, nothing in it is traced."""
         self._verify_checkpoint()
         trace = self.trace
         above = None if trace is None or block not in self.run.blocks.blocks else self._untraced()
@@ -255,7 +255,7 @@ class CodeWalk(Walk):
                 _push_on_torch_function_stack(trace)
 
     def _take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block's call: the border of its stage if it is a cut, then the block itself, by its arguments alone."""
+        """A block's call: the border of its stage if it is a cut, then the block itself, given only its arguments."""
         blocks = self.run.blocks
         cut = blocks.cuts.get(block)
         if cut is not None:
@@ -272,7 +272,7 @@ class CodeWalk(Walk):
         own = [] if simple or whole and not checkpointed else containers(args, kwargs)
         if not whole:
             args, kwargs = self.values.simple(args, kwargs) if simple else self.values.hand((args, kwargs))
-            # It may reach for what is on another stage.
+            # It may access something on another stage.
             follow = not local or not simple and holds_objects((args, kwargs))
         handed = containers(args, kwargs) if own else []
         verify_once(handed, len(own))
@@ -307,23 +307,23 @@ class CodeWalk(Walk):
             self._at(_BETWEEN)
 
     def _at(self, described: str) -> None:
-        """What runs, for messages."""
+        """Sets what is running, for messages."""
         if self._caller is not None:
             self._caller.where = described, self._where
 
     def _checkpoints(self) -> bool:
-        """True if blocks are checkpointed; not inside of torch.utils.checkpoint, which runs them again itself."""
+        """True if blocks are checkpointed, except inside torch.utils.checkpoint, which recomputes them itself."""
         return self.i < self.run.call.checkpointed and not recomputes(_top_saved_tensors_default_hooks(True))
 
     def _traced(self, block: nn.Module, call: Callable[..., Any]) -> TracedBlock | None:
-        """The call under a trace, if numbers may be made in it."""
+        """The call under a trace, if numbers may be computed in it."""
         trace, tracing = self.trace, self.run.tracing
         if trace is None or tracing is None or not tracing.sees(block):
             return None
         return TracedBlock(call, trace.facts, partial(tracing.trace, self.i))
 
     def _note(self, block: nn.Module, traced: TracedBlock | None, given: Any, value: Any) -> None:
-        """Notes what a block's value is made of."""
+        """Records what a block's value consists of."""
         assert self.trace is not None and self.run.tracing is not None
         if traced is not None:
             traced.note(value)
@@ -334,7 +334,7 @@ class CodeWalk(Walk):
                 self.trace.facts.inherit(given, value)
 
     def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that reaches for no value of another stage."""
+        """Makes a call that accesses no value of another stage."""
         modes = _get_current_function_mode_stack()
         set_function_modes([mode for mode in modes if mode is not self._follow])
         try:

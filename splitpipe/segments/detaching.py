@@ -1,7 +1,7 @@
-"""Scheduled: values go to later stages outside of autograd; each segment has a graph of its own.
+"""Scheduled: values go to later stages outside autograd; each segment has a separate graph.
 
 A value of an earlier stage enters where the module's code uses it, or where a stage of a Sequential begins. The edges
-by which it has left and entered are noted: between these B goes.
+where it leaves and enters are recorded: B runs between them.
 """
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ENTER: Any = Enter._backward_cls
 
 @dataclass
 class Flight:
-    """What a segment's graph is bounded by, from its F to its B."""
+    """The edges that bound a segment's graph, from its F to its B."""
 
-    #: The edges by which later stages took values of this one, by stage.
+    #: The edges from which later stages took values of this one, by stage.
     taken: dict[int, list[GradientEdge]] = field(default_factory=dict)
-    #: The edges by which values of earlier stages entered, by stage; the caller's input and target.
+    #: The edges where values of earlier stages entered, by stage; also the caller's input and target.
     entered: dict[int | Key | None, list[GradientEdge]] = field(default_factory=dict)
     #: The loss, in the last stage.
     value: list[GradientEdge] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Flight:
 
 
 class DetachedTransfer:
-    """Takes values to later stages outside of autograd; ``flights`` has their edges, by stage."""
+    """Passes values to later stages outside autograd; ``flights`` has their edges, by stage."""
 
     def __init__(self, walk: Walk, routes: Routes | None, traces: Sequence[StageTrace]) -> None:
         self._walk = walk
@@ -53,13 +53,13 @@ class DetachedTransfer:
         self.flights = [Flight() for _ in walk.run.stages]
 
     def leaving(self, walk: Walk) -> None:
-        """A segment has ended."""
+        """Ends a segment."""
         self.flights[walk.stage].numbers = range(walk.firsts[-1], _get_sequence_nr())
 
     def send(self, values: Sequence[Tensor], source: int, target: int, frame: Remade | None) -> Sent:
-        """Values on their way from the present stage to a later one, where those that require grad are leaves.
+        """Sends values of the current stage to a later one, where those that require grad are leaves.
 
-        ``frame``: if it is checkpointed. An op has it run again before its gradient is there, or its own nodes do.
+        ``frame``: if the stage is checkpointed. An op recomputes it before its gradient arrives, or its own nodes do.
         """
         grad = self._walk.run.call.state.grad
         tracked = [x.requires_grad and grad for x in values]
@@ -73,7 +73,7 @@ class DetachedTransfer:
         return [x.requires_grad_() if each else x for x, each in zip(plain, tracked)], route, event
 
     def take(self, sent: Sent, source: int) -> list[Tensor]:
-        """Values that were sent, for the present stage."""
+        """Takes values that were sent, on the current stage."""
         values, route, event = sent
         if route is not None and event is not None:
             stream.wait_for(route.target.compute, event)
@@ -83,7 +83,7 @@ class DetachedTransfer:
         return [self.enter(x, source) if x.requires_grad else x for x in values]
 
     def enter(self, y: Tensor, source: int | Key | None) -> Tensor:
-        """The leaf, as the output of a node that a gradient is captured at."""
+        """The leaf, as the output of a node at which a gradient is captured."""
         with torch.enable_grad():
             made: Tensor = Enter.apply(y)
         self.flights[self._walk.stage].entered.setdefault(source, []).append(get_gradient_edge(made))
@@ -109,14 +109,14 @@ class CodeDetachedTransfer(DetachedTransfer):
         self._of, self._homes, self._events = walk, homes, events
 
     def leaving(self, walk: Walk) -> None:
-        """A segment has ended."""
+        """Ends a segment."""
         super().leaving(walk)
         if self._routes is not None:
             self._events.mark(walk)
 
     def foreign(self, x: Tensor) -> bool:
-        """True for a tensor on another stage's device, or of another segment's graph."""
-        # Before stage 0 there is none: an older node is the caller's, or of another thread, which has its own numbers.
+        """True for a tensor on another stage's device, or in another segment's graph."""
+        # Nothing comes before stage 0: an older node is the caller's, or another thread's, which counts separately.
         if x.requires_grad and self._of.stage:
             node = x.grad_fn
             if node is not None and node._sequence_nr() < self._of.firsts[-1]:
@@ -124,7 +124,7 @@ class CodeDetachedTransfer(DetachedTransfer):
         return self._homes.elsewhere(x, self._of.stage)
 
     def maker(self, x: Tensor) -> int:
-        """The stage whose segment has made the tensor's node, or the last one before on its device."""
+        """The stage whose segment made the tensor's node, or else the last one before on its device."""
         if x.requires_grad and x.grad_fn is not None:
             number = x.grad_fn._sequence_nr()
             for stage, first in reversed(list(enumerate(self._of.firsts[:-1]))):
@@ -134,7 +134,7 @@ class CodeDetachedTransfer(DetachedTransfer):
         return self._homes.stage_on(x.device, self._of.stage)
 
     def state(self, x: Tensor) -> Tensor | None:
-        """A parameter's or buffer's copy, which is a leaf: its gradients are summed here, and go home once."""
+        """A parameter's or buffer's copy, which is a leaf: its gradients are summed here, and returned once."""
         run, stage = self._of.run, self._of.stage
         if not x.is_leaf or not isinstance(x, Parameter) and not run.is_buffer(x):
             return None
@@ -155,7 +155,7 @@ class CodeDetachedTransfer(DetachedTransfer):
 
     @staticmethod
     def differentiates(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Refuses a backward of the module's own, between blocks, through values that have crossed."""
+        """Raises for a backward in the module's own code, between blocks, through values that have crossed."""
         starts, inputs = differentiated(func, args, kwargs)
         known = {x.grad_fn for x in inputs or ()}
         crossed = [
@@ -164,24 +164,24 @@ class CodeDetachedTransfer(DetachedTransfer):
         ]
         if crossed:
             raise RuntimeError(
-                "the module's forward goes backward between blocks, through a value from an earlier stage: by a "
-                "schedule each stage has a graph of its own, and the gradient would lack what lies before. Expected "
-                "such a backward inside one block, or schedule='gpipe' without a loss_fn, which lays down one graph."
+                "the module's forward runs backward between blocks, through a value from an earlier stage. With a "
+                "schedule, each stage has a separate graph, so the gradient would lack the earlier part. Expected such "
+                "a backward inside one block, or schedule='gpipe' without a loss_fn, which makes a single graph."
             )
 
     def carry(self, x: Tensor, source: int) -> Tensor:
-        """The value as the output of a node of the present segment's graph."""
+        """The value as the output of a node in the current segment's graph."""
         stage = self._walk.stage
         tracked = x.requires_grad and self._walk.run.call.state.grad
-        if tracked and source >= stage:  # Its B would wait for a gradient that nobody sends.
+        if tracked and source >= stage:  # Its B would wait for a gradient that is never sent.
             raise RuntimeError(
-                f"stage {stage} uses a tensor on the device of stage {source}, which comes later, and has a graph: "
-                "expected values of earlier stages. Bring it to the stage's device before the call."
+                f"stage {stage} uses a tensor with a graph on the device of stage {source}, which comes later: "
+                "expected values of earlier stages. Move it to the stage's device before the call."
             )
         if tracked and x.layout is not torch.strided:
             raise RuntimeError(
-                f"a {x.layout} tensor with a graph goes from stage {source} to stage {stage}: by a schedule, expected "
-                "dense ones. Make it dense (x.to_dense()) before, or hand it to a block of its own stage."
+                f"a {x.layout} tensor with a graph goes from stage {source} to stage {stage}: with a schedule, "
+                "expected dense tensors. Make it dense (x.to_dense()) before, or pass it to a block of the same stage."
             )
         edge = get_gradient_edge(x) if tracked else None
         route = None if self._routes is None else self._routes.of(source, stage)

@@ -1,25 +1,25 @@
-"""The threads of one call of any module: each does what is ready, and stays with a forward that it has begun.
+"""The threads of one call of any module: each does what is ready, and keeps a forward that it has begun.
 
     row of stage 0    F0 F1 F2 B0 F3 B1 ...    the ops of a row in their order, one at a time
     row of stage 1    F0 B0 F1 B1 ...
 
     a thread          F0 of stage 0 ── border ── F0 of stage 1 ── end of the forward ── B0 of stage 0 ── F4 ...
 
-A microbatch's forward is one call of the module's own code. Between two stages its frames stay on its thread's stack,
-so that no other thread can go on with it: the thread waits until the next F is ready. Any other op is done by whoever
-is free, at best by a thread that has just ended one. So threads change as seldom as they can. A change costs a wake-up,
-and where there are no more cores than stages, the thread that wakes may stand behind another stage's on its core.
+A microbatch's forward is one call of the module's own code. Between two stages, its frames stay on its thread's stack,
+so no other thread can continue it: the thread waits until the next F is ready. Any other op is done by a free thread,
+preferably by one that has just ended an op. So work changes threads as rarely as possible. A change costs a wake-up,
+and if there are only as many cores as stages, the woken thread may have to wait for another stage's thread on its core.
 
 Guarantees, and what would break them:
 
-* Nobody waits for an op that never comes. An op is ready when those that it depends on have ended, so that what it is
-  sent is there. Who ends one gives out all that is ready then, and ends the call for everybody if nothing is at work
-  any more: both under one lock. An op that ended outside of ``_after`` would be waited for.
-* An op that needs a free thread finds one. There is one for each microbatch; and with B or W, one more for each row but
-  one: while some are at work, a forward has ended, and its thread is free.
-* Where nothing is left on a thread's stack between two stages (``parked`` is False), each row has a thread of its own.
-* When ``run`` returns or raises, no frame of a forward is left, unless a second interrupt ended the wait for that: one
-  that is not to go on has Stopped raised at its border.
+* No thread waits for an op that never comes. An op is ready when those that it depends on have ended, so that its
+inputs are there. The thread that ends an op hands out all that is ready then, and ends the call for all if nothing is
+running any more: both under one lock. An op that ended outside ``_after`` would be waited for.
+* An op that needs a free thread finds one. There is one per microbatch, and, with B or W, another one for each row but
+one: while these are at work, a forward has ended, so its thread is free.
+* If nothing is left on a thread's stack between two stages (``parked`` is False), each row has a separate thread.
+* When ``run`` returns or raises, no frame of a forward is left, unless a second interrupt ended the wait for that: a
+forward that must not continue has Stopped raised at its border.
 """
 from __future__ import annotations
 
@@ -38,40 +38,40 @@ from splitpipe.training.rows import OpRun
 
 
 class Stopped(BaseException):
-    """The call was stopped; the reason is raised elsewhere."""
+    """Raised where the call was stopped; the reason is raised elsewhere."""
 
 
 class Work(Protocol):
     """What the threads do."""
 
     def walk(self, i: int) -> None:
-        """The whole forward of a microbatch; between two stages it calls ``Executor.pause``."""
+        """The whole forward of a microbatch; between two stages, it calls ``Executor.pause``."""
 
     def forward(self, run: OpRun) -> None:
-        """F of a stage, if it is a call of its own; then none of the next three is called."""
+        """F of a stage, if it is a separate call; then none of the next three is called."""
 
     def begin(self, run: OpRun) -> None:
-        """F of a stage begins, in the thread of its microbatch."""
+        """Begins F of a stage, in the thread of its microbatch."""
 
     def end(self, run: OpRun) -> None:
-        """F of a stage has ended, in that thread."""
+        """Ends F of a stage, in that thread."""
 
     def other(self, run: OpRun) -> None:
         """B, W or BW, in any thread."""
 
     def failed(self, run: OpRun, error: BaseException) -> None:
-        """Notes where an error was raised."""
+        """Records where an error was raised."""
 
     def done(self, complete: bool) -> None:
-        """All threads are through; called by the last of them, as no interrupt ever reaches one."""
+        """Called by the last thread when all have ended, since no interrupt ever reaches a worker."""
 
 
 class Executor:
-    """The threads' part of one call.
+    """The work of the threads in one call.
 
     ``parked``: whether a forward is one call, which stays on its thread's stack between two stages. ``clocked``: after
-    an op has failed, those of no later clock cycle are still done; else none is. ``ahead``: so many microbatches may be
-    at a stage's end before the next one takes them.
+    an op has failed, whether ops of the clock cycles up to its own are still done; otherwise, none is. ``ahead``: how
+    many microbatches may wait at a stage's end before the next stage takes them.
     """
 
     def __init__(
@@ -100,18 +100,18 @@ class Executor:
         if parked:
             self.size = len({i for run in ops for i in run.microbatches}) + backward * (sum(map(bool, rows)) - 1)
         self._lock = threading.Lock()
-        # Of the rows.
+        # For rows.
         self._next = [0] * len(rows)
         self._at_work: dict[int, OpRun] = {}
         self._begun: set[tuple[str, int, int]] = set()
         self._ended: set[tuple[str, int, int]] = set()
-        self._until = float("inf")  # The last clock cycle that is to be done.
+        self._until = float("inf")  # The last clock cycle to be done.
         self._errors: list[tuple[int, int, BaseException]] = []
-        # Of the threads.
+        # For threads.
         self._given: list[SimpleQueue[OpRun | None]] = [SimpleQueue() for _ in range(self.size)]
-        self._free = list(reversed(range(self.size)))  # The last one is taken first: it was at work last.
+        self._free = list(reversed(range(self.size)))  # The last one is taken first: it was the last to work.
         self._doing: dict[int, OpRun] = {}
-        self._thread_of: dict[int, int] = {}  # Of each microbatch whose forward has begun.
+        self._thread_of: dict[int, int] = {}  # The thread of each microbatch whose forward has begun.
         self._over = False
         self._left = self.size
 
@@ -123,9 +123,9 @@ class Executor:
             pool.run([(number, partial(self._belong, number)) for number in range(self.size)], self._interrupted)
             raise_first([error for *_, error in sorted(self._errors, key=lambda found: found[:2])])
             if not self._complete:
-                raise RuntimeError("no op of the schedule's rows can go on: expected rows that a simulation can play.")
+                raise RuntimeError("no op of the schedule's rows can run: expected rows without a deadlock.")
         except BaseException:
-            self._errors = []  # A traceback holds this frame.
+            self._errors = []  # A traceback refers to this frame.
             raise
 
     @property
@@ -146,7 +146,7 @@ class Executor:
         self._work.begin(then)
 
     def _belong(self, number: int) -> None:
-        """A thread's part."""
+        """What a thread does, from start to end."""
         try:
             with thread_state.entered(self._around):
                 while not self._over and (run := self._given[number].get()) is not None:
@@ -164,7 +164,7 @@ class Executor:
                 self._work.done(self._complete and not self._errors)
 
     def _do(self, number: int, run: OpRun) -> OpRun | None:
-        """Does an op, or a forward to its end; gives what the thread does next, if it has something."""
+        """Runs an op, or a forward to its end; returns what the thread does next, if there is something."""
         self._doing[number] = run
         ended = False
         try:
@@ -175,14 +175,14 @@ class Executor:
                 self._thread_of[i] = number
                 self._work.begin(run)
                 self._work.walk(i)
-                if self._over:  # Its own code has caught Stopped.
+                if self._over:  # The user's code has caught Stopped.
                     return None
                 self._work.end(self._doing[number])
             else:
                 self._contexts[self._row_of[run.stage]].run(self._work.other, run)
             ended = True
         except BaseException as error:
-            if self._over:  # Stopped, or what became of that.
+            if self._over:  # Stopped, or an error that it caused.
                 return None
             self._fail(self._doing[number], error)
         return self._after(number, self._doing[number], ended)
@@ -195,21 +195,21 @@ class Executor:
             self._until = min(self._until, clock if self._clocked else -1)
 
     def _interrupted(self, error: BaseException) -> None:
-        """The caller was interrupted, or a thread has died."""
+        """Stops the call: the caller was interrupted, or a thread has died."""
         self._until = -1
         self._stop()
-        doing = list(self._at_work.values())  # One atomic step: threads write there until they have stopped.
+        doing = list(self._at_work.values())  # In one atomic step: threads write there until they have stopped.
         add_note(error, f"while the workers did {', '.join(map(str, doing)) or 'nothing yet'}")
 
     def _stop(self) -> None:
-        self._over = True  # No lock: the thread that had it may have died.
+        self._over = True  # Without the lock: the thread that had it may have died.
         for given in self._given:
             given.put(None)
 
-    # Who does what.
+    # Which thread does what.
 
     def _after(self, number: int, run: OpRun, ended: bool = True, border: bool = False) -> OpRun | None:
-        """The thread is through with an op; gives what it does next, if it has something."""
+        """Ends a thread's op; returns what it does next, if there is something."""
         with self._lock:
             self._at_work.pop(self._row_of[run.stage], None)
             if ended:
@@ -227,7 +227,7 @@ class Executor:
     def _ready(
         self, here: int | None = None, border: int | None = None
     ) -> tuple[OpRun | None, list[tuple[int, OpRun]]]:
-        """Gives out what is ready: what the thread ``here`` does, and the others'. ``border``: its microbatch's."""
+        """Hands out what is ready, to thread ``here`` and others. ``border``: its microbatch, at a border."""
         mine: OpRun | None = None
         others = []
         for number, row in enumerate(self._rows):

@@ -1,4 +1,4 @@
-"""Drop-in: microbatches walk through the stages in clock cycles, and one autograd graph is laid down behind them.
+"""Drop-in: microbatches run through the stages in clock cycles, in a single autograd graph.
 
     clock   stage 0   stage 1   stage 2           i: microbatch, of m
     0       (0,0)                                 j: stage, of n
@@ -7,8 +7,8 @@
     3                 (2,1)     (1,2)
     4                           (2,2)
 
-A stage that is early goes on: nobody waits for the clock. After (i, j) has failed, those of cycles up to i + j are
-still done. So the error of the earliest cycle is raised, whichever thread was faster.
+An early stage continues, without waiting for the clock. After (i, j) has failed, those of cycles up to i + j are still
+done. So the error of the earliest cycle is raised, whichever thread was faster.
 """
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from splitpipe.segments.walk import Walk
 from splitpipe.stage.checkpoint import Remade, checkpointed
 from splitpipe.training.rows import OpRun
 
-#: Values on their way, by which route if they are copied, and the event of their being there.
+#: Values on their way, their route if they are copied, and the event after which they are there.
 Sent = tuple[Sequence[Tensor], "Route | None", "torch.Event | None"]
 
 
 class DropinWork:
-    """The work of a call's threads: microbatches that go on to their next border."""
+    """What the threads of a call do: microbatches that continue to their next border."""
 
     def __init__(self, run: Run, cutting: Cutting, routes: Routes | None) -> None:
         self._run, self._cutting, self._routes = run, cutting, routes
@@ -61,7 +61,7 @@ class DropinWork:
         self.walks.append(walk)
 
     def add_code(self, walk: CodeWalk, homes: Homes) -> None:
-        """Adds one of any module."""
+        """Adds a microbatch of any other module."""
         ends = Events(self._run.in_turn)
         walk.connect(CodeGraphTransfer(walk, homes, self._routes, self._cutting, ends))
         if self._routes is not None:
@@ -70,9 +70,9 @@ class DropinWork:
         self._add(walk)
 
     def run(self, threads: Pool, workers: Sequence[int]) -> None:
-        """All forwards, in the order of the clock; ``workers``: of each stage."""
+        """Runs all forwards, in the order of the clock; ``workers``: that of each stage."""
         call, walks = self._run.call, self.walks
-        # The user's hooks and modes see the ops of a single thread at a time, in the same order every time.
+        # The user's hooks and modes see ops one at a time, in the same order every time.
         one = call.state.observed or self._run.in_turn
         rows = rows_of(len(walks), [0] * len(workers) if one else workers)
         around = call.state._replace(function_modes=())
@@ -83,7 +83,7 @@ class DropinWork:
         executor.run(threads)
 
     def found(self, compiled: bool) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
-        """The flat outputs, their graphs cut into those of stages, and what numbers among them are made of."""
+        """The flat outputs, their graphs cut into those of stages, and what numbers among them consist of."""
         walks, cutting = self.walks, self._cutting
         found, numbers = [walk.taken() for walk in walks], [walk.numbers for walk in walks]
         call = self._run.call
@@ -108,19 +108,19 @@ class DropinWork:
         self.walks[op.microbatches[0]].step(op.stage)
 
     def begin(self, op: OpRun) -> None:
-        """Nothing: what crosses a border is fetched by whoever uses it."""
+        """Nothing: values that cross a border are fetched when they are used."""
 
     end = other = begin
 
     def failed(self, op: OpRun, error: BaseException) -> None:
-        """Nothing: the walk has noted where."""
+        """Nothing: the walk has recorded where."""
 
     def done(self, complete: bool) -> None:
         """Nothing."""
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """The (microbatch, stage) of each clock cycle, first stage first."""
+    """The (microbatch, stage) pairs of each clock cycle, first stage first."""
     for clock in range(m + n - 1):
         yield [(clock - j, j) for j in range(max(1 + clock - m, 0), min(1 + clock, n))]
 
@@ -134,14 +134,14 @@ def rows_of(microbatches: int, workers: Sequence[int]) -> list[list[OpRun]]:
     return rows
 
 
-#: The number of microbatches that a stage may be ahead of the next one where nothing is kept for backward.
+#: How many microbatches a stage may be ahead of the next one if nothing is kept for backward.
 AHEAD = 2
 
 
 class Events:
-    """The ends of a microbatch's segments on their streams: a copy of what one has made waits for that alone.
+    """The ends of a microbatch's segments on their streams: a copy of what one has made waits only for its end.
 
-    Where ops come one after another, buffers have values of other microbatches: a copy waits for all that there is.
+    If ops run one after another, buffers have values of other microbatches, so a copy waits for everything.
     """
 
     def __init__(self, in_turn: bool) -> None:
@@ -149,28 +149,28 @@ class Events:
         self._ends: dict[int, torch.Event | None] = {}
 
     def mark(self, walk: Walk) -> None:
-        """A segment has ended."""
+        """Records the end of a segment."""
         if not self._in_turn:
             self._ends[walk.stage] = stream.mark(walk.run.stages[walk.stage].compute)
 
     def of(self, stage: int) -> torch.Event | None:
-        """The end of a segment; None if it has not ended, or none is known."""
+        """The end of a segment; None if it hasn't ended or isn't known."""
         return self._ends.get(stage)
 
     def forget(self) -> None:
-        """Has copies wait for all that there is, from now on."""
+        """Makes copies wait for everything from now on."""
         self.spent()
         self._in_turn = True
 
     def spent(self) -> None:
-        """Gives the events back: no copy will wait for them any more."""
+        """Releases the events, when no more copies will wait for them."""
         for event in self._ends.values():
             stream.spent(event)
         self._ends = {}
 
 
 class GraphTransfer:
-    """Takes values to later stages as nodes of the one graph."""
+    """Passes values to later stages as nodes of the single graph."""
 
     def __init__(self, walk: Walk, routes: Routes | None, cutting: Cutting) -> None:
         self._walk = walk
@@ -178,11 +178,11 @@ class GraphTransfer:
         self._cutting = cutting
 
     def send(self, values: Sequence[Tensor], source: int, target: int, frame: Remade | None) -> Sent:
-        """Values on their way from the present stage to a later one; ``frame``: if it is checkpointed.
+        """Sends values of the current stage to a later one; ``frame``: if the stage is checkpointed.
 
-        Where they are not copied, the stage's own nodes have it run again as soon as their gradient is there.
+        If they aren't copied, the stage's own nodes recompute it as soon as their gradient is there.
 
-        Copied at once: later, a copy would stand in its stream behind the waits for other microbatches.
+        They are copied now: later, a copy would queue on its stream after the waits for other microbatches.
         """
         route = None if self._routes is None else self._routes.of(source, target)
         if route is None:
@@ -203,7 +203,7 @@ class GraphTransfer:
             return checkpointed(y, frame, rank_of(y))
 
     def take(self, sent: Sent, source: int) -> list[Tensor]:
-        """Values that were sent, for the present stage."""
+        """Takes values that were sent, on the current stage."""
         values, route, event = sent
         with torch.set_grad_enabled(self._walk.run.call.state.grad):
             if route is None:
@@ -218,7 +218,7 @@ class GraphTransfer:
         return self._cutting.marked and x.requires_grad
 
     def _crossed(self, y: Tensor, x: Tensor) -> Tensor:
-        """Notes that a value, ``x`` where it comes from, has come to the present stage."""
+        """Records that a value, which is ``x`` on its source, has reached the current stage."""
         if self._cutting.marked and y.grad_fn is not None:
             self._walk.crossed[y.grad_fn] = self._walk.stage
             self._walk.odd = self._walk.odd or not is_plain(x)
@@ -238,11 +238,11 @@ class CodeGraphTransfer(GraphTransfer):
     one_graph = True
 
     def differentiates(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """What a backward of the module's own gives comes after the ends of its stages' segments."""
+        """Results of a backward in the module's own code come after the ends of its stages' segments."""
         self._events.forget()
 
     def foreign(self, x: Tensor) -> bool:
-        """True for a tensor on the device of another stage, or of an earlier one's part of the graph."""
+        """True for a tensor on another stage's device, or in an earlier stage's part of the graph."""
         walk = self._of
         node = x.grad_fn if self._cutting.known else None
         if node is not None and node._sequence_nr() < walk.firsts[-1]:
@@ -256,7 +256,7 @@ class CodeGraphTransfer(GraphTransfer):
         return self._homes.stage_on(x.device, self._of.stage)
 
     def state(self, x: Tensor) -> Tensor | None:
-        """A parameter's copy, whose gradient goes home once, or a buffer's."""
+        """A parameter's copy, whose gradient is returned once, or a buffer's."""
         if not isinstance(x, Parameter) and not self._of.run.is_buffer(x):
             return None
         if self._of.run.adopted(x, self._of.stage):
@@ -265,7 +265,7 @@ class CodeGraphTransfer(GraphTransfer):
         return self._of.run.copied(x, self._of.stage, lambda x: self.carry(x, source))
 
     def carry(self, x: Tensor, source: int) -> Tensor:
-        """The value for the present stage, after the end of the segment that it was last used in."""
+        """The value for the current stage, after the end of the segment that last used it."""
         route: Route | None = None if self._routes is None else self._routes.of(source, self._walk.stage)
         crossing = route is not None and x.device == route.source.device
         if not crossing and not self._marks(x):
@@ -282,9 +282,9 @@ class CodeGraphTransfer(GraphTransfer):
 
 
 def entered(walk: Walk, cutting: Cutting, leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of the arguments; those that require grad by nodes of their own, if their graph is to be cut there."""
+    """The leaves of the arguments; those that require grad are outputs of new nodes if their graph may be cut there."""
     own: dict[int, Any] = {}
-    with unobserved():  # Follow would bring them to the stage's device.
+    with unobserved():  # The mode Follow would bring them to the stage's device.
         for x in leaves:
             if isinstance(x, Tensor) and x.requires_grad and id(x) not in own:
                 own[id(x)] = y = cross(x, ranked=False) if cutting.marked else x

@@ -1,6 +1,6 @@
-"""The blocks of any module, each a node of the graph around it; checkpointed, it is run again by itself.
+"""The blocks of any module, each a node of the surrounding graph; if checkpointed, recomputed separately.
 
-A segment can't be: its frame of Python can't be entered twice. What a block returns has its recomputation in front.
+A segment can't be recomputed: its Python frame can't be entered twice. A block's recomputation precedes its node.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from splitpipe.training.dropped import Dropped, may_be_made_again, outputs_of
 from splitpipe.training.loss import Losses
 from splitpipe.training.sink import Keyed, Sink
 
-#: Far enough from each other that the seeds of a stage's blocks are none of another stage's.
+#: Large enough that the seeds of a stage's blocks are none of another stage's.
 _STEP = 1_000_003
 
 
@@ -69,18 +69,18 @@ class BlockNodes:
         whose = f"the arguments of {stage.own.described[0]}"
         for leaf in spent(given):
             raise TypeError(
-                f"{stage.own.described[0]} is checkpointed, and was given a {type(leaf).__name__}, which is spent when "
-                "the block runs again: expected a list or tuple, or checkpoint='never'."
+                f"{stage.own.described[0]} is checkpointed, and was given a {type(leaf).__name__}, which is used up "
+                "when the block is recomputed: expected a list or tuple, or checkpoint='never'."
             )
         leaves, spec = microbatch.flatten(Flat(given), whose)
-        value = Activation(leaves, spec, sharing(leaves))  # Run again, they are tensors of their own.
+        value = Activation(leaves, spec, sharing(leaves))  # When recomputed, they are separate tensors.
         nestings: list[Any] = []
         count = len(containers(args, kwargs))
         layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
         result = _BlockTask(stage, self._call, walk, value, layer, number)()
         self._note_draws(walk, facts)
         frame, made = result.frame, result.value
-        # What shares memory stays what it is, for the forward may write to it: who has saved what asks for it.
+        # Values that share memory stay as they are, since the forward may write to them: what they save checks for it.
         shared = _sharing(made.leaves, value.leaves)
         leaves = [
             checkpointed(leaf, frame, rank_of(leaf))
@@ -91,18 +91,18 @@ class BlockNodes:
         return (leaves[0], {}) if nesting is None else outputs.unflatten(leaves, nesting)
 
     def _note_draws(self, walk: CodeWalk, facts: StageFacts) -> None:
-        """A block that draws by itself when it is checkpointed draws among its stage's numbers when it is not."""
+        """Makes a block that draws separately if checkpointed draw among its stage's numbers if it isn't."""
         if facts.rng is RngMode.EXCLUSIVE:
             self._stages[walk.stage].facts.rng = RngMode.EXCLUSIVE
 
     def parameters(self, stage: int) -> list[Keyed]:
-        """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""
+        """The parameters of those blocks of a stage that have separate graphs, each with the block's key."""
         return [((own.own,), own.parameters.tensors) for (_, number), own in self._blocks.items() if number == stage]
 
     def _again(
         self, walk: CodeWalk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any, number: int
     ) -> Any:
-        """The value of a plain block's call, as a node; None where this call is not plain."""
+        """The value of a plain block's call, as a node; None if this call isn't plain."""
         sink, state = self._stages[walk.stage].sink, thread_state.capture()
         if sink is None or self._stages[walk.stage].own.computed or not plain(given, state):
             return None
@@ -137,23 +137,23 @@ class BlockNodes:
 def made_again(
     again: BlockRun, sink: Sink, given: Sequence[Any], i: int, alone: bool = False
 ) -> tuple[list[Any], Any, Dropped | None]:
-    """The leaves of what a checkpointed block gives, their nesting, and what its node has if it can be run again so.
+    """The leaves of a checkpointed block's output, their nesting, and what its node has if it can be recomputed so.
 
     Args:
         again: the block on a microbatch.
-        sink: where the gradients of its parameters go.
+        sink: takes the gradients of its parameters.
         given: the leaves of its arguments.
         i: the number of the microbatch.
-        alone: whether it is a whole stage: nobody writes to what it gives while that shares memory with other values.
+        alone: whether it is a whole stage, whose outputs aren't written to while they share memory with other values.
     """
     stage = again.stage
     facts, parameters = stage.facts, stage.parameters.tensors
-    # Before the run: a layer with a stream of its own would be the first to ask for its weights' nodes.
+    # Before the run, or else a layer that uses another stream would be the first to ask for its weights' nodes.
     phony, ids = sink.phony((stage.own,), parameters)
     made, nesting, drew, count = again.first()
     again.call.seeds.drew |= drew
     own = {id(x): x for x in given if isinstance(x, Tensor)}
-    if not alone and _sharing([x for x in made if id(x) not in own], given):  # The forward may write to it.
+    if not alone and _sharing([x for x in made if id(x) not in own], given):  # The forward may write to them.
         facts.plain = False
     if facts.plain is None:
         seen = [x for x in made if not isinstance(x, Losses)]  # These have no graph.
@@ -175,7 +175,7 @@ def made_again(
 
     made = outputs_of(made, own, flight, phony, again.entered)
     again.entered = []  # Their edges are the node's.
-    for block in blocks if alone else ():  # Else there are others, and to have two graphs takes more memory.
+    for block in blocks if alone else ():  # Otherwise, there are other blocks, and two graphs take more memory.
         sink.made(i, block)
     return made, nesting, blocks[0] if blocks else None
 
@@ -195,12 +195,12 @@ class _BlockTask(Task):
         return self.variables.run(super().__call__)
 
     def seed(self) -> int:
-        """A seed of the block's own, made from that of the microbatch on the stage."""
+        """A separate seed for the block, made from that of the microbatch on the stage."""
         return self._seed
 
 
 def _sharing(made: Sequence[Any], given: Sequence[Any]) -> frozenset[int]:
-    """The places of what a block gives that share memory with each other, or with what it was given."""
+    """The places of those outputs of a block that share memory with each other, or with its inputs."""
     return sharing(made, [x for x in given if isinstance(x, Tensor)])
 
 
@@ -209,7 +209,7 @@ def _seed(call: Call, walk: CodeWalk, number: int) -> int:
 
 
 def _foreign(made: list[Any], run: BlockRun, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that a block's graph leads to, and that are none of its parameters."""
+    """The leaves to which a block's graph leads that aren't its parameters."""
     known = {*map(id, parameters), *map(id, run.entered)}
     tensors = [x for x in made if isinstance(x, Tensor)]
     roots = [(x.grad_fn, x.output_nr) for x in tensors if x.grad_fn is not None]
@@ -219,9 +219,10 @@ def _foreign(made: list[Any], run: BlockRun, parameters: Sequence[Tensor]) -> li
 
 
 def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int) -> Callable[[Any], Flat]:
-    """A block's call by the leaves of (args, kwargs), of a nesting, the first time and when it is run again.
+    """A block's call, given the leaves of (args, kwargs) and their nesting, the first time and when it is recomputed.
 
-    It gives the leaves of the block's output, dataclasses taken apart, and of what it has changed in its arguments.
+    It returns the leaves of the block's output, with dataclasses flattened, and of what it has changed in its
+    arguments.
     """
 
     def block(value: list[Any]) -> Flat:
@@ -241,14 +242,14 @@ def _flat(call: Callable[..., Any], given: Any, nestings: list[Any], count: int)
 
 
 class _Plain(NamedTuple):
-    """The nesting of arguments without any: how many are given by position, and the names of the others."""
+    """The nesting of arguments without containers: how many are positional, and the names of the others."""
 
     positional: int
     names: tuple[str, ...]
 
 
 def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of arguments and their nesting; those that have none, as most, need no pytree."""
+    """The leaves of arguments and their nesting; arguments without containers, the usual case, need no pytree."""
     leaves = [*args, *kwargs.values()]
     if SIMPLE.issuperset(map(type, leaves)):
         return leaves, _Plain(len(args), tuple(kwargs))
@@ -256,7 +257,7 @@ def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], An
 
 
 def _together(leaves: list[Any], nesting: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that ``_apart`` took apart."""
+    """The arguments that ``_apart`` flattened."""
     if isinstance(nesting, _Plain):
         return tuple(leaves[: nesting.positional]), dict(zip(nesting.names, leaves[nesting.positional :]))
     args, kwargs = outputs.unflatten(leaves, nesting)
@@ -264,7 +265,7 @@ def _together(leaves: list[Any], nesting: Any) -> tuple[tuple[Any, ...], dict[st
 
 
 def _following(values: Values, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The block's call, whose functions get what they were given the first time when it is run again."""
+    """The block's call, whose functions get the same arguments as the first time when it is recomputed."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     first = [Follow(values.here, values.latest, values.asked, wrote=values.note_writes, seen=seen)]
 

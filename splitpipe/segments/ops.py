@@ -1,12 +1,12 @@
-"""Scheduled: the ops of a stage, each microbatch with a graph of its own.
+"""Scheduled: the ops of a stage; each microbatch has a separate graph.
 
-    R    if it is checkpointed, the stage runs once more: that needs no gradient
-    B    gradients of what later stages have taken ──> autograd ──> gradients of what has entered, to where that is from
+    R    if it is checkpointed, the stage is recomputed, which needs no gradient
+    B    gradients of what later stages have taken ──> autograd ──> gradients of what has entered, sent back
     W    what B left in the ledger ──> sums of weight gradients
 
-Which values cross is known when they are used. A stage's B runs after those of all later stages, as each sends a word
-to the one before, be there gradients or none: then nobody will take more of it. What the graph holds is freed with B,
-except what W needs. Gradients are captured: see ``training.capture``.
+It is known which values cross only when they are used. A stage's B runs after those of all later stages, since each
+sends a message to the one before, even without gradients: after that, no more of it will be taken. What the graph holds
+is freed with B, except for what W needs. Gradients are captured: see ``training.capture``.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from splitpipe.training.step import Shared
 
 
 class StageOps:
-    """The ops of one stage. Without a ledger, from which W takes what B left, B computes the weight gradients, too."""
+    """The ops of one stage. Without a ledger, from which W takes what B left, B computes the weight gradients too."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StageOps:
         self._last: dict[int, Prepared] = {}
         self._walks = walks
         self._transfers = transfers
-        #: The gradients of the caller's values: of each microbatch's input (key None) and target.
+        #: The gradients of the caller's values: for each microbatch, those of the input (key None) and the target.
         self.given: dict[tuple[Key | None, int], Grads] = {}
         #: True if an output of the stage requires grad.
         self.differentiable = False
@@ -76,7 +76,7 @@ class StageOps:
         return self._phony, [[*map(id, parameters)]]
 
     def wanted(self, phony: Any, ids: Ids) -> set[int] | None:
-        """All, as B comes to the phony."""
+        """All, since B reaches the phony."""
         return None
 
     def graph(
@@ -86,22 +86,22 @@ class StageOps:
         return self._capture.graph(roots, entered, numbers, **self._deferring(i))
 
     def _phonies(self) -> list[GradientEdge]:
-        """Edges that autograd is to go through though nothing needs their gradients."""
+        """Edges through which autograd must run although nothing needs their gradients."""
         return [] if self._phony is None else [get_gradient_edge(self._phony)]
 
     def backward_block(
         self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
         now: bool = False,
     ) -> Grads:
-        """B of a microbatch on a block, inside of that on the stage."""
+        """B of a microbatch on a block, inside B on the stage."""
         return self._captured(i, list(roots), list(grads), graph)
 
     def made(self, i: int, block: Prepared) -> None:
-        """A checkpointed stage has run."""
+        """Records that a checkpointed stage has run."""
         self._last[i] = block
 
     def recompute(self, i: int) -> None:
-        """R: the stage runs again, as that needs no gradient."""
+        """R: recomputes the stage, which needs no gradient."""
         block, trace = self._last.get(i), self.trace
         if block is not None:
             if trace is not None:
@@ -111,12 +111,12 @@ class StageOps:
                 trace.stop()
 
     def begin(self) -> None:
-        """F begins, in the microbatch's thread."""
+        """Begins F, in the microbatch's thread."""
         if self.trace is not None:
             self.trace.start()
 
     def end(self, i: int) -> None:
-        """F has ended."""
+        """Ends F."""
         j, trace = self.stage.index, self.trace
         if trace is not None:
             trace.stop()
@@ -126,21 +126,21 @@ class StageOps:
             self.differentiable = self.differentiable or bool(self._transfers[i].flights[j].value)
 
     def leave(self) -> None:
-        """The step is over: takes the ops out of their cycles."""
+        """Ends the step: takes the ops out of their cycles."""
         self.stage.sink = None
         self._last.clear()
         for transfer in self._transfers:
             transfer.flights[self.stage.index] = Flight()
 
     def backward(self, i: int) -> None:
-        """B, or BW if the ledger has it so."""
+        """B, or BW, depending on the ledger."""
         shared, j, flight = self._shared, self.stage.index, self._transfers[i].flights[self.stage.index]
         pairs: list[tuple[GradientEdge, Tensor | None]] = []
         if j == shared.last:
             if flight.value:
                 pairs += zip(flight.value, shared.reduction.seeds(i))
         else:
-            word = shared.exchange.receive(j, ("B", i, j, j + 1))  # First of all: what is taken is known from now on.
+            word = shared.exchange.receive(j, ("B", i, j, j + 1))  # First: only afterwards is it known what was taken.
             for target, edges in flight.taken.items():
                 pairs += zip(edges, word if target == j + 1 else shared.exchange.receive(j, ("B", i, j, target)))
         roots = [edge for edge, grad in pairs if grad is not None]
@@ -148,10 +148,10 @@ class StageOps:
         entered = [edge for edges in flight.entered.values() for edge in edges]
         graph = self._capture.graph(roots, entered, flight.numbers, self._phonies(), **self._deferring(i))
         found = iter(self._differentiate(i, list(roots), grads, graph))
-        self._transfers[i].flights[j] = Flight()  # Its edges hold the graph.
+        self._transfers[i].flights[j] = Flight()  # Its edges keep the graph alive.
         self._last.pop(i, None)
         if self._ledger is not None and (self._ledger.splits(i) or not self._ledger.splits_any):
-            self.stage.note()  # Of those that are left whole there is nothing to know.
+            self.stage.note()  # The other graphs have nothing to report.
         del pairs, roots, grads, entered, graph
         if j:
             flight.entered.setdefault(j - 1, [])
@@ -165,7 +165,7 @@ class StageOps:
                 self.given[source, i] = returned
 
     def _deferring(self, i: int) -> dict[str, Any]:
-        """What Capture.graph is to be told of W."""
+        """What Capture.graph must know about W."""
         ledger = self._ledger
         if ledger is None:
             return {}
@@ -200,7 +200,7 @@ class StageOps:
         found, own = self._capture.backward(roots, grads, graph, partial(self._leave, i), summed)
         left = [(leaf, grad) for leaf, grad in zip(graph.leaves, own) if grad is not None]
         if left:
-            with torch.no_grad():  # The worker's own grad mode is the forward's: each sum would be a new tensor.
+            with torch.no_grad():  # The worker has the forward's grad mode, in which each sum would be a new tensor.
                 self._sums.add([leaf for leaf, _ in left], [grad for _, grad in left])
         return found
 
@@ -218,14 +218,14 @@ class StageOps:
             self.trace.stop()
 
     def close(self) -> None:
-        """The stage has done all its ops."""
+        """Called when the stage has done all its ops."""
         if self._ledger is not None:
             with stream.use(self.stage.compute):
                 self._ledger.settle()
 
 
 def do(op: OpRun, ops: StageOps) -> None:
-    """Does an op of a stage."""
+    """Runs an op of a stage."""
     if op.kind == "R":
         ops.recompute(op.microbatches[0])
         return  # A part of B.

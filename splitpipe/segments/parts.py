@@ -1,22 +1,22 @@
-"""Drop-in: behind the forward, a microbatch's graph is cut at the stages' borders; each part becomes one node.
+"""Drop-in: after the forward, a microbatch's graph is cut at the stages' borders; each part becomes one node.
 
-    laid down   input <── layers of 0 <── Leave <── Copy <── Wait <── layers of 1 <── output
-    cut         input <── BlockNode 0 <── Leave <── Copy <── Wait <── BlockNode 1 <── output
+    before   input <── layers of 0 <── Leave <── Copy <── Wait <── layers of 1 <── output
+    after    input <── BlockNode 0 <── Leave <── Copy <── Wait <── BlockNode 1 <── output
 
 B of a part is then one call of autograd's engine, and leaves weight gradients to W. One thread makes all nodes of a
-microbatch, stage by stage: so their sequence numbers tell the stages, except of those that were ranked, or by which a
-value has crossed; these the Walk knows. Only the edge is known of a value that crosses, so a tensor without memory
-stands in for it.
+microbatch, stage by stage, so their sequence numbers show the stages, except for nodes that were ranked or with which a
+value has crossed; the Walk knows these. Only the edge of a value that crosses is known, so a tensor without memory
+represents it.
 
-A graph stays whole if cutting it could change what autograd does. Its gradients are the same, and none is left to W:
+A graph stays whole if cutting it could change what autograd does. Its gradients are the same, but none is left to W:
 
-    it leads to a node or leaf that is none of the model's (a weight that the caller has computed, say), or to a leaf on
-    another device; or it has a reentrant checkpoint or another pipeline in it
+    it leads to a node or leaf that isn't the model's (such as a weight that the caller has computed), or to a leaf on
+    another device; or it contains a reentrant checkpoint or another pipeline
     several microbatches share a part of it
-    outputs share memory, so that a write to one is a write to another; one is an object that may hold tensors; or one
-    microbatch gives several, where hooks of one are to see what comes from another
-    a weight without a rule is an earlier stage's, too, or the caller's graph leads to it: B would follow that way
-    a value crosses inside of an object, unseen, or is no plain tensor
+    outputs share memory, so that writing to one writes to another; an output is an object that may contain tensors; or
+    a microbatch returns several outputs, and hooks on one must see what comes from another
+    a weight without a rule is also an earlier stage's, or the caller's graph leads to it: B would follow that path
+    a value crosses inside an object, unseen, or isn't a plain tensor
 """
 from __future__ import annotations
 
@@ -44,52 +44,52 @@ from splitpipe.training.sink import DropinSink, used_by
 
 #: The flat output of a microbatch and its nesting.
 Flat = tuple[list[Any], Any]
-#: What numbers among an output's leaves are made of, by the identity of these.
+#: What numbers among an output's leaves consist of, by their identity.
 Numbers = Mapping[int, "Number | Unknown"]
 
 
 class Cutting:
-    """Whether the graphs of a call's microbatches are to be cut."""
+    """Whether to cut the graphs of a call's microbatches."""
 
     def __init__(
         self, split: bool, several: bool = True, writes: dict[Any, bool] | None = None, kind: Any = None
     ) -> None:
-        """On one device a forward may write to a value in one stage, and read it by a view of another one.
+        """On one device, a forward may write to a value in one stage, and read it through a view from another one.
 
-        A graph that is whole gets that right, and one that is cut would not. So the first forward of a kind is
-        ``watched``: nothing is cut, and ``writes`` says whether a stage has written to a value of an earlier one.
+        A whole graph handles that, but a cut one wouldn't. So the first forward of a kind is ``watched``: nothing is
+        cut, and ``writes`` records whether a stage has written to a value of an earlier one.
 
         Args:
             split: whether weight gradients are deferred.
-            several: whether there are several devices, or no stage sees a value of another one but its own input.
-            writes: by kind, from call to call.
-            kind: of this call.
+            several: whether there are several devices, or each stage sees only its input from other stages.
+            writes: by kind, kept from call to call.
+            kind: that of this call.
         """
         self._writes: dict[Any, bool] = {} if writes is None else writes
         written = None if several else self._writes.get(kind)
         self._kind, self._several = kind, several
-        #: Whether values are known by the stages that have made them.
+        #: Whether values are recognised by the stages that have made them.
         self.known = split and not written
-        #: Whether nodes are where values go from one stage to another.
+        #: Whether there are nodes where values go from one stage to another.
         self.marked = split and (several or written is False)
         self.watched = self.known and not self.marked
-        #: Called with a write to a value of an earlier stage. With copies of values there is nothing to be learnt.
+        #: Called with a write to a value of an earlier stage. If values are copied, there is nothing to record.
         self.write = self._write if self.known and not several else None
 
     def _write(self) -> None:
         self._writes[self._kind] = True
 
     def end(self) -> bool:
-        """The forward is over; True if its graphs stay whole."""
+        """Ends the forward; returns True if its graphs stay whole."""
         return not self._several and self._writes.setdefault(self._kind, False)
 
 
 class _Whole(Exception):
-    """A graph can't be cut."""
+    """Raised for a graph that can't be cut."""
 
 
 class _Ends:
-    """The edges at which a stage's part ends. To ask for one notes it, or the node that it leads to."""
+    """The edges at which a stage's part ends. Looking one up records it, or the node that it leads to."""
 
     def __init__(self, walk: Walk, around: Container[Edge], stage: int, dry: bool) -> None:
         self._walk, self._around, self._stage, self._dry = walk, around, stage, dry
@@ -115,7 +115,7 @@ class _Ends:
                 return True
             self.nodes.add(node)
             return False
-        # Of a value that crosses without a node of its own, both parts would call the hooks.
+        # For a value that crosses without a separate node, both parts would call the hooks.
         if found is None or found > self._stage or not self._dry:
             raise _Whole
         return True
@@ -127,11 +127,11 @@ class _Cut:
     def __init__(self, walk: Walk, copies: Mapping[Edge, Tensor], dry: bool) -> None:
         self._walk, self._run, self._dry = walk, walk.run, dry
         self._copies = copies
-        #: The tensors of the graph around that stages are given, by the edges at which their parts end.
+        #: The tensors of the surrounding graph that stages get, by the edges at which their parts end.
         self._given: dict[Edge, Tensor] = {**copies, **walk.inputs}
-        #: Those that they give, by the edges by which these leave the parts.
+        #: Those that stages return, by the edges at which they leave the parts.
         self._outputs: dict[Edge, Tensor] = {**copies}
-        #: For each stage these edges, in order.
+        #: These edges for each stage, in order.
         self._roots: list[dict[Edge, None]] = [{} for _ in self._run.stages]
         self._known: dict[Edge, Tensor] = {}
         self._graphs: dict[int, Graph] = {}
@@ -154,11 +154,11 @@ class _Cut:
         self._verify_leaves()
 
     def _leaving(self, edge: Edge, stage: int) -> None:
-        """Notes an edge by which a value leaves a part for a stage."""
+        """Records an edge at which a value leaves a part for a stage."""
         if edge in self._copies:
             return
         found = self._walk.maker(edge[0])
-        # Autograd makes a view's node again where its memory was written to: that may be in a later stage.
+        # Autograd remakes a view's node after a write to its memory, possibly in a later stage.
         if found is None or found >= stage:
             raise _Whole
         self._roots[found][edge] = None
@@ -166,7 +166,7 @@ class _Cut:
     def _part(self, k: int) -> Graph:
         sink = self._sink(k)
         ends, seen = _Ends(self._walk, self._given, k, self._dry), list[tuple[Tensor, bool, str]]()
-        # With any numbers: it is ``ends`` that knows the part's own nodes.
+        # With any numbers: ``ends`` knows the part's own nodes.
         graph = sink.graph(self._walk.i, _edges(self._roots[k]), (), range(2**64), seen, ends)
         if sink.note is not None:
             self._notes += [(sink.note, *each) for each in seen]
@@ -177,13 +177,13 @@ class _Cut:
         for edge in ends.edges:
             if edge not in self._given:
                 self._leaving(edge if self._dry else Crossing.of(edge[0]).edge, k)
-        if not self.nodes.isdisjoint(ends.nodes):  # Threads' numbers compare by accident.
+        if not self.nodes.isdisjoint(ends.nodes):  # Different threads' numbers may be equal by chance.
             raise _Whole
         self.nodes |= ends.nodes
         return graph._replace(entered=_edges(ends.edges))
 
     def _owns_tails(self, graph: Graph, k: int) -> bool:
-        """True if the nodes between owners and weights were made in this forward: W goes through them by itself."""
+        """True if the nodes between owners and weights were made in this forward: W runs through them separately."""
         for owner in graph.owners:
             after = owner.node.next_functions
             for number in owner.edges:
@@ -195,7 +195,7 @@ class _Cut:
         return True
 
     def _verify_leaves(self) -> None:
-        """Autograd follows every way to a leaf that B asks for; none may lead out of the part."""
+        """Raises if a path to a leaf that B asks for leads out of the part, since autograd follows all of them."""
         used: set[int] = set()
         shared: set[Edge] = set()
         for k, graph in sorted(self._graphs.items()):
@@ -213,12 +213,12 @@ class _Cut:
         return sink
 
     def note(self) -> None:
-        """Notes for the report how the gradients of weights are computed."""
+        """Records for the report how the gradients of weights are computed."""
         for note, x, deferred, why in self._notes:
             note(x, deferred, why)
 
     def join(self) -> None:
-        """Makes the nodes of the graph around."""
+        """Makes the nodes of the surrounding graph."""
         walk, stages = self._walk, self._run.stages
         for k, graph in sorted(self._graphs.items()):
             stage, sink, roots = stages[k], self._sink(k), self._roots[k]
@@ -233,7 +233,7 @@ class _Cut:
             self._outputs.update(zip(roots, made))
 
     def _input(self, edge: Edge) -> Tensor:
-        """The tensor of the graph around for an edge at which a part ends."""
+        """The tensor of the surrounding graph for an edge at which a part ends."""
         found = self._given.get(edge)
         if found is None:
             crossing = Crossing.of(edge[0])
@@ -241,7 +241,7 @@ class _Cut:
         return found
 
     def _value(self, edge: Edge) -> Tensor:
-        """What has left by an edge, or a tensor without memory like it."""
+        """The value that has left at an edge, or a tensor without memory like it."""
         found = self._known.get(edge)
         if found is None:
             meta = edge[0]._input_metadata[edge[1]]
@@ -249,12 +249,12 @@ class _Cut:
         return found.detach()
 
     def output(self, x: Any) -> Any:
-        """A value that leaves the graph, as one of the graph around."""
+        """A value that leaves the graph, as one of the surrounding graph."""
         return self._outputs[_edge(x)] if _has_graph(x) else x
 
 
 def _may_be_shared(node: Any) -> bool:
-    """True for a leaf's node, and for a cast of a leaf, which autocast makes for all threads."""
+    """True for a leaf's node, and for a cast of a leaf, which autocast caches for all threads."""
     kind: Any = type(node)
     return kind is AccumulateGrad or kind.__name__ == _CAST and type(node.next_functions[0][0]) is AccumulateGrad
 
@@ -276,16 +276,16 @@ def _has_graph(x: Any) -> bool:
 
 
 def _values(leaves: Sequence[Any], numbers: Numbers) -> list[Tensor]:
-    """What has a graph of an output's leaves, and of what numbers among these are made of."""
+    """The tensors with a graph among an output's leaves, and among what numbers consist of."""
     found = [x for x in leaves if _has_graph(x)]
     made = [each for each in numbers.values() if isinstance(each, Number)]
     return found + [term.value for each in made for term in each.terms if _has_graph(term.value)]
 
 
 def _may_leave(walk: Walk, leaves: Sequence[Any], several: bool) -> bool:
-    """True if a part of the graph around may give an output's leaves in place of the module's own."""
+    """True if a part of the surrounding graph may return an output's leaves instead of the module's own."""
     own = {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
-    if not several and len(own) > 1:  # Hooks of one would be given what comes from another, too.
+    if not several and len(own) > 1:  # Hooks on one would also get what comes from another.
         return False
     others = [x for x in walk.inputs.values() if id(x) not in own]
     return all([isinstance(x, OPEN) for x in leaves]) and not sharing([*own.values()], others)
@@ -295,18 +295,18 @@ def cut(
     run: Run, walks: Sequence[Walk], found: Sequence[Flat], numbers: Sequence[Numbers],
     dry: bool = False, whole: bool = False,
 ) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
-    """Cuts the graphs of all microbatches that are not checkpointed, as far as that can be done.
+    """Cuts the graphs of all microbatches that aren't checkpointed, where possible.
 
     Args:
         run: the call.
-        walks: of its microbatches, which are through.
+        walks: those of its microbatches, which are done.
         found: their outputs.
-        numbers: what numbers among these are made of.
-        dry: whether only to note for the report what would be done.
+        numbers: what numbers among these consist of.
+        dry: whether only to record for the report what would be done.
         whole: whether they are known to stay whole.
 
     Returns:
-        The outputs as values of the graph around, and the same numbers of these.
+        The outputs as values of the surrounding graph, and the same numbers for these.
     """
     copies = {_edge(y): y for _, y in run.copies() if y.grad_fn is not None}
     cuts: list[_Cut | None] = [None] * len(walks)
@@ -321,7 +321,7 @@ def cut(
                 raise _Whole
             each.find(_values(found[i][0], numbers[i]))
         except _Whole:
-            whole = True  # A node that keeps it whole may be another microbatch's as well.
+            whole = True  # A node that keeps it whole may also be another microbatch's.
         else:
             cuts[i] = each
         whole = whole or not seen.isdisjoint(each.nodes)
@@ -332,7 +332,7 @@ def cut(
     for stage in run.stages:
         stage.facts.whole = whole
         if whole and not run.call.checkpointed:
-            stage.sightings.forget()  # What was seen is no longer so.
+            stage.sightings.forget()  # What was seen is outdated.
             stage.facts.noted = None
         elif not whole and not dry:
             stage.note()

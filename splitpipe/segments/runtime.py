@@ -1,4 +1,4 @@
-"""One call of any module, drop-in or scheduled, on its threads and streams in this process."""
+"""One call of any module, drop-in or scheduled, on threads and streams of this process."""
 from __future__ import annotations
 
 import weakref
@@ -45,11 +45,11 @@ from splitpipe.training.loss import Losses, Objective, begun
 
 
 class SegmentRuntime:
-    """Runs one module in segments, by a schedule if there is one."""
+    """Runs one module in segments, scheduled or drop-in."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, options: Options) -> None:
-        self._module_of = weakref.ref(module)  # Which has this, as its forward.
-        #: A forward that the instance had already, where it had one of its own.
+        self._module_of = weakref.ref(module)  # The module refers to this, as its forward.
+        #: The instance's previous forward, if it had one.
         self.own = own
         self.options = options
         schedule = options.schedule
@@ -57,8 +57,8 @@ class SegmentRuntime:
         self._resources = Resources(options.places, [], rows)
         self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
         self._homes = Homes(options.places, module)
-        self.stage_of = self._homes.stage_of  #: Of each module that was called.
-        self.mapped = 0  #: The number of these when ``hf_device_map`` was written.
+        self.stage_of = self._homes.stage_of  #: The stage of each module that was called.
+        self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
         self._compiler = Compiler(options.compiling, defers(options.split, schedule))
         self._told = Told()
         self._numbers = Numbers()
@@ -68,9 +68,9 @@ class SegmentRuntime:
         self._divider = arguments.Divider(self.signature, options.batched, options.splitting, options.chunks, limit)
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
         self._attributes = Attributes()
-        self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # Before the first call.
+        self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # From before the first call.
         self._joiner = Joiner()
-        self._writes: dict[Any, bool] = {}  # By kind of call, on one device; see Cutting.
+        self._writes: dict[Any, bool] = {}  # By kind of call, if there is one device; see Cutting.
         self._block_caches: WeakKeyDictionary[nn.Module, dict[int, StageCache]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[SegmentRuntime], tuple[Any, ...]]:
@@ -81,7 +81,7 @@ class SegmentRuntime:
         """The module that is run."""
         module = self._module_of()
         if module is None:
-            raise ReferenceError("the module of this forward is gone: expected it to be kept while it is called.")
+            raise ReferenceError("the module of this forward is gone: expected it to be kept alive while it is called.")
         return module
 
     @property
@@ -89,7 +89,7 @@ class SegmentRuntime:
         return type(self.module).forward.__get__(self.module) if self.own is None else self.own
 
     def device_map(self) -> dict[str, torch.device]:
-        """The devices of blocks by name; before the first call as far as the order of definition tells."""
+        """The devices of blocks by name; before the first call, a guess from the order of definition."""
         blocks = Blocks(self.module, self.options.cuts)
         return device_map(blocks, self.stage_of, self._resources.devices, self._homes.complete)
 
@@ -102,7 +102,7 @@ class SegmentRuntime:
         return self._engine.guarded(state, partial(self._outputs, args, kwargs, state, whole=True), alone=True)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Any:
-        """The module's output for the batch; by a schedule, the loss for a target, or the output with its loss."""
+        """The module's output for the batch; with a schedule, the loss for a target, or the output with its loss."""
         state = thread_state.capture()
         own_loss = self.options.schedule is not None and self.options.loss_fn is None
         if target is not None or own_loss and self.module.training and state.grad:
@@ -111,7 +111,7 @@ class SegmentRuntime:
             call = partial(self._outputs, args, kwargs, state)
         return self._engine.guarded(state, call, alone=True)
 
-    # What both ways have in common.
+    # Common to both.
 
     def _divided(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: thread_state.State, blocks: Blocks
@@ -122,11 +122,11 @@ class SegmentRuntime:
         return self._divider.divided(args, kwargs, target, training, self._separable)
 
     def _separable(self, division: Division) -> bool:
-        """True if the outputs of microbatches make that of the batch, as runs of one row and of two show."""
+        """True if the outputs of microbatches make that of the batch, judging by runs of one row and of two."""
         traces: list[Any] = []
         one, two = (self._rehearsed(division, rows, noted(self.module, traces)) for rows in (1, 2))
         if one is None or two is None or traces[0] != traces[1] or not traces[0][1]:
-            return False  # What it keeps from call to call is that of the batch.
+            return False  # It keeps values of the whole batch from call to call.
         return outputs.separable(*one, *two)
 
     def _begin(self, input: Division, state: thread_state.State, layers: ModuleLayers) -> Call:
@@ -150,7 +150,7 @@ class SegmentRuntime:
         self._homes.gather()
 
     def _model_layers(self, blocks: Blocks) -> ModuleLayers:
-        called = [list(map(id, each)) for each in self._homes.called]  # The layers keep those modules.
+        called = [list(map(id, each)) for each in self._homes.called]  # The layers keep these modules alive.
         if self._layers is None or self._layers[0] != called or not self._homes.complete:
             self._layers = called, ModuleLayers(self.module, blocks, self._homes, self.options.places)
         else:
@@ -159,7 +159,7 @@ class SegmentRuntime:
         return self._layers[1]
 
     def _threads_for(self, layers: ModuleLayers, call: Call) -> Pool:
-        """As many threads as the call may need."""
+        """A pool with as many threads as the call may need."""
         self._resources.find_workers(layers)
         scheduled = self.options.schedule is not None
         return self._resources.pool(layers, len(call.rows) + scheduled * max(self._resources.workers))
@@ -171,12 +171,12 @@ class SegmentRuntime:
         return SegmentStage(layers.stages[index], caches[index], call, modes, pending, layers.compiled)
 
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: bool, grad: bool) -> Any:
-        """Equal for calls of which all give numbers, or none does."""
+        """A key that is equal for calls of which either all or none return numbers."""
         given = [name for name, value in arguments.pairs(self.signature, args, kwargs) if value is not None]
         return self.module.training, grad, target, tuple(given)
 
     def _tracing(self, kind: Any, call: Call) -> Tracing | None:
-        """How the call's forwards are traced; None where nobody would look at what is seen."""
+        """How to trace the call's forwards; None if the trace would not be used."""
         if self.options.reduction is not None:
             return None
         return self._numbers.begin(kind, call.input)
@@ -204,7 +204,7 @@ class SegmentRuntime:
 
     @contextmanager
     def _walking(self, call: Call, threads: Pool, walks: Sequence[Walk]) -> Iterator[None]:
-        """No microbatch's thread is at work after it, unless a second interrupt ends the wait for that."""
+        """Ensures that no microbatch's thread works afterwards, unless a second interrupt ends the wait for that."""
         try:
             with self._attributes.watched(self.module, [count for _, count in call.rows]):
                 yield
@@ -218,7 +218,7 @@ class SegmentRuntime:
                     walk.forget()
 
     def _ended(self) -> None:
-        """A call has come to its end."""
+        """Ends a call that completed."""
         if not self._homes.trained and self.module.training:
             Blocks(self.module, self.options.cuts).warn_uncalled(self._homes.called)
         self._homes.note_writes(self._versions)
@@ -228,7 +228,7 @@ class SegmentRuntime:
     # Drop-in.
 
     def _outputs(self, args: Any, kwargs: dict[str, Any], state: thread_state.State, whole: bool = False) -> Any:
-        """The output; ``whole``: of one microbatch."""
+        """The output; ``whole``: as a single microbatch."""
         blocks = Blocks(self.module, self.options.cuts)
         if whole:
             division = self._divider.whole(args, kwargs)
@@ -272,7 +272,7 @@ class SegmentRuntime:
         return output
 
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reducer: Reducer) -> Any:
-        """The outputs of all microbatches as one."""
+        """The outputs of all microbatches, joined."""
         rows = [count for _, count in call.rows]
         again, exact = partial(self._rehearsed, call.input), not self.module.training
         return self._joiner.joined(found, rows, reducer, again, call.input.kind() if len(rows) > 1 else "", exact)
@@ -280,7 +280,7 @@ class SegmentRuntime:
     def _rehearsed(
         self, division: Division, rows: int, inside: AbstractContextManager[None] | None = None
     ) -> tuple[Any] | None:
-        """The output for the first rows of a call; None if the module can't be run on so few."""
+        """The output for the first rows of a call; None if the module can't be run on that few."""
         if division.first is None:
             return None
         # It may be written to.
@@ -288,10 +288,10 @@ class SegmentRuntime:
         try:
             with without_trace(self.module, self._resources.devices, hooks=False), inside or nullcontext():
                 return (self._outputs(args, kwargs, thread_state.capture(), whole=True),)
-        except torch.OutOfMemoryError:  # It tells nothing of the module.
+        except torch.OutOfMemoryError:  # This says nothing about the module.
             raise
-        except Exception as error:  # It may need more rows, say.
-            error.__traceback__ = None  # Its frames hold the run.
+        except Exception as error:  # For example, it may need more rows.
+            error.__traceback__ = None  # Its frames keep the run's tensors alive.
             return None
 
     def _losses(self, value: Tensor, made: Number | Unknown | None) -> Losses:
@@ -303,7 +303,7 @@ class SegmentRuntime:
             self._told.warn(where, AS_FUNCTION)
         return Losses(value, made or Unknown(""))
 
-    # By a schedule.
+    # With a schedule.
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: thread_state.State) -> Any:
         trainer, options = self._engine.trainer, self.options
@@ -311,7 +311,7 @@ class SegmentRuntime:
             raise ValueError(NO_FUNCTION)
         if target is not None and options.loss_fn is None:
             raise ValueError(
-                "target= was given, but the model has no loss_fn to take it: expected SplitPipe(..., "
+                "target= was given, but the model has no loss_fn to pass it to: expected SplitPipe(..., "
                 "loss_fn=criterion), or labels for the module's own loss."
             )
         assert trainer is not None
@@ -361,5 +361,5 @@ class SegmentRuntime:
         return self._engine.recording()
 
     def report(self, module: object = None) -> DeferralReport:
-        """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
+        """The report on deferral, from the uses of parameters seen in the stages' forwards."""
         return report(self.module, self.stage_of, self._resources.caches, self._engine.split)

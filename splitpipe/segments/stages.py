@@ -1,4 +1,4 @@
-"""The stages of any module, for the time of one call, and what the microbatches of a call have in common."""
+"""The stages of any module during one call, and what the microbatches of a call share."""
 from __future__ import annotations
 
 import threading
@@ -59,11 +59,11 @@ class SegmentLayers:
         self.parameters: list[list[Tensor]] = []
         self.names: dict[int, str] = {}
         self.identities: frozenset[int] = frozenset()
-        #: Parameters that are no leaves, as with torch.func.functional_call.
+        #: Parameters that aren't leaves, as with torch.func.functional_call.
         self.computed: list[Tensor] = []
 
     def refresh(self, every: ModuleParameters) -> None:
-        """Looks for the parameters that there are now."""
+        """Looks up the current parameters."""
         self.parameters = [list(layer.parameters()) for _, layer in self.layers]
         self.names, self.identities, self.computed = every
 
@@ -77,7 +77,7 @@ class ModuleParameters(NamedTuple):
 
 
 class ModuleLayers:
-    """The modules of all stages, as they are now."""
+    """The current modules of all stages."""
 
     def __init__(self, module: nn.Module, blocks: Blocks, homes: Homes, places: Sequence[Place]) -> None:
         self.skips: dict[Any, Any] = {}
@@ -96,7 +96,7 @@ class ModuleLayers:
         self.refresh(module)
 
     def refresh(self, module: nn.Module) -> None:
-        """Looks for the parameters that there are now."""
+        """Looks up the current parameters."""
         named = dict(module.named_parameters())
         computed: list[Tensor] = [x for x in named.values() if not x.is_leaf and x.requires_grad]
         names = {id(x): name for name, x in named.items()}
@@ -116,14 +116,14 @@ class ModuleLayers:
 
 
 def _without_children(module: nn.Module) -> nn.Module:
-    """The parameters and buffers that are a module's own."""
+    """A module's own parameters and buffers."""
     own = nn.Module()
     own._parameters, own._buffers = module._parameters, module._buffers
     return own
 
 
 class RunningStage(Protocol):
-    """A stage of whatever module, for the time of one call."""
+    """A stage of any kind of module during one call."""
 
     own: Any
     index: int
@@ -132,18 +132,18 @@ class RunningStage(Protocol):
     facts: StageFacts
     sightings: Sightings
     pending: PendingStore | None
-    #: Where gradients go of blocks that have graphs of their own; None: all is one graph.
+    #: Takes gradients of blocks that have separate graphs; None: everything is in one graph.
     sink: Any
 
     def caller(self, i: int) -> Caller | None:
-        """What the layers of a microbatch are told of the stage; None if all is left to autograd."""
+        """What the layers of a microbatch need to know about the stage; None if all is left to autograd."""
 
     def note(self, done: bool = True) -> Note | None:
-        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known."""
+        """Records how gradients of the stage's parameters are computed, for the report; None if that is known."""
 
 
 class SegmentStage(ReportedStage):
-    """A stage of any module for the time of one call; weight gradients wait in ``pending``, or are left to autograd."""
+    """A stage of any module during one call; weight gradients wait in ``pending``, or are left to autograd."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class SegmentStage(ReportedStage):
 
 
 class BlockCalls(Protocol):
-    """How blocks are called that are checkpointed."""
+    """How checkpointed blocks are called."""
 
     def checkpointed(
         self, walk: Any, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -176,32 +176,32 @@ class BlockCalls(Protocol):
         """The value of a call, and what it has changed in lists and dicts among its arguments."""
 
     def parameters(self, stage: int) -> list[Keyed]:
-        """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""
+        """The parameters of those blocks of a stage that have separate graphs, each with the block's key."""
 
 
 class Run:
-    """One call: what its microbatches have in common."""
+    """One call: what its microbatches share."""
 
     def __init__(
         self, call: Call, stages: Sequence[RunningStage], *, ranked: bool, in_turn: bool = False
     ) -> None:
         self.call = call
         self.stages = stages
-        #: True where autograd chooses what goes backward next: without a schedule.
+        #: True if autograd chooses what runs backward next, because there is no schedule.
         self.ranked = ranked
-        #: True if ops come one after another.
+        #: True if ops run one after another.
         self.in_turn = in_turn
 
     def parameters(self, stage: int) -> list[Keyed]:
-        """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""
+        """The parameters of those blocks of a stage that have separate graphs, each with the block's key."""
         return []
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter or buffer that a stage has a copy of, with that."""
+        """Each parameter or buffer of which a stage has a copy, with the copy."""
         return []
 
     def verify_copies(self) -> None:
-        """Refuses copies that were written to, and forgets them."""
+        """Raises for copies that were written to, and forgets all copies."""
 
 
 class CodeRun(Run):
@@ -217,7 +217,7 @@ class CodeRun(Run):
         self.forward = forward
         self.blocks = blocks
         self.homes = homes
-        #: True where values need not be found between blocks: one device, and one graph over all stages.
+        #: True if values need not be found between blocks, because there is one device, and one graph over all stages.
         self.one_graph = one_graph
         self._local: dict[tuple[nn.Module, int], bool] = {}
         self._lock = threading.Lock()
@@ -225,11 +225,11 @@ class CodeRun(Run):
         self._buffers: dict[int, tuple[str, Tensor]] | None = None
 
     def parameters(self, stage: int) -> list[Keyed]:
-        """The parameters of those blocks of a stage that have graphs of their own, each with the block's key."""
+        """The parameters of those blocks of a stage that have separate graphs, each with the block's key."""
         return self.calls.parameters(stage)
 
     def settled(self, module: nn.Module, stage: int) -> bool:
-        """Gives a module that a stage calls its home; True if its tensors are on the stage's device."""
+        """Gives a module that a stage calls its home; returns True if its tensors are on the stage's device."""
         key = module, stage
         local = self._local.get(key)
         if local is None:
@@ -239,17 +239,17 @@ class CodeRun(Run):
         return local
 
     def adopted(self, x: Tensor, stage: int) -> bool:
-        """True for a parameter or buffer that had no home, as its module is never called: it has one now."""
+        """Gives a home to a tensor that had none, as its module is never called; returns True if it did."""
         with self._lock:
             return self.homes.adopt(x, stage)
 
     def verify_cut(self, block: nn.Module, cut: int, stage: int) -> None:
-        """Refuses a cut whose first call comes when a later stage has begun."""
+        """Raises for a cut whose first call comes after a later stage has begun."""
         if cut < stage and block not in self.homes.stage_of:
             names = {number: self.blocks.described(part) for part, number in self.blocks.cuts.items()}
             raise ValueError(
-                f"{names[stage]}, where stage {stage} begins, was called before {names[cut]}, where stage {cut} does: "
-                "expected cuts= in the order in which the forward calls them."
+                f"{names[stage]}, where stage {stage} starts, was called before {names[cut]}, where stage {cut} "
+                "starts: expected cuts= in the order in which the forward calls them."
             )
 
     def is_buffer(self, x: Tensor) -> bool:
@@ -259,7 +259,7 @@ class CodeRun(Run):
         return id(x) in self._buffers
 
     def copied(self, x: Tensor, stage: int, copy: Callable[[Tensor], Tensor]) -> Tensor:
-        """A parameter or buffer on another device: one copy a call and device."""
+        """A parameter or buffer on another device: one copy per call and device."""
         key = id(x), self.stages[stage].device
         found = self._copies.get(key)
         if found is None:
@@ -275,9 +275,9 @@ class CodeRun(Run):
         return [(x, made) for x, made, _ in self._copies.values()]
 
     def verify_copies(self) -> None:
-        """Refuses copies of parameters and buffers that were written to: what lives elsewhere has not changed.
+        """Raises for copies of parameters and buffers that were written to: the originals haven't changed.
 
-        Forgets them, as the run itself is part of cycles, and copies of tied embeddings are large.
+        Forgets all copies, since the run itself is part of cycles, and copies of tied embeddings are large.
         """
         copies, self._copies = self._copies, {}
         for x, made, version in copies.values():
@@ -285,16 +285,16 @@ class CodeRun(Run):
                 names = {id(own): name for name, own in self.blocks.module.named_parameters()}
                 names |= {key: name for key, (name, _) in (self._buffers or {}).items()}
                 raise RuntimeError(
-                    f"{names.get(id(x), 'a parameter')!r}, which lives on {x.device}, was written to by a stage on "
-                    f"{made.device}, which has a copy for the time of a call: expected the modules that write to it "
-                    "in one stage, or in stages on one device. Choose other cuts=, or devices."
+                    f"{names.get(id(x), 'a parameter')!r}, which is on {x.device}, was written to by a stage on "
+                    f"{made.device}, which has a copy during a call: expected the modules that write to it in one "
+                    "stage, or in stages on one device. Choose other cuts=, or devices."
                 )
 
 
 def report(
     module: nn.Module, stage_of: Mapping[nn.Module, int], caches: Sequence[StageCache], split: bool
 ) -> DeferralReport:
-    """The report on deferral, from the uses of parameters that the stages' forwards have shown."""
+    """The report on deferral, from the uses of parameters seen in the stages' forwards."""
     rows: list[Row] = []
     seen: set[int] = set()
     for prefix, part in module.named_modules():
@@ -304,7 +304,7 @@ def report(
         if not split:
             unseen = "backward='autograd'"
         elif any(facts.whole for facts in cache.facts.values()):
-            unseen = "the graph of its stage can't be cut out of that around it"
+            unseen = "the graph of its stage can't be cut out of the surrounding graph"
         elif not any(facts.noted for facts in cache.facts.values()):
             unseen = "not known yet: run a step first"
         for name, parameter in part._parameters.items():

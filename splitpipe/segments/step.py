@@ -35,11 +35,11 @@ from splitpipe.training.step import Shared
 
 
 class StepWork:
-    """The work of a step of any model.
+    """What the threads do in a step of any model.
 
     Args:
-        routes: between the stages; None if all are on the CPU.
-        threads: that do it.
+        routes: those between the stages; None if all are on the CPU.
+        threads: the threads that run the step.
     """
 
     recomputes = False
@@ -70,7 +70,7 @@ class StepWork:
         return self._ops[-1]
 
     def start(self, target: Division) -> None:
-        """All stages are there: makes the microbatches, and lets them start."""
+        """Makes the microbatches, once all stages exist, and lets them start."""
         run = self._run = self._running()
         self._targets = run.call.cut_detached(target, len(self.stages) - 1)
         for i, activation in enumerate(run.call.cut_detached(run.call.input, 0)):
@@ -93,7 +93,7 @@ class StepWork:
         raise NotImplementedError
 
     def _walk(self, i: int, activation: Activation) -> tuple[Walk, DetachedTransfer]:
-        """A microbatch, and how its values come to later stages."""
+        """A microbatch, and how its values reach later stages."""
         raise NotImplementedError
 
     def _finish(self, i: int, output: Any) -> Losses:
@@ -105,7 +105,7 @@ class StepWork:
         return trace.counting() if trace.measured_microbatch == i else None
 
     def run(self, execution: Execution) -> None:
-        """Does all ops; raises the first error."""
+        """Runs all ops; raises the first error."""
         self._execution = execution
         parked = self.walks[0].parked
         executor = Executor(execution.rows, self, execution.around, self._run.call.variables, parked=parked)
@@ -124,11 +124,11 @@ class StepWork:
         self.end(op)
 
     def begin(self, op: OpRun) -> None:
-        """F of a stage begins."""
+        """Begins F of a stage."""
         self._ops[op.stage].begin()
 
     def end(self, op: OpRun) -> None:
-        """F of a stage has ended."""
+        """Ends F of a stage."""
         self._ops[op.stage].end(*op.microbatches)
 
     def other(self, op: OpRun) -> None:
@@ -138,11 +138,11 @@ class StepWork:
             do(op, ops)
 
     def failed(self, op: OpRun, error: BaseException) -> None:
-        """Notes where an error was raised."""
+        """Records where an error was raised."""
         add_note(error, f"in {op}, {self.stages[op.stage]}")
 
     def done(self, complete: bool) -> None:
-        """All threads are through."""
+        """Called when all threads have ended."""
         for ops in self._ops:
             if complete:
                 ops.close()
@@ -150,11 +150,11 @@ class StepWork:
         self._execution.done()
 
     def leave(self) -> None:
-        """The step is done."""
+        """Ends the step."""
         self._run.verify_copies()
 
     def bring_home(self, sums: Sequence[Sums]) -> None:
-        """Adds the gradients of copied parameters to those of the parameters, on their own devices."""
+        """Adds the gradients of copied parameters to those of the parameters, on the parameters' devices."""
 
 
 class CodeStep(StepWork):
@@ -163,9 +163,9 @@ class CodeStep(StepWork):
     Args:
         stage_of: makes a stage for its ledger.
         run_of: makes the run for all stages.
-        homes: of the module's parameters.
+        homes: those of the module's parameters.
         objective: None for the module's own loss.
-        losses: of that.
+        losses: those of the objective.
     """
 
     walks: list[CodeWalk]
@@ -182,7 +182,7 @@ class CodeStep(StepWork):
         self._objective = objective
         self._losses = losses
         self._events: list[Events] = []
-        #: The flat outputs of microbatches, outside of any graph, where the loss is the module's own.
+        #: The flat outputs of microbatches, outside any graph, if the loss is the module's own.
         self.outputs: dict[int, tuple[list[Any], Any]] = {}
 
     def _stage(self, j: int, ledger: Ledger | None) -> RunningStage:
@@ -198,7 +198,7 @@ class CodeStep(StepWork):
         return walk, CodeDetachedTransfer(walk, self._homes, self._routes, events, self._traces)
 
     def leave(self) -> None:
-        """The step is done."""
+        """Ends the step."""
         for events in self._events:
             events.spent()
         super().leave()
@@ -212,7 +212,7 @@ class CodeStep(StepWork):
             output = walk.values.hand(output)
             target = microbatch.unflatten(transfer.given(activation.leaves, TARGET), activation.spec)
             losses = self._objective.loss(output, target, walk.trace)
-        # Terms that were made on earlier stages, too.
+        # Terms may also have been made on earlier stages.
         roots, losses = losses.apart()
         transfer.flights[walk.stage].value = [get_gradient_edge(walk.values.here(root)) for root in roots]
         return losses
@@ -232,7 +232,7 @@ class CodeStep(StepWork):
         return self._losses(loss.reshape(()) if loss.dim() else loss, made)
 
     def bring_home(self, sums: Sequence[Sums]) -> None:
-        """Adds the gradients of copied parameters to those of the parameters, on their own devices."""
+        """Adds the gradients of copied parameters to those of the parameters, on the parameters' devices."""
         for x, copy in self._run.copies():
             for own in sums:
                 total = own.take(copy)
@@ -247,18 +247,18 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         kind = "none" if found is None else f"a {type(found).__name__}"
         raise TypeError(
-            f"the module's output, a {type(output).__name__}, has {kind} as its loss: a schedule goes backward inside "
-            "the forward, and expects the field or key 'loss', a number. Give the model what it computes the loss "
-            "from (labels=...), or SplitPipe(..., loss_fn=criterion) and the target; for outputs alone, model.eval() "
-            "or torch.no_grad()."
+            f"the module's output, a {type(output).__name__}, has {kind} as its loss: a schedule runs backward inside "
+            "the forward, so it needs the field or key 'loss', a number. Pass the model what it computes the loss "
+            "from (labels=...), or use SplitPipe(..., loss_fn=criterion) and a target; if you only need outputs, use "
+            "model.eval() or torch.no_grad()."
         )
     return found
 
 
 def with_loss(output: Any, loss: Tensor) -> Any:
-    """The output with another loss in its field; the output itself is changed where that can be."""
+    """The output with another loss in its field; the output itself is changed if possible."""
     if isinstance(output, dict):
-        output["loss"] = loss  # transformers' ModelOutput is a dict, too, and sets its attribute.
+        output["loss"] = loss  # transformers' ModelOutput is a dict too, and this sets its attribute.
     elif isinstance(output, tuple) and hasattr(output, "_replace"):
         return output._replace(loss=loss)
     else:

@@ -1,13 +1,13 @@
 """The values of one microbatch that cross from stage to stage, wherever the module's code keeps them.
 
-Arguments of a block are handed over at its call. What lists, closures and locals carry further is found where code
-between blocks uses it, by a function mode, Follow. A value that has come to a stage is known by the tensor that the
-module's code still holds, so that it comes once; later stages take it from the last one that had it, with whatever was
-written to it there.
+Arguments of a block are passed at its call. Values in lists, closures and local variables are found when code between
+blocks uses them, by a function mode, Follow. A value that has reached a stage is identified by the tensor that the
+module's code still refers to, so that it crosses once; later stages take it from the last one that had it, including
+everything written to it there.
 
-Guarantee: the module's code never computes on a stage with a tensor of another. What would break it: a block that
-reaches past its arguments (an attribute of another module). Devices differ then, which torch refuses; or under a
-schedule the gradient arrives at the earlier stage's input, which is an error, too.
+Guarantee: on a stage, the module's code never computes with another stage's tensor. A block that accesses more than its
+arguments (such as an attribute of another module) would break it. Then devices differ, and torch raises an error; or,
+with a schedule, the gradient arrives at the earlier stage's input, which is an error too.
 """
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from splitpipe.core.torch_private import DisableTorchFunction, tree_map_only
 
 
 class Transfer(Protocol):
-    """The way of values to later stages: laid down for autograd, or by a schedule."""
+    """How values get to later stages: in autograd's graph, or between a schedule's graphs."""
 
     def foreign(self, x: Tensor) -> bool:
-        """True for a tensor that another stage than the present one has made, or that is on its device."""
+        """True for a tensor that a stage other than the current one has made, or that is on its device."""
 
     def maker(self, x: Tensor) -> int:
         """The stage that has made a foreign tensor."""
 
     def carry(self, x: Tensor, source: int) -> Tensor:
-        """A value of an earlier stage, for the present one."""
+        """A value of an earlier stage, for the current one."""
 
     @property
     def refuses(self) -> bool:
-        """True if a write is an error that values of one memory don't all tell of; False: autograd knows."""
+        """True if a write is an error because not all values with that memory see it; False: autograd handles it."""
 
     @property
     def writing(self) -> Callable[[], None] | None:
-        """Called with a write to a value that has crossed, if somebody is to know."""
+        """Called with a write to a value that has crossed, if that matters."""
 
     @property
     def one_graph(self) -> bool:
         """True if all stages have one graph."""
 
     def differentiates(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Called with a backward of the module's own, and its arguments, before it begins."""
+        """Called with a backward in the module's own code, and its arguments, before it begins."""
 
     def state(self, x: Tensor) -> Tensor | None:
-        """The copy of a parameter or buffer for the present stage; None for a tensor that is neither."""
+        """The copy of a parameter or buffer for the current stage; None for other tensors."""
 
 
 class _Cell:
-    """A value that has crossed: on which stage it is now, and who else knows it."""
+    """A value that has crossed: the stage that it is on now, and its tensors elsewhere."""
 
     __slots__ = ("dirty", "kept", "latest", "stage", "storage", "version")
 
@@ -68,7 +68,7 @@ class _Cell:
         self.storage = storage_of(x)
         self.stage = -1
         self.version: int | None = None
-        self.dirty = False  # True if it was written to on a stage before the one that it is on now.
+        self.dirty = False  # True if it was written to on a stage before its current one.
 
     @property
     def written(self) -> bool:
@@ -77,17 +77,17 @@ class _Cell:
 
 
 class Values:
-    """The values of one microbatch, as the stage that it is on sees them."""
+    """The values of one microbatch, as its current stage sees them."""
 
     def __init__(self, transfer: Transfer, link: Callable[[Tensor, Tensor], None] | None = None) -> None:
         self._transfer = transfer
-        self._link = link  # Told of each tensor, and what it is on another stage.
+        self._link = link  # Called with each tensor, and its counterpart on another stage.
         self._cells: dict[int, _Cell] = {}
-        self._written: set[int] = set()  # The storages of values that were written to since they crossed.
+        self._written: set[int] = set()  # The storages of values that were written to after crossing.
         self.stage = 0
 
     def here(self, x: Tensor) -> Tensor:
-        """The tensor for the present stage: itself, or what it is here."""
+        """The tensor for the current stage: itself, or its counterpart here."""
         cell = self._cells.get(id(x))
         if cell is not None:
             if cell.stage == self.stage:
@@ -123,7 +123,7 @@ class Values:
 
     def _refuse(self) -> None:
         if self._transfer.refuses:
-            again = "" if self._transfer.writing is None else " All stages have one graph from now on: repeat the step."
+            again = "" if self._transfer.writing is None else " All stages now share one graph: repeat the step."
             raise RuntimeError(_ALIASED + again)
 
     def note_writes(self) -> None:
@@ -139,7 +139,7 @@ class Values:
                 self._written = {x for cell in written for x in (cell.storage, storage_of(cell.latest))} - {0}
 
     def _verify_view(self, x: Tensor) -> None:
-        """Refuses a view of a tensor from before a write to its memory: its gradient would know nothing of that."""
+        """Raises for a view from before a write to its memory, since its gradient would miss the write."""
         with unobserved():
             base = x._base
             if base is None or storage_of(x) not in self._written or not self._transfer.foreign(base):
@@ -148,7 +148,7 @@ class Values:
                 self._refuse()
 
     def verify(self) -> None:
-        """At the end of a segment: refuses a write in place to a value that another one shares memory with."""
+        """At the end of a segment, raises for a write in place to a value that shares memory with another one."""
         cells = {id(cell): cell for cell in self._cells.values()}.values()
         written = {cell.storage: cell for cell in cells if cell.stage == self.stage and cell.written and cell.storage}
         for cell in cells if written else ():
@@ -156,7 +156,7 @@ class Values:
                 self._refuse()
 
     def hand(self, value: Any) -> Any:
-        """A nesting with its tensors for the present stage."""
+        """A nesting with its tensors for the current stage."""
         return changed(value, self.here, {})
 
     def simple(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -168,7 +168,7 @@ class Values:
         return args, kwargs
 
     def latest(self, x: Tensor) -> Tensor:
-        """The tensor where it was last."""
+        """The tensor as it was last."""
         cell = self._cells.get(id(x))
         return x if cell is None else cell.latest
 
@@ -178,18 +178,18 @@ class Values:
         return cell.latest if cell is not None and cell.written else x
 
     def clear(self) -> None:
-        """Forgets all values: the forward is over."""
+        """Forgets all values at the end of the forward."""
         self._cells.clear()
-        self._link = None  # It knows losses, with their graphs.
+        self._link = None  # It refers to losses, with their graphs.
 
 
 _ALIASED = (
-    "a value from an earlier stage was written to in place, and another value from there has the same memory, a view "
-    "of it say: the other could not tell, nor could its gradient. Write to a copy (x.clone()), or make the view again "
-    "after the write."
+    "a value from an earlier stage was written to in place, and another value from there shares its memory, for "
+    "example as a view: the other value and its gradient would miss the write. Write to a copy (x.clone()), or make "
+    "the view again after the write."
 )
 
-#: Functions that ask for facts, or hang something on the tensor itself.
+#: Functions that query facts, or attach something to the tensor itself.
 _ASKING = frozenset(
     "size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex element_size storage_offset "
     "data_ptr get_device is_shared register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ "
@@ -202,7 +202,7 @@ Here = Callable[[Tensor], Tensor]
 
 
 class Follow(TorchFunctionMode):
-    """Sees functions between blocks, and gives them their tensors as the present stage has them."""
+    """Sees functions between blocks, and replaces their tensors by those of the current stage."""
 
     def __init__(
         self,
@@ -218,10 +218,10 @@ class Follow(TorchFunctionMode):
         self._here = here
         self._latest = latest
         self._asked = asked
-        self._differentiates = differentiates  # Called with a backward of the module's own, which it may refuse.
+        self._differentiates = differentiates  # Called with a backward in the module's own code; may raise.
         self._one_graph = one_graph
         self._wrote = wrote  # Called after a function that may have written to its arguments.
-        self._seen = seen  # What was replaced, for a recomputation.
+        self._seen = seen  # The replaced tensors, for a recomputation.
 
     @uncompiled
     def __torch_function__(
@@ -234,7 +234,7 @@ class Follow(TorchFunctionMode):
                 return found
         change = self._latest if name in _READING else self._found
         backward = func in BACKWARDS
-        if backward and self._one_graph:  # The way from a value's copy to it counts as well.
+        if backward and self._one_graph:  # The path from a value's copy to the value counts as well.
             change = self._asked
         new = [changed(arg, change) for arg in args]
         if backward and self._differentiates is not None:
@@ -252,9 +252,9 @@ class Follow(TorchFunctionMode):
 
 
 def changed(value: Any, change: Here, known: dict[int, Any] | None = None) -> Any:
-    """A nesting with its tensors changed. Not by pytree, where that can be: it takes as long as some functions do.
+    """A nesting with its tensors changed. It avoids pytree where possible, which takes as long as some functions do.
 
-    ``known``: lists and dicts that were met, so that one that is there twice is one again.
+    ``known``: lists and dicts that were seen, so that one that occurs twice stays one.
     """
     kind = type(value)
     if kind is Tensor or kind is Parameter:
@@ -277,12 +277,12 @@ def changed(value: Any, change: Here, known: dict[int, Any] | None = None) -> An
 
 
 _PLAIN = frozenset([int, float, complex, bool, str, type(None), torch.dtype, torch.device])
-#: Types that are no nesting, and of which only tensors hold tensors.
+#: Types that aren't containers, and of which only tensors contain tensors.
 SIMPLE = _PLAIN | {Tensor, Parameter}
 
 
 def replay(seen: dict[int, tuple[Tensor, Tensor]]) -> Follow:
-    """A mode for a block that runs again: it gives functions what they were given the first time."""
+    """A mode for a block that is recomputed: functions get the same tensors as the first time."""
 
     def again(x: Tensor) -> Tensor:
         found = seen.get(id(x))
@@ -291,7 +291,7 @@ def replay(seen: dict[int, tuple[Tensor, Tensor]]) -> Follow:
     return Follow(again, again, again)
 
 
-#: The functions that go backward, each with two arguments: the start, and the tensors to reach (None: all).
+#: The functions that run backward, each with two arguments: the start, and the tensors to reach (None: all).
 BACKWARDS: dict[Any, tuple[str, str]] = {
     torch.autograd.grad: ("outputs", "inputs"),
     torch.autograd.backward: ("tensors", "inputs"),
@@ -302,7 +302,7 @@ BACKWARDS: dict[Any, tuple[str, str]] = {
 def differentiated(
     func: Any, args: Iterable[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """The outputs that a call of one of BACKWARDS starts from, and the inputs that it is to reach (None: all)."""
+    """The outputs from which a call of one of BACKWARDS starts, and the inputs that it must reach (None: all)."""
     given = signature(func).bind(*args, **kwargs).arguments
     outputs, inputs = (given.get(name) for name in BACKWARDS[func])
     return _tensors(outputs), None if inputs is None else _tensors(inputs)

@@ -1,6 +1,6 @@
 """One microbatch's way through the stages. A *segment* is what is done for it on one stage.
 
-Two kinds of forward take it: the code of any module, which comes to the border of a stage somewhere on its way
+There are two kinds of forward: the code of any module, which reaches the borders of stages somewhere on its way
 (``code``), and the loop over the stages of a Sequential (``chain``).
 """
 from __future__ import annotations
@@ -28,72 +28,72 @@ class Walk:
         self.run = run
         self.i = i
         self.stage = 0
-        #: The numbers from which on autograd's nodes are made in each segment, and those at which segments end.
+        #: The numbers of autograd's nodes at which each segment starts, and at which it ends.
         self.firsts: list[int] = []
         self._ends: list[int] = []
-        #: The nodes by which values have come to a stage, with that stage; where the graph is to be cut.
+        #: The nodes with which values have reached a stage, with that stage, if the graph is to be cut.
         self.crossed: dict[Any, int] = {}
         self._ranked: dict[Any, int] = {}
-        #: True if a value has crossed that no plain tensor can stand in for.
+        #: True if a value has crossed that a plain tensor can't represent.
         self.odd = False
-        #: The caller's tensors, by the edges at which the stages' parts of the graph end; where these are to be cut.
+        #: The caller's tensors, by the edges at which the stages' parts of the graph end, if these are to be cut.
         self.inputs: dict[Edge, Tensor] = {}
         self._given: Any = activation
-        #: What the numbers among the output's leaves are made of, by their identity.
+        #: What the numbers among the output's leaves consist of, by their identity.
         self.numbers: dict[int, Number | Unknown] = {}
         self._value: Any = None
         self._transfer: Any
-        #: Called at the end, in the last stage, with the module's output; gives what is kept of it.
+        #: Called at the end, in the last stage, with the module's output; returns what to keep of it.
         self.finish: Callable[[Any], Any]
-        #: Called at the start, in the first stage, with the flat arguments; gives those to go on with.
+        #: Called at the start, in the first stage, with the flat arguments; returns those to continue with.
         self.opening: Callable[[Sequence[Any]], Sequence[Any]] = lambda leaves: leaves
-        #: Gives hooks that count what a stage saves, where a recording asks for it.
+        #: Returns hooks that count what a stage saves, if a recording needs it.
         self.counting: Callable[[int], Hooks | None] = lambda stage: None
         #: Called at the end of each segment.
         self.leaving: Callable[[Walk], None] | None = None
 
     def connect(self, transfer: Any) -> None:
-        """Says how values come to later stages."""
+        """Sets how values reach later stages."""
         self._transfer = transfer
 
     def taken(self) -> Any:
-        """What is kept of the output, once it is there."""
+        """What was kept of the output, once it is there."""
         value, self._value = self._value, None
         return value
 
     def forget(self) -> None:
-        """Takes the microbatch out of its cycles: what it refers to lives no longer than the call, collector or not."""
+        """Breaks the microbatch's reference cycles, so that its contents are freed with the call."""
         vars(self).clear()
 
     def _begin(self, stage: int) -> None:
-        """A segment begins."""
+        """Begins a segment."""
         self.stage = stage
         call = self.run.call
-        if call.state.grad:  # The numbers that nodes between stages are ranked by.
+        if call.state.grad:  # Numbers for ranking the nodes between stages.
             reserve(LAST + 1 + len(call.rows) * len(self.run.stages))
         self.firsts.append(_get_sequence_nr())
 
     def _end(self) -> None:
-        """The segment is over."""
+        """Ends the segment."""
         self._ends.append(_get_sequence_nr())
         if self.leaving is not None:
             self.leaving(self)
 
     def rank(self, tree: Any) -> None:
-        """Nodes that leave a stage rank below all others: so a device goes through one microbatch after another."""
+        """Ranks nodes that leave a stage below all others, so that a device runs one microbatch after another."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 node = leaf.grad_fn
                 stage = self.maker(node)
                 if stage is not None and node not in self.crossed:
-                    self._ranked[node] = stage  # Its number tells no more.
+                    self._ranked[node] = stage  # Its number no longer shows the stage.
                     rank(leaf, LAST + 1 + self.i * len(self.run.stages) + stage)
 
     def maker(self, node: Any, likely: int | None = None) -> int | None:
         """The stage whose segment has made a node, or to which it brings a value; None if it was made elsewhere.
 
-        Autograd counts nodes by thread: where segments had several, it may be one or the other. Then it is the
-        ``likely`` one (None: the present one).
+        Autograd counts nodes per thread: if segments had several threads, it may be one or the other. Then it is the
+        ``likely`` one (None: the current one).
         """
         found = self.crossed.get(node, self._ranked.get(node))
         if found is not None:
@@ -102,5 +102,5 @@ class Walk:
         return self._made(number, self.stage if likely is None else likely)
 
     def _made(self, number: int, likely: int) -> int | None:
-        """The stage whose segment has made the node of a number."""
+        """The stage whose segment has made the node with a number."""
         raise NotImplementedError

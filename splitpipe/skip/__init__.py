@@ -1,4 +1,4 @@
-"""Skip connections between layers of an nn.Sequential, however far apart they are."""
+"""Skip connections between layers of an nn.Sequential, however far apart."""
 from __future__ import annotations
 
 from splitpipe.skip.box import Namespace

@@ -1,7 +1,7 @@
-"""The box: holds a skip from the layer that stashes it to the layer that pops it.
+"""The box, which holds a skip from the layer that stashes it to the layer that pops it.
 
-Code that runs layers separately opens a box for each run: it puts in the skips that they pop, and takes out the
-skips that they stash. Layers for which nobody opened a box share one that belongs to their context.
+Code that runs layers separately opens a box for each run: it puts in the skips that they pop, and takes out the skips
+that they stash. Layers without an opened box share one that belongs to their context.
 """
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from splitpipe.core.thread_state import Bound
 
 @dataclass(frozen=True, repr=False)
 class Namespace:
-    """Tells skips of one name apart, in ``layer.isolate(namespace)``.
+    """Distinguishes skips with the same name, in ``layer.isolate(namespace)``.
 
-    Each namespace differs from every other and equals its copies, pickled ones too: a copied model has the
+    Each namespace differs from every other, and equals its copies, including pickled ones: a copied model has the
     connections of the original.
 
     Example:
@@ -41,17 +41,17 @@ _unopened: ContextVar[tuple[int, Box] | None] = ContextVar("splitpipe.skip.unope
 
 
 def opened(box: Box) -> Bound[Box | None]:
-    """Makes ``box`` the current one inside the block, for this context alone."""
+    """Makes ``box`` the current one inside the block, only for this context."""
     return Bound(_opened, box)
 
 
 def current() -> Box:
-    """The current box. Ask again for each access: an empty one that nobody opened is not kept."""
+    """The current box. Call this again for each access: an empty box that wasn't opened isn't kept."""
     box = _opened.get()
     if box is not None:
         return box
-    # A copied context shares its box with the original and may run at the same time, in another thread or in turns,
-    # as asyncio's tasks do. So it takes over no empty box, and none that another thread filled.
+    # A copied context shares its box with the original, and may run at the same time, in another thread or interleaved,
+    # as asyncio's tasks do. So neither an empty box nor one that another thread has filled is reused.
     thread, box = _unopened.get() or (None, {})
     if thread != get_ident() or not box:
         box = {}

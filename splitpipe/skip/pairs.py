@@ -1,4 +1,4 @@
-"""Pairs of layers, one that stashes a skip and one that pops it: their check, and the skips between stages."""
+"""Pairs of layers, one that stashes a skip and one that pops it: verification, and the skips between stages."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ def pops(layer: nn.Module) -> list[Key]:
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Checks that every skip is stashed by one layer and popped by one later layer. SplitPipe does so too.
+    """Checks that every skip is stashed by one layer and popped by one later layer. SplitPipe checks this too.
 
     Args:
         module: the model; skippable layers are found at any depth, in module order.
 
     Raises:
-        TypeError: lists every skip that has no such pair, and every layer whose ``forward`` yields and which is not
-            skippable; or the module is none.
+        TypeError: ``module`` isn't an nn.Sequential, a skip has no such pair, or a layer's ``forward`` yields although
+            it isn't skippable. The message lists all of these.
 
     Example:
         >>> Stash = skippable(stash=["skip"])(nn.Identity)
@@ -49,7 +49,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     stashed: dict[Key, str] = {}
     popped: dict[Key, str] = {}
     faults: list[str] = []
-    apart = "isolate each pair by a namespace of its own, .isolate(Namespace()), or rename it"
+    apart = "give each pair a separate namespace, .isolate(Namespace()), or rename it"
     for where, layer in layers:
         both = layer.stashable_names & layer.poppable_names
         for name in sorted(both):
@@ -66,7 +66,7 @@ def verify_skippables(module: nn.Sequential) -> None:
             elif key not in stashers:
                 faults.append(f"{found}, which no layer stashes: {_advice(key, 'stash', 'an earlier')}.")
             elif key not in stashed:
-                faults.append(f"{found} before {stashers[key]} stashes it: move it behind that layer.")
+                faults.append(f"{found} before {stashers[key]} stashes it: move it after that layer.")
     for key in [key for key in stashed if key not in popped]:
         found = f"{stashed[key]} stashes {_shown(key)}"
         faults.append(f"{found}, which no layer pops: {_advice(key, 'pop', 'a later')}.")
@@ -83,7 +83,7 @@ def _undecorated(module: nn.Module) -> Iterator[str]:
                 if not isinstance(layer, Skippable) and isgeneratorfunction(type(layer).forward):
                     kind = type(layer).__name__
                     yield (
-                        f"layer {f'{path}.{name}'.lstrip('.')!r} ({kind}) yields in its forward and is not skippable: "
+                        f"layer {f'{path}.{name}'.lstrip('.')!r} ({kind}) yields in its forward but isn't skippable: "
                         f"put @skippable(stash=[...], pop=[...]) above class {kind}."
                     )
 
@@ -100,7 +100,7 @@ def _advice(key: Key, kind: str, which: str) -> str:
 
 
 def crossing(stages: Sequence[Sequence[tuple[str, nn.Module]]]) -> dict[Key, tuple[int, int]]:
-    """The stages that each skip goes from and to; not those that stay in a stage."""
+    """The stages that each skip goes from and to, except for skips within a stage."""
     stashed = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in stashes(layer)}
     popped = {key: stage for stage, layers in enumerate(stages) for _, layer in layers for key in pops(layer)}
     return {key: (source, popped[key]) for key, source in stashed.items() if popped.get(key, source) != source}

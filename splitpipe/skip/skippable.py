@@ -1,4 +1,4 @@
-"""Layers that stash and pop: the decorator, and the two commands."""
+"""Layers that stash and pop skips: the decorator, and the two commands."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
@@ -19,7 +19,7 @@ class stash:
 
     Args:
         name: one of the names that the layer declares as ``stash``.
-        tensor: a tensor of any shape and type, None, or any nesting of them.
+        tensor: a tensor of any shape and dtype, None, or any nesting of these.
 
     Example:
         >>> stash("skip", None).name
@@ -32,7 +32,7 @@ class stash:
 
 @dataclass(frozen=True, eq=False)
 class pop:
-    """Receives what an earlier layer stashed, in ``value = yield pop(name)``.
+    """Receives the value that an earlier layer stashed, in ``value = yield pop(name)``.
 
     Args:
         name: one of the names that the layer declares as ``pop``.
@@ -46,12 +46,12 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """A module whose ``forward`` may stash and pop, around the decorated ``module``; made by ``skippable`` alone.
+    """A module whose ``forward`` may stash and pop. It wraps the decorated ``module``; only ``skippable`` makes it.
 
     Raises:
-        RuntimeError: when called: what it pops was not stashed, or it did not keep to the names it declares.
-            It leaves nothing stashed then, and what it was to pop is gone.
-        TypeError: when called: ``forward`` yielded something that is no ``stash`` or ``pop``.
+        RuntimeError: in a call, a skip that it pops wasn't stashed, or ``forward`` didn't follow its declared names. It
+            leaves nothing stashed then, and the skips that it should pop are lost.
+        TypeError: in a call, ``forward`` yielded something other than ``stash`` or ``pop``.
 
     Example:
         >>> Stash = skippable(stash=["skip"])(nn.Identity)
@@ -66,7 +66,7 @@ class Skippable(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not hasattr(type(self), "module_cls"):
             raise TypeError(
-                "Skippable was called directly: expected a class decorated by @skippable. "
+                "Skippable was called directly: expected a class decorated with @skippable. "
                 'Write @skippable(stash=["skip"]) above a class derived from nn.Module.'
             )
         super().__init__()
@@ -77,7 +77,7 @@ class Skippable(nn.Module):
         return f"@skippable({self.module})"
 
     def namespaced(self, name: str) -> Key:
-        """The name with its namespace, or with None if it is not isolated."""
+        """The name with its namespace, or with None if it isn't isolated."""
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterable[Key]:
@@ -89,17 +89,17 @@ class Skippable(nn.Module):
         return [self.namespaced(name) for name in sorted(self.poppable_names)]
 
     def isolate(self, ns: Namespace | None, *, only: Iterable[str] | None = None) -> Self:
-        """Puts skips of this layer into a namespace, where no equal name of another layer meets them.
+        """Puts skips of this layer into a namespace, separate from equal names of other layers.
 
         Args:
-            ns: the namespace, the same for both ends of a skip; None takes them out again.
-            only: names to isolate; without it, all that the layer declares.
+            ns: the namespace, the same for both ends of a skip. None removes them from their namespace.
+            only: names to isolate. Default: all that the layer declares.
 
         Returns:
             The layer itself.
 
         Raises:
-            TypeError: ``ns`` is no Namespace, or ``only`` no list of names that the layer declares.
+            TypeError: ``ns`` isn't a Namespace, or ``only`` isn't a list of names that the layer declares.
 
         Example:
             >>> Stash, Pop = skippable(stash=["skip"])(nn.Identity), skippable(pop=["skip"])(nn.Identity)
@@ -114,7 +114,7 @@ class Skippable(nn.Module):
             faults.insert(0, f"found {ns!r} as namespace: expected a Namespace. Write isolate(Namespace()).")
         if unknown := sorted(names - declared):
             faults.append(
-                f"found {unknown} in only, which {type(self).__name__} does not declare: expected some of "
+                f"found {unknown} in only, which {type(self).__name__} doesn't declare: expected some of "
                 f"{sorted(declared)}. Correct the name, or declare it in @skippable."
             )
         _refuse(faults)
@@ -125,12 +125,12 @@ class Skippable(nn.Module):
         return self
 
     def forward(self, input: Any) -> Any:
-        """Runs the decorated module and carries out what it yields."""
+        """Runs the decorated module, and carries out the commands that it yields."""
         here = type(self).__name__
         if missing := [name for ns, name in self.poppable() if (ns, name) not in current()]:
             raise RuntimeError(
-                f"{here} pops {missing}, not stashed in this forward: expected an earlier layer to stash "
-                "each under the same name and namespace. verify_skippables(model) finds what is missing."
+                f"{here} pops {missing}, which weren't stashed in this forward: expected an earlier layer to stash "
+                "each under the same name and namespace. verify_skippables(model) lists what is missing."
             )
         arrived = {name: current().pop((ns, name)) for ns, name in self.poppable()}
         stashed: set[str] = set()
@@ -139,8 +139,8 @@ class Skippable(nn.Module):
             left = {"stash": sorted(self.stashable_names - stashed), "pop": sorted(arrived)}
             if unused := [f"{kind}={names}" for kind, names in left.items() if names]:
                 raise RuntimeError(
-                    f"{here} declares {' and '.join(unused)} and did not yield them: expected each name "
-                    "once in every forward. Stash None for no value, or remove the name from @skippable."
+                    f"{here} declares {' and '.join(unused)} but didn't yield them: expected each name "
+                    "once in every forward. Stash None if there is no value, or remove the name from @skippable."
                 )
         except BaseException:
             for name in stashed:
@@ -149,7 +149,7 @@ class Skippable(nn.Module):
         return output
 
     def _run(self, input: Any, arrived: dict[str, object], stashed: set[str]) -> Any:
-        """The output. Pops from ``arrived``, and adds to ``stashed`` the names that it put into the box."""
+        """The output. Pops from ``arrived``, and adds to ``stashed`` the names that it puts into the box."""
         generator = self.module(input)
         if not isinstance(generator, Generator):
             return generator
@@ -164,7 +164,7 @@ class Skippable(nn.Module):
                 if isinstance(command, stash):
                     self._check("stash", command.name, self.stashable_names, self.stashable_names - stashed)
                     stashed.add(command.name)
-                    # At once, not at the end: a layer inside this one may pop it.
+                    # Now rather than at the end, since a layer inside this one may pop it.
                     current()[self.namespaced(command.name)] = command.tensor
                 elif isinstance(command, pop):
                     self._check("pop", command.name, self.poppable_names, arrived.keys())
@@ -172,19 +172,19 @@ class Skippable(nn.Module):
                 else:
                     raise TypeError(
                         f"{type(self).__name__} yielded a value of type {type(command).__name__}: expected "
-                        "stash(name, value) or pop(name). Give the output by return, not by yield."
+                        "stash(name, value) or pop(name). Return the output instead of yielding it."
                     )
 
     def _check(self, kind: str, name: str, declared: frozenset[str], left: Iterable[str]) -> None:
         found = f"{type(self).__name__} yielded {kind}({name!r})"
         if not isinstance(name, str) or name not in declared:
             raise RuntimeError(
-                f"{found}, which it does not declare: expected one of {sorted(declared)}. Correct the name, "
+                f"{found}, which it doesn't declare: expected one of {sorted(declared)}. Correct the name, "
                 f"or add it to {kind}= in @skippable."
             )
         if name not in left:
             raise RuntimeError(
-                f"{found} twice in one forward: expected one {kind} of each name. Keep the value in a "
+                f"{found} twice in one forward: expected one {kind} per name. Keep the value in a "
                 "variable, or declare a second name."
             )
 
@@ -194,20 +194,20 @@ def skippable(
 ) -> Callable[[type[nn.Module]], type[Skippable]]:
     """Makes a module class whose ``forward`` may send values to later layers, past those in between.
 
-    ``forward`` takes one input and is a generator: it yields ``stash(name, value)`` and ``pop(name)``, and
-    returns its output. It works the same in a plain nn.Sequential and in a SplitPipe, which copies a skip
-    straight to the device where it is popped. Instances hold the decorated module as ``.module``. They can be
-    pickled where the result goes by the name of the class, as it does under a decorator.
+    ``forward`` takes one input and is a generator: it yields ``stash(name, value)`` and ``pop(name)``, and returns its
+    output. It works the same in a plain nn.Sequential and in a SplitPipe, which copies a skip directly to the device
+    where it is popped. Instances hold the decorated module as ``.module``. They can be pickled if the decorated class
+    is found under its own name, as it is with decorator syntax.
 
     Args:
-        stash: names under which the layer stashes, each once in every forward.
+        stash: names under which the layer stashes values, each once in every forward.
         pop: names that the layer pops, each once in every forward.
 
     Returns:
         The decorator.
 
     Raises:
-        TypeError: ``stash`` or ``pop`` is no list of strings; what is decorated is no nn.Module class, or is
+        TypeError: ``stash`` or ``pop`` isn't a list of strings; or the decorated object isn't an nn.Module class, or is
             decorated already.
 
     Example:
@@ -232,14 +232,14 @@ def skippable(
 
     def decorate(cls: type[nn.Module]) -> type[Skippable]:
         if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-            raise TypeError(f"@skippable decorates {cls!r}: expected a class. Put it above one of nn.Module.")
+            raise TypeError(f"@skippable decorates {cls!r}: expected a class derived from nn.Module.")
         if issubclass(cls, Skippable):
             raise TypeError(
-                f"@skippable decorates {cls.__name__}, which is skippable already: expected one @skippable. "
+                f"@skippable decorates {cls.__name__}, which is already skippable: expected a single @skippable. "
                 "Declare all names in it."
             )
-        # pickle finds a class by its name, and the name of the decorated one now leads to the wrapper. So
-        # .module is of a class that the wrapper leads to; the decorated one stays as it is.
+        # pickle finds a class by its name, but the name of the decorated class now refers to the wrapper. So .module
+        # has a class that is found through the wrapper; the decorated class stays as it is.
         shared = {"__module__": cls.__module__, "__doc__": cls.__doc__}
         inside = {**shared, "__qualname__": f"{cls.__qualname__}.module_cls"}
         outside = {
@@ -255,7 +255,7 @@ def skippable(
 
 
 def _names(argument: str, value: Iterable[str]) -> tuple[frozenset[str], list[str]]:
-    """The names in an argument, and what is wrong with it."""
+    """The names in an argument, and the faults in it."""
     form = f'expected a list of names, such as {argument}=["skip"]'
     if isinstance(value, str):
         return frozenset(), [f"found {argument}={value!r}, one string: {form}. Write {argument}=[{value!r}]."]

@@ -1,1 +1,1 @@
-"""One microbatch on one stage: the cut of a model, its forward, recomputation, and what surrounds one call."""
+"""One microbatch on one stage: its layers, forward and recomputation, and the data of one call."""

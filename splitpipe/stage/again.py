@@ -1,9 +1,9 @@
-"""A checkpointed block, run and run again with as little around it as it needs.
+"""A checkpointed block, run and recomputed with as little context as it needs.
 
-Its first run is an ordinary one, in the graph around it, on the caller's own tensors. That shows what the block does.
-If it can't be run again by itself (it has written to its input, say), what it has made stays as it is, and later
-microbatches have everything around them that a stage has (``stage.stage``). Else the graph goes, and a node takes its
-place. Whoever has kept a tensor from inside keeps what leads to that.
+Its first run is an ordinary one, in the surrounding graph, on the caller's own tensors. It shows what the block does.
+If the block can't be recomputed separately (for example, because it has written to its input), its result stays as it
+is, and later microbatches get the full context of a stage (``stage.stage``). Otherwise, the graph is dropped, and a
+node takes its place. A tensor kept from inside keeps the part of the graph that leads to it.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from splitpipe.stage.stage import Stage
 
 
 class Made(NamedTuple):
-    """The graph that another run has made."""
+    """The graph that a recomputation has made."""
 
     #: The edges of the inputs that require grad.
     entered: list[GradientEdge]
@@ -45,7 +45,7 @@ class Made(NamedTuple):
 
 
 class _Kept:
-    """A tensor among the arguments, for another run."""
+    """A tensor among the arguments, kept for a recomputation."""
 
     __slots__ = ("hooks", "requires_grad", "tensor", "version")
 
@@ -56,7 +56,7 @@ class _Kept:
         self.hooks = _hooks_of(x)
 
     def keep(self) -> None:
-        """Copies it, as it lies in memory: a reshape of it may be a view, or not."""
+        """Copies it with its memory layout, on which it depends whether a reshape of it is a view."""
         x = self.tensor
         base = x
         for dim, stride in enumerate(x.stride()):
@@ -64,7 +64,7 @@ class _Kept:
                 base = base.narrow(dim, 0, 1)
         reach = 0
         for stride, size in sorted(zip(base.stride(), base.shape)):
-            if size > 1 and stride <= reach:  # Elements lie in one place, and can't be written apart.
+            if size > 1 and stride <= reach:  # Elements overlap, and can't be written separately.
                 self.tensor = x.clone()
                 break
             reach += stride * (size - 1)
@@ -79,7 +79,7 @@ def _hooks_of(x: Tensor) -> int:
 
 
 class BlockRun:
-    """One microbatch on one block: ``first``, then the same once more for each call."""
+    """One microbatch on one block: ``first``, then a recomputation for each call."""
 
     __slots__ = (
         "_batch", "_device", "_given", "_handed", "_leaves", "_numbers", "_run_block", "_snapshot", "_state",
@@ -90,24 +90,24 @@ class BlockRun:
         self, stage: Stage, call: Call, state: State, seed: int, leaves: Sequence[Any],
         run: Callable[[list[Any]], tuple[list[Any], Any]], where: str, handed: bool = False,
     ) -> None:
-        """Takes what another run needs.
+        """Collects what a recomputation needs.
 
         Args:
             stage: the block, as a stage.
-            call: of the model.
-            state: of the thread.
-            seed: of the block's random numbers.
-            leaves: of the arguments.
-            run: the block, by leaves of its arguments; gives those of its value, and their nesting.
-            where: that is, for messages.
-            handed: whether others may write to arguments that the block hands on.
+            call: the call of the model.
+            state: the thread's state.
+            seed: for the block's random numbers.
+            leaves: those of the arguments.
+            run: the block, as a function of the leaves of its arguments; returns those of its value, and their nesting.
+            where: names the block, for messages.
+            handed: whether others may write to arguments that the block passes on.
         """
         self._handed = handed
         self.stage, self.call, self.where = stage, call, where
         self._state, self._run_block = state, run
         self._variables = copy_context()
         known: dict[int, Any] = {}
-        self.entered: list[Tensor] = []  #: Those of the arguments that require grad.
+        self.entered: list[Tensor] = []  #: The arguments that require grad.
         for x in leaves:
             if isinstance(x, Tensor) and id(x) not in known:
                 known[id(x)] = kept = _Kept(x)
@@ -124,8 +124,8 @@ class BlockRun:
     def first(self) -> tuple[list[Any], Any, bool, Any]:
         """The leaves of the value, their nesting, whether random numbers were drawn, and which nodes were made.
 
-        None if the block can't be run again like this: it has written to its input, made parameters, or hung hooks on
-        its input, which is that of the graph around.
+        None if the block can't be recomputed like this: it has written to its input, made parameters, or added hooks to
+        its input, which belongs to the surrounding graph.
         """
         given, self._given = self._given, ()
         stage, facts, snapshot = self.stage, self.stage.facts, self._snapshot
@@ -133,7 +133,7 @@ class BlockRun:
         with in_phase("checkpointing"):
             (made, nesting), drew = self._numbers.draw(lambda: self._run_block([*given]))
         last, ends = _get_sequence_nr(), {(x.grad_fn, x.output_nr) for x in self.entered}
-        if facts.threads is None:  # A layer may differentiate: the nodes of that are made by autograd's thread.
+        if facts.threads is None:  # A layer may differentiate, which makes nodes in autograd's thread.
             facts.threads = reached(_roots(made), ends, range(before, last)).others
         kinds = self._kinds(made, ends, last - before)
         if any([type(y) is _Kept and _hooks_of(x) != y.hooks for x, y in zip(given, self._leaves)]):
@@ -147,17 +147,17 @@ class BlockRun:
             facts.compared = True
         grown = snapshot.grown
         if grown:
-            facts.foreign = None  # What it has made is no parameter that this call knows.
+            facts.foreign = None  # This call doesn't know parameters that it has made.
         return made, nesting, drew, None if facts.in_place or grown else kinds
 
     def _keep(self, storages: Collection[int]) -> None:
-        """Copies arguments that lie there."""
+        """Copies arguments in these storages."""
         for kept in self._leaves:
             if type(kept) is _Kept and storage_of(kept.tensor) in storages:
                 kept.keep()
 
     def __call__(self) -> Made:
-        """Another run."""
+        """Recomputes the block."""
         if self.stage.pending is not None:
             self.stage.pending.make_room()
         with stream.use(self.stage.compute), thread_state.entered(self._state):
@@ -200,7 +200,7 @@ class BlockRun:
                     raise RuntimeError(WRITTEN.format(f"input of {self.where}"))
                 if kept.requires_grad:
                     x = enter(x.requires_grad_())
-                    # As get_gradient_edge, which makes a view to keep the node of. The tensor keeps it, too.
+                    # Like get_gradient_edge, which makes a view to keep the node alive. The tensor does so, too.
                     entered.append(GradientEdge(x.grad_fn, 0, x))  # type: ignore[arg-type]
                 inside[id(kept)] = x
             leaves.append(x)
@@ -216,9 +216,9 @@ class BlockRun:
         return Made(entered, made, range(first, last), self._kinds(made, ends, last - before))
 
     def _kinds(self, made: list[Any], ends: set[Edge], count: int) -> Any:
-        """What is equal for two runs: how many nodes they make; or which, where torch may make some or not.
+        """A value that is equal for two runs: how many nodes they make; or which, if torch may make different numbers.
 
-        Autocast may have a cast already, and the compiler take another graph.
+        Autocast may have cached a cast, and the compiler may use another graph.
         """
         stage, cast = self.stage, any([enabled for _, enabled, _ in self._state.autocast])
         return count if not stage.inventory.compiled and not cast and not stage.facts.threads else kinds_of(
@@ -231,7 +231,7 @@ def _roots(made: Sequence[Any]) -> list[Edge]:
 
 
 def plain(leaves: Sequence[Any], state: State) -> bool:
-    """True if arguments and a thread's state need nothing more than a BlockRun does."""
+    """True if arguments and a thread's state need nothing more than a BlockRun provides."""
     return (
         state.grad and not state.inference and state.hooks is None and state.hooks_disabled is None
         and not state.function_modes and not state.dispatch_modes
@@ -243,7 +243,7 @@ TENSORS = frozenset([torch.Tensor, Parameter])
 
 
 def may_be_plain(stage: Stage) -> bool:
-    """True unless a stage is known to need more around it."""
+    """True unless a stage is known to need more context."""
     plain = stage.facts.plain
-    # What a lazy module has before its first run is no parameter yet.
+    # What a lazy module has before its first run isn't a parameter yet.
     return not any(map(is_lazy, stage.parameters.tensors)) if plain is None else plain

@@ -1,8 +1,8 @@
 """One call of the model: its microbatches, the caller's state and streams, its seeds.
 
-    begin      cut the batch, have the stages' streams wait for the caller's
+    begin      split the batch, make the stages' streams wait for the caller's
     ...        the stages run
-    rejoin     have the caller's streams wait for the stages'
+    rejoin     make the caller's streams wait for the stages'
     ...        the output or the loss is put together
     end        update the statistics of deferred BatchNorm and the random state: nothing can fail any more
 """
@@ -33,7 +33,7 @@ from splitpipe.stage.checkpoint import Batch
 
 @dataclass
 class Activation:
-    """A value on its way between stages: its leaves, their nesting, and which share memory with another on its way."""
+    """A value on its way between stages: its leaves, their nesting, and which share memory with others on their way."""
 
     leaves: list[Any]
     spec: TreeSpec
@@ -51,19 +51,19 @@ class Activation:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The data that all stages have in common in one call of the model."""
+    """The data that all stages share in one call of the model."""
 
     state: State
     input: Division
-    checkpointed: int  # How many microbatches are: the first ones.
-    computes: Sequence[Stream]  # That each stage computes on.
+    checkpointed: int  # How many microbatches are, from the first one.
+    computes: Sequence[Stream]  # On which each stage computes.
     callers: Sequence[Stream]  # The caller's own, on each stage's device.
     seeds: Seeds
     batch: Batch | None  # None if nothing is checkpointed.
     variables: Context  # The caller's.
-    contexts: Sequence[Context]  # The same, a copy for each microbatch.
+    contexts: Sequence[Context]  # A copy of these for each microbatch.
     statistics: Statistics | None
-    moves: Moves  # Of the input and the target to the stages' devices.
+    moves: Moves  # Copies of the input and the target to the stages' devices.
 
     @property
     def leaves(self) -> microbatch.Leaves:
@@ -77,11 +77,11 @@ class Call:
 
     @cached_property
     def shared(self) -> list[Tensor]:
-        """Tensors of the input that go whole into several microbatches."""
+        """Tensors of the input that several microbatches get whole."""
         return [self.leaves[k] for k in self.input.whole]
 
     def cut(self, division: Division, stage: int) -> list[Activation]:
-        """The microbatches of something that the caller gives to a stage, on that stage's stream."""
+        """The microbatches of a value that the caller gives to a stage, on that stage's stream."""
         giver, taker = self.callers[stage], self.computes[stage]
         overlapping = division.whole  # All microbatches have the whole tensors.
         activations = []
@@ -94,7 +94,7 @@ class Call:
         return activations
 
     def cut_detached(self, division: Division, stage: int) -> list[Activation]:
-        """The microbatches as of ``cut``, but leaves, outside of the caller's graph."""
+        """The microbatches as from ``cut``, but as leaves, outside the caller's graph."""
         with torch.no_grad():
             activations = self.cut(division, stage)
         for i, activation in enumerate(activations if self.state.grad else ()):
@@ -105,7 +105,7 @@ class Call:
         return activations
 
     def handed_back(self, leaves: list[Any], stage: int = -1) -> list[Any]:
-        """A stage's results (the last one's if none is named), for the caller's stream."""
+        """A stage's results (by default, the last one's), for the caller's stream."""
         return _handed(leaves, self.computes[stage], self.callers[stage])
 
     def rejoin(self) -> None:
@@ -117,14 +117,14 @@ class Call:
                 stream.wait(caller, compute)
 
     def end(self) -> bool:
-        """Updates statistics and the random state; False if something drew random numbers unwatched."""
+        """Updates statistics and the random state; returns False if something drew random numbers unwatched."""
         self.moves.settle()
         watched = self.seeds.settle()
         if self.statistics is not None:
             read = self.statistics.commit()
             for compute, caller in zip(self.computes, self.callers):
                 stream.wait(compute, caller)
-            del read  # Freed sooner, memory that the commit still reads could be reused by a stage's stream.
+            del read  # If it were freed earlier, a stage's stream could reuse memory that the commit still reads.
         return watched
 
 
@@ -138,10 +138,10 @@ def begin(
     collects: bool,
     anywhere: bool = False,
 ) -> Call:
-    """A call of the model; the stages' streams wait for the caller's. The last microbatches are not checkpointed.
+    """A call of the model; the stages' streams wait for the caller's. The last microbatches aren't checkpointed.
 
-    ``uncheckpointed`` says how many, or None for all; ``collects``, whether a layer has statistics of the whole batch;
-    ``anywhere``, whether parts of the batch may be on the devices of later stages.
+    ``uncheckpointed``: how many, or None for all; ``collects``: whether a layer has statistics of the whole batch;
+    ``anywhere``: whether parts of the batch may be on the devices of later stages.
     """
     moves = Moves()
     input = moves.input(input, devices if anywhere else devices[:1])

@@ -1,23 +1,24 @@
-"""Checkpointing by saved-tensor hooks: forward saves numbers, and backward computes the tensors that they stand for.
+"""Checkpointing with saved-tensor hooks: forward saves numbers, and backward computes the tensors behind them.
 
-The nested backward of the usual checkpoint function fires parameter hooks twice, loses double backward and gives
-``autograd.grad(loss, parameters)`` nothing. Here the graph of the first forward stays, and only what its nodes
+The nested backward of the usual checkpoint function fires parameter hooks twice, breaks double backward, and returns no
+gradients for ``autograd.grad(loss, parameters)``. Here, the graph of the first forward stays, and only what its nodes
 saved is dropped:
 
     forward    node ── pack ──> 0, 1, 2 ...               the tensor itself is freed
     backward   Recompute ── the stage runs again ──> records[0], [1], [2] ...  the tensors that were saved then
                node <─ unpack ── records[number]          dropped when the next node asks
 
-Recompute is a node on the way of the gradient into the stage. It lies above the wait for the gradient's copy, so
-that a device recomputes while the copy is under way. A node that is reached around it (over a skip) unpacks first,
-and starts the recomputation itself.
+Recompute is a node on the gradient's path into the stage. It comes before the wait for the gradient's copy, so that a
+device recomputes during the copy. A node that is reached on another path (through a skip) unpacks first, and starts the
+recomputation itself.
 
-Forward makes no objects for saved tensors, only numbers: thousands of objects a step that live until backward make
-Python's garbage collector walk the whole process in every step, which took longer than the step's own work.
+For saved tensors, forward makes only numbers, and no objects: with thousands of objects per step that live until
+backward, Python's garbage collector would walk the whole process in every step, which took longer than the step's own
+work.
 
-Guarantee: a frame refills under its lock, and a record that is not there, or not any more, is computed when it is
-asked for. Without the lock two backward threads (a stage with nodes on the CPU and on its device) would both run the
-stage, and one would restore buffers while the other runs.
+Guarantee: a frame refills under its lock, and a missing record is computed when it is needed. Without the lock, two
+backward threads (of a stage with nodes on the CPU and on its device) would both run the stage, and one would restore
+buffers while the other runs.
 """
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ from splitpipe.core.torch_private import _current_graph_task_id, _get_current_gr
 from splitpipe.schedule.plurals import counted
 from splitpipe.stage.saved import Meta, Record, Refill, SavedDirectly, load, recomputation_error
 
-#: Runs the stage by the call that it is given, and keeps what that saves: copies where it is in memory that gets other
+#: Runs the stage in the call that it is given, and keeps what that saves: as copies if it is in memory that gets other
 #: values afterwards, which the second call names.
 Fill = Callable[[Callable[[], object], Callable[[], Collection[int]]], None]
 
 
 class Frame:
-    """One checkpointed microbatch on one stage, which ``again`` runs once more, or several times, to fill it."""
+    """One checkpointed microbatch on one stage, which ``again`` recomputes, once or several times, to fill it."""
 
     def __init__(self, again: Callable[[Fill], None], direct: SavedDirectly) -> None:
         self._again = again
@@ -53,10 +54,10 @@ class Frame:
         self._metas: list[Meta] = []
         self._records: list[Tensor | None] = []
         self._versions: list[int] = []  # The records' versions.
-        self._first, self._last = 0, -1  # The numbers of the node that has asked last.
+        self._first, self._last = 0, -1  # The numbers of the last node to ask.
         self._task = -1
         self._complete = self._filled = False
-        self._keep = False  # True if the running task keeps the graph, and so the records, for another task.
+        self._keep = False  # Whether the running task keeps the graph, and thus the records, for another task.
         self._lock = threading.RLock()
 
     def hooks(self) -> Hooks:
@@ -71,7 +72,7 @@ class Frame:
             number, shape, dtype = len(metas), x.shape, x.dtype
             meta = like[number] if number < len(like) else None
             if meta is None or meta[0] != shape or meta[1] != dtype:
-                meta = same.setdefault((shape, dtype), (shape, dtype))  # Dearer than to look at the one before.
+                meta = same.setdefault((shape, dtype), (shape, dtype))  # Looking at the previous one is cheaper.
             metas.append(meta)
             return number
 
@@ -83,7 +84,7 @@ class Frame:
         self._direct.metas = self._metas
 
     def recompute(self) -> None:
-        """Fills the records, unless that is done or there are none."""
+        """Fills the records, unless they are filled or there are none."""
         with self._lock:
             if not self._filled and self._metas:
                 self._refill()
@@ -99,7 +100,7 @@ class Frame:
                 records = self._records
             version = self._versions[packed]
             # A node's saved tensors have consecutive numbers, and it may unpack each several times. When another node
-            # starts to unpack, the records of the node before are dropped.
+            # starts to unpack, the records of the previous node are dropped.
             if packed == self._last + 1:
                 self._last = packed
             elif packed < self._first or packed > self._last:
@@ -114,7 +115,7 @@ class Frame:
     def _missing(self, number: int) -> Tensor:
         with self._lock:
             found = self._records[number] if number < len(self._records) else None
-            if found is None:  # Else another thread has refilled meanwhile.
+            if found is None:  # Otherwise, another thread has refilled it meanwhile.
                 self._refill()
                 found = self._records[number]
             assert found is not None
@@ -127,15 +128,16 @@ class Frame:
         self._begin()
 
     def _begin(self) -> None:
-        """Notes the running graph task; at its end all records are dropped, unless it keeps the graph."""
-        # Records that no node has asked for would stay: nodes that the task doesn't reach may keep the frame.
+        """Records the running graph task; at its end, all records are dropped, unless it keeps the graph."""
+        # Otherwise, records that no node has asked for would stay: nodes that the task doesn't reach may keep the
+        # frame.
         task = _current_graph_task_id()
         if task == self._task:
             return
         self._task, self._keep = task, _get_current_graph_task_keep_graph()
         self._first, self._last = 0, -1
         if task >= 0 and not self._keep:
-            queue_callback(partial(_clear, weakref.ref(self)))  # The task keeps nothing.
+            queue_callback(partial(_clear, weakref.ref(self)))  # The task keeps nothing alive.
 
     def clear(self) -> None:
         """Drops all records."""
@@ -146,16 +148,17 @@ class Frame:
         """Makes the records of the tensors that the stage saves in a run."""
         refill = Refill(self._metas, self._direct)
         try:
-            # A layer may differentiate inside its forward, so saved tensors can be unpacked at once.
+            # A layer may differentiate inside its forward, so saved tensors can be unpacked immediately.
             with torch.autograd.graph.saved_tensors_hooks(*refill.hooks()):
                 run()
-            # If such a layer asks during the forward, that is not complete.
+            # If such a layer asks during the forward, the records aren't complete.
             number, expected = len(refill.tensors), len(self._metas)
             if number < expected or self._complete and number > expected:
                 raise recomputation_error(f"saved {counted(number, 'tensor')}, where the forward saved {expected}")
             self._records, self._versions = refill.records(passing()), refill.versions
         finally:
-            # The hooks, which their nodes hold, have the list: a node's own output in it would be a cycle for ever.
+            # The hooks, which their nodes keep, have the list: a node's own output in it would be an uncollectable
+            # cycle.
             refill.tensors.clear()
 
 
@@ -166,31 +169,31 @@ def _clear(frame: weakref.ref[Frame]) -> None:
 
 
 class Batch:
-    """The tensors of a batch, to which nobody may write between the forward and a recomputation that starts there."""
+    """The tensors of a batch, which must not be written to between the forward and a recomputation that uses them."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        # The batch itself: microbatches have version counters of their own, and some are kept as copies.
+        # The batch itself: microbatches have separate version counters, and some are kept as copies.
         self._tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         self._storages = {storage_of(x) for x in self._tensors} - {0}
         self._versions: list[int] | None = None
 
     def shares(self, leaves: Sequence[Any]) -> bool:
-        """True if some leaf is in the memory of the batch: its rows, passed through layers or not."""
+        """True if a leaf is in the memory of the batch: its rows, passed through layers or not."""
         return any([storage_of(leaf) in self._storages for leaf in leaves if isinstance(leaf, Tensor)])
 
     def close(self) -> None:
-        """Ends the forward: layers write to the batch no more."""
+        """Ends the forward, in which layers may write to the batch."""
         self._versions = [tensor._version for tensor in self._tensors]
 
     def verify(self) -> None:
-        """Raises a RuntimeError if the batch was written to since."""
+        """Raises a RuntimeError if the batch has been written to since."""
         if self._versions is not None and self._versions != [tensor._version for tensor in self._tensors]:
             raise RuntimeError(WRITTEN.format("batch"))
 
 
 WRITTEN = (
     "the {} was modified in place between the forward and its recomputation: expected it as the forward saw it. Write "
-    "to the batch after backward, or give the model a copy (x.clone())."
+    "to the batch after backward, or pass a copy (x.clone()) to the model."
 )
 
 
@@ -200,16 +203,16 @@ class SavedInput:
     def __init__(self, leaf: Tensor, hooks: Hooks | None, in_place: bool) -> None:
         self._requires_grad = leaf.requires_grad
         self._in_place = in_place
-        x = leaf.detach()  # Holding the input itself would hold the graph of every stage before.
+        x = leaf.detach()  # The input itself would keep the graph of every earlier stage alive.
         if in_place:
-            x = x.clone()  # The stage works on the input itself, as it would without a pipeline.
+            x = x.clone()  # The stage uses the input itself, as without a pipeline.
         # The caller's hooks pack the kept tensor: they may move it to the CPU, or recompute it.
         self._hooks = hooks
         self._packed = x if hooks is None else hooks[0](x)
         self._version = None if hooks is not None else version_of(x)
 
     def keep(self, storages: Collection[int]) -> None:
-        """Copies it if it is in one of these."""
+        """Copies it if it is in one of these storages."""
         if self._hooks is None and not self._in_place and storage_of(self._packed) in storages:
             self._packed = self._packed.clone()
             self._version = version_of(self._packed)
@@ -224,14 +227,14 @@ class SavedInput:
 
 
 class Remade(Protocol):
-    """What is made again in backward."""
+    """Something that is recomputed in backward."""
 
     def recompute(self) -> None:
-        """Makes it, for the running graph task."""
+        """Recomputes it, for the running graph task."""
 
 
 class Recompute(Function):
-    """The tensor; in backward, the recomputation of the stage that made it comes first."""
+    """The tensor; in backward, the stage that made it is recomputed first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, frame: Remade) -> Tensor:
@@ -244,18 +247,18 @@ class Recompute(Function):
         frame = ctx.frame
         if frame is None:
             raise RuntimeError(
-                "Trying to backward through the graph a second time: what its checkpointed stages keep was freed by "
-                "the first backward. Pass retain_graph=True to it."
+                "Trying to backward through the graph a second time: the first backward freed what its checkpointed "
+                "stages keep. Pass retain_graph=True to it."
             )
         if grad is not None:
             frame.recompute()
         if not _get_current_graph_task_keep_graph():
-            ctx.frame = None  # Like saved tensors, which autograd frees; the loss, and so this node, may live on.
+            ctx.frame = None  # As autograd frees saved tensors; the loss, and thus this node, may live on.
         return grad, None
 
 
 def remade(leaves: Sequence[Any], frame: Remade) -> list[Any]:
-    """Outputs of a checkpointed stage with its recomputation in front, where their own nodes can't wait for that."""
+    """Outputs of a checkpointed stage after its recomputation, if their own nodes can't wait for that."""
     if not isinstance(frame, Frame):
         return [*leaves]
     return [
@@ -265,9 +268,9 @@ def remade(leaves: Sequence[Any], frame: Remade) -> list[Any]:
 
 
 def checkpointed(x: Tensor, frame: Remade, priority: int) -> Tensor:
-    """The stage's output, which requires grad, with its recomputation in front."""
+    """The stage's output, which requires grad, after its recomputation."""
     y: Tensor = Recompute.apply(x, frame)
-    # The number of the stage's last node: with one of this thread's own, higher than any, every microbatch would be
-    # recomputed before any goes backward.
+    # The number of the stage's last node. With a new number from this thread, which would be the highest, every
+    # microbatch would be recomputed before any runs backward.
     rank(y, priority)
     return y

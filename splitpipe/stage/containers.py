@@ -1,8 +1,8 @@
-"""The containers among a block's arguments: where a block is given others in their place, its changes come back.
+"""The containers among a block's arguments: if a block gets copies of them, its changes are copied back.
 
-A forward hands a list to its blocks, say, and each appends what it has made. What a block of a later stage or one that
-is checkpointed gets is a copy, with the tensors of its stage. Lists, dicts, deques and dataclasses are changed as the
-block has changed its copies; of other nestings that pytree knows, a change is an error.
+For example, a forward passes a list to its blocks, and each appends what it has made. A block of a later stage, or one
+that is checkpointed, gets a copy, with the tensors of its stage. Lists, dicts, deques and dataclasses are changed as
+the block has changed its copies; for other containers that pytree knows, a change is an error.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from splitpipe.core.torch_private import tree_leaves
 
 
 class Old:
-    """An element that a container had before: where it was."""
+    """An element that a container had before: its place."""
 
     __slots__ = ("key",)
 
@@ -28,7 +28,7 @@ class Old:
 
 
 class Given:
-    """A container that a block was given, and returns: which of them."""
+    """A container that a block was given, and returns: its number."""
 
     __slots__ = ("number",)
 
@@ -36,7 +36,7 @@ class Given:
         self.number = number
 
 
-#: The new contents of some containers, by their numbers, in place of old elements where these were.
+#: The new contents of some containers, by their numbers, where old elements are represented by their places.
 Changes = dict[int, Any]
 _LISTS = (list, deque)
 _NONE = (Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
@@ -64,7 +64,7 @@ def _look(value: Any, found: list[Any], known: set[int]) -> None:
 
 
 def _changes(value: Any) -> bool:
-    """True for what can be changed, and is another one after a nesting was taken apart and made again."""
+    """True for a value that can be changed, and that becomes another object when a nesting is flattened and remade."""
     if isinstance(value, (list, dict, deque)) or is_dataclass(value) and not isinstance(value, type):
         return True
     return not callable(value) and [id(leaf) for leaf in tree_leaves(value)] != [id(value)]
@@ -80,21 +80,21 @@ def _content(value: Any) -> Any:
 
 
 def verify_once(found: list[Any], count: int) -> None:
-    """Refuses containers that a block is given twice, and in copies that are two."""
+    """Raises for containers that a block is given twice, and of which it would get two copies."""
     if len(found) != count:
         raise RuntimeError(
-            "a block is given one container in two places, of which it would have two: expected it once. Hand it over "
-            "in one argument, or use checkpoint='never' and lists and dicts alone."
+            "a block is given one container in two places, and would get two copies: expected it once. Pass it in one "
+            "argument, or use checkpoint='never' and only lists and dicts."
         )
 
 
 def copies(found: Iterable[Any]) -> list[Any]:
-    """What the containers hold now."""
+    """The current contents of the containers."""
     return [_content(each) for each in found]
 
 
 def changes(found: Iterable[Any], before: Iterable[Any]) -> Changes:
-    """What a block has changed in its containers."""
+    """The changes that a block has made to its containers."""
     made: Changes = {}
     for number, (container, then) in enumerate(zip(found, before)):
         now = _content(container)
@@ -118,7 +118,7 @@ def _items(content: Any) -> Iterable[Any]:
 
 
 def change(own: list[Any], made: Changes) -> None:
-    """Changes the forward's own containers as the block has changed what it was given."""
+    """Changes the forward's own containers in the same way as the block has changed its copies."""
     for number, content in made.items():
         container = own[number]
         then = _content(container)
@@ -132,21 +132,21 @@ def change(own: list[Any], made: Changes) -> None:
             container.extend(values)
         else:
             raise RuntimeError(
-                f"a block has changed the {type(container).__name__} that it was given, of which it has a copy, as it "
-                "is run again or stands in a later stage: expected changes to lists, dicts, deques and dataclasses "
-                "alone. Return the new one from the block."
+                f"a block has changed the {type(container).__name__} that it was given, of which it has a copy because "
+                "it is recomputed or in a later stage: expected changes only to lists, dicts, deques and dataclasses. "
+                "Return the new one from the block."
             )
 
 
 def _fill(container: Any, new: dict[Any, Any], then: dict[Any, Any]) -> None:
-    """Gives a dict or a dataclass a new content."""
+    """Sets the contents of a dict or a dataclass."""
     if not isinstance(container, dict):
         for name, value in new.items():
             object.__setattr__(container, name, value)
         return
     for key in [key for key in then if key not in new]:
         del container[key]
-    if [*new] != [*then]:  # In the new order, where a dict lets keys go.
+    if [*new] != [*then]:  # In the new order, if keys can be removed.
         for key in [key for key in then if key in new]:
             del container[key]
     for key, value in new.items():
@@ -155,13 +155,13 @@ def _fill(container: Any, new: dict[Any, Any], then: dict[Any, Any]) -> None:
 
 
 def marked(value: Any, given: list[Any]) -> Any:
-    """What a block returns, with a mark in the place of a container that it was given."""
+    """A block's return value, with marks in place of containers that it was given."""
     marks = {id(container): Given(number) for number, container in enumerate(given)}
     return _replaced(value, marks) if given else value
 
 
 def returned(value: Any, own: list[Any]) -> Any:
-    """What a block has returned, with the forward's own containers in the place of marks."""
+    """A block's return value, with the forward's own containers in place of marks."""
     return _replaced(value, own) if own else value
 
 

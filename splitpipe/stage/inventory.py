@@ -1,6 +1,6 @@
-"""The inventory of a stage's modules: parameters, buffers, train or eval modes, looked through in lists.
+"""The inventory of a stage's modules: parameters, buffers, train or eval modes, compared as lists.
 
-A call asks for each microbatch, so nothing here is done a module at a time that can be done for all at once.
+A call uses it for each microbatch, so work that can be done for all modules at once isn't done module by module.
 """
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from splitpipe.partition.call_hook import compiled_call
 Table = dict[str, Any]
 #: The index of one of the modules' tables, and a name in it.
 Slot = tuple[int, str]
-#: The content of a slot that is not there.
+#: The content of a missing slot.
 ABSENT = object()
 #: These count their batches in ``num_batches_tracked`` whenever they write to running statistics.
 _WRITING = (_BatchNorm.forward, nn.SyncBatchNorm.forward, DeferredBatchNorm.forward)
 
 
 class Slots(NamedTuple):
-    """The entries of modules' tables, one module after the other."""
+    """The entries of modules' tables, one module after another."""
 
     tables: list[Table]
     names: list[str]
@@ -37,11 +37,11 @@ class Slots(NamedTuple):
     sizes: list[int]
 
     def same(self, other: Slots) -> bool:
-        """True if the same things are in the slots."""
+        """True if the same objects are in the slots."""
         return self is other or len(self.values) == len(other.values) and all(map(is_, self.values, other.values))
 
     def put(self) -> None:
-        """Puts everything where it was."""
+        """Restores all slots to these contents."""
         for table, then in zip(self.tables, self._each()):
             if table.keys() != then.keys() or any(table[name] is not then[name] for name in then):
                 table.clear()
@@ -68,14 +68,14 @@ class Buffers(NamedTuple):
 
     slots: list[Slot]
     tensors: list[Tensor]
-    # A BatchNorm's num_batches_tracked: its version changes when the kernel writes to the buffer, whose own does not.
+    # A BatchNorm's num_batches_tracked: its version changes when the kernel writes to the buffer, whose own doesn't.
     counters: list[Tensor | None]
-    norms: list[bool]  # True for a norm's buffer: the kernel writes to it, and its version does not change.
-    complete: bool  # True if there are no others: yet to be made, or of inference mode.
+    norms: list[bool]  # True for a norm's buffer: the kernel writes to it without changing its version.
+    complete: bool  # True if there are no others, such as buffers yet to be made, or of inference mode.
 
     @property
     def quiet(self) -> list[bool]:
-        """A flag for each: True if no version tells of writes to it."""
+        """For each, True if its version doesn't show writes to it."""
         return [norm and counter is None for norm, counter in zip(self.norms, self.counters)]
 
     def versions(self) -> list[int]:
@@ -84,17 +84,17 @@ class Buffers(NamedTuple):
 
 
 class Inventory:
-    """The modules of a stage, looked through once for each setting of their train and eval modes."""
+    """The modules of a stage, collected once for each setting of their train and eval modes."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self._layers = layers
-        self.named: dict[nn.Module, str] = {}  # Each with the name of its layer.
+        self.named: dict[nn.Module, str] = {}  # Each module with the name of its layer.
         for name, layer in layers:
             for module in layer.modules():
                 self.named.setdefault(module, name)
         self._modules = list(self.named)
         self.modes = self.training()
-        #: True if a module is compiled: by torch.compile(module) or module.compile().
+        #: True if a module is compiled, by torch.compile(module) or module.compile().
         self.compiled = any([
             compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
             for module in self._modules
@@ -107,16 +107,16 @@ class Inventory:
         self._buffers: tuple[Slots, Buffers] | None = None
 
     def slots(self) -> Slots:
-        """All parameters, buffers and modules as they are now."""
+        """All parameters, buffers and modules, as they are now."""
         values, last = list(chain.from_iterable(self._views)), self._slots
-        # Mostly nothing has moved, and names are not looked at: a forward that only renames what it has is not seen.
+        # Usually, nothing has moved, and names aren't compared: a forward that only renames its entries isn't noticed.
         if len(values) != len(last.values) or not all(map(is_, values, last.values)):
             names, sizes = list(chain.from_iterable(self.tables)), list(map(len, self.tables))
             self._slots = last = Slots(self.tables, names, values, sizes)
         return last
 
     def buffers(self, slots: Slots) -> Buffers:
-        """The buffers that are in the slots, which must be the present ones."""
+        """The buffers in the slots, which must be the current ones."""
         known = self._buffers
         if known is None or not known[1].complete or not slots.same(known[0]):
             known = self._buffers = slots, self._listed()
@@ -127,7 +127,7 @@ class Inventory:
         for k, module in enumerate(self._modules):
             counter = None if self.compiled or not _plain(module) else module._buffers.get("num_batches_tracked")
             for name, buffer in module._buffers.items():
-                if buffer is None:  # One that takes its place shows in the slots.
+                if buffer is None:  # A buffer that replaces it shows in the slots.
                     continue
                 if is_lazy(buffer) or version_of(buffer) is None:
                     found = found._replace(complete=False)
@@ -139,21 +139,21 @@ class Inventory:
         return found
 
     def generators(self) -> list[torch.Generator]:
-        """The generators that modules have as attributes."""
+        """The generators that are attributes of modules."""
         # By type: isinstance(value, torch.Generator) takes microseconds.
         owners = [module for module in self._modules if torch.Generator in map(type, vars(module).values())]
         return [value for module in owners for value in vars(module).values() if isinstance(value, torch.Generator)]
 
     def renewed(self) -> Inventory:
-        """The inventory of the modules that there are now."""
+        """The inventory of the current modules."""
         return Inventory(self._layers)
 
     def training(self) -> tuple[bool, ...]:
-        """The modules' train or eval modes as they are now."""
+        """The modules' current train or eval modes."""
         return tuple([module.training for module in self._modules])
 
     def train(self, modes: Iterable[bool]) -> None:
-        """Puts the modules into their modes."""
+        """Sets the modules' modes."""
         for module, mode in zip(self._modules, modes):
             module.training = mode
 
@@ -176,16 +176,16 @@ class Parameters:
         self._flags = self.flags()
         #: A lazy module's first forward makes them.
         self._there = [each for each in found if not is_lazy(each[2])]
-        # A subclass (DTensor) may have no memory of its own; its version still tells.
+        # A subclass (DTensor) may have no memory itself; its version still shows writes.
         self._plain = [x for *_, x in self._there if type(x) in (Tensor, nn.Parameter)]
         self._versions, self._addresses = self._now()
 
     def _now(self) -> tuple[list[int], list[int]]:
-        # Another address at the same version means that somebody set tensor.data.
+        # Another address with the same version means that tensor.data was set.
         return [x._version for *_, x in self._there], list(map(Tensor.data_ptr, self._plain))
 
     def verify(self) -> None:
-        """Raises a RuntimeError if one was written to since."""
+        """Raises a RuntimeError if one has been written to since."""
         versions, addresses = self._now()
         if versions == self._versions and addresses == self._addresses:
             return
@@ -196,11 +196,11 @@ class Parameters:
                     f"parameter {name!r} of layer {layer!r} was modified in place between the forward and its "
                     f"recomputation (version {then} then, {now} now): expected the values that the forward saw. Call "
                     "backward before optimizer.step(); for a layer that writes to its parameters in its own forward, "
-                    "as nn.Embedding(max_norm=...) does, use checkpoint='never'."
+                    "such as nn.Embedding(max_norm=...), use checkpoint='never'."
                 )
 
     def flags(self) -> list[bool]:
-        """The requires_grad flags as they are now."""
+        """The current requires_grad flags."""
         return [x.requires_grad for x in self.tensors]
 
     @property

@@ -1,8 +1,8 @@
-"""The layers of a model by stage, facts that follow from them alone, and facts that their runs have shown.
+"""The layers of a model by stage, facts that follow from the layers, and facts that their runs have shown.
 
 The facts that follow from the layers are cached. Each call compares every module's class, children and parameters with
-the cached ones, by identity. If one differs (a parameter that ``torch.func.functional_call`` swaps for one call,
-say), the facts are found again.
+the cached ones, by identity. If one differs (for example, a parameter that ``torch.func.functional_call`` swaps for one
+call), the facts are determined again.
 """
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ class StageFacts:
     generators: Collection[Generator] | None = None
     #: True if the stage writes to its input in place. None: no run yet.
     in_place: bool | None = None
-    #: True if a checkpointed run was compared with the snapshot before it.
+    #: True if a checkpointed run has been compared with the snapshot before it.
     compared: bool = False
-    #: True if it can be run again by itself, with its graph made in backward; None: no run has shown that yet.
+    #: True if it can be recomputed separately, with its graph made in backward; None: no run has shown that yet.
     plain: bool | None = None
     #: True if several threads have made the nodes of its graph; None: no run has shown that yet.
     threads: bool | None = None
-    #: True if its part of the graph could not be cut out.
+    #: True if its part of the graph couldn't be cut out.
     whole: bool = False
-    #: True if it has led to leaves that are none of its parameters; None: it is not known.
+    #: True if its graph has led to leaves that aren't its parameters; None: unknown.
     foreign: bool | None = None
-    #: The parameters, by their identity, of which a run has noted how their gradients are computed.
+    #: The parameters, by identity, for which a run has recorded how their gradients are computed.
     noted: Collection[int] | None = None
 
 
 def noting(facts: StageFacts, sightings: Sightings, names: dict[int, str]) -> Note | None:
-    """Notes how gradients of parameters are computed, for the report; None if that is known."""
+    """Records how gradients of parameters are computed, for the report; None if that is known."""
     return None if facts.noted is not None and facts.noted == names.keys() else sightings.note(names)
 
 
 class ReportedStage:
-    """A stage for the time of one call, with what the report is to know of its parameters."""
+    """A stage during one call, with what the report needs to know about its parameters."""
 
     own: Any
     facts: StageFacts
@@ -71,20 +71,20 @@ class ReportedStage:
         return str(self.own.name)
 
     def look(self) -> None:
-        """Looks whether that is known as the call begins."""
+        """Checks, at the beginning of the call, whether that is known."""
         self._known = noting(self.facts, self.sightings, self.own.names) is None
 
     def caller(self, i: int) -> Caller | None:
-        """What the layers of a microbatch are told of the stage; None if all is left to autograd."""
+        """What the layers of a microbatch need to know about the stage; None if all is left to autograd."""
         pending, names = self.pending, self.own.names
         if pending is None:
             return None
         return Caller(pending.gains(i), None if self._known else self.sightings.note_uncompiled(names))
 
     def note(self, done: bool = True) -> Note | None:
-        """Notes how gradients of the stage's parameters are computed, for the report; None if that is known.
+        """Records how gradients of the stage's parameters are computed, for the report; None if that is known.
 
-        ``done``: it will be known after this.
+        ``done``: whether it will be known after this.
         """
         found = noting(self.facts, self.sightings, self.own.names)
         if done and found is not None:
@@ -94,7 +94,7 @@ class ReportedStage:
 
 @dataclass(eq=False)
 class StageCache:
-    """The things of a stage that are kept from call to call. Copies of a model start without."""
+    """What is kept of a stage from call to call. Copies of a model start without it."""
 
     facts: dict[tuple[bool, ...], StageFacts] = field(default_factory=dict)
     clones: Clones = field(default_factory=Clones)
@@ -102,7 +102,7 @@ class StageCache:
 
 
 class StageLayers:
-    """The layers of one stage, name and module of each, and what follows from them."""
+    """The layers of one stage, with their names, and what follows from them."""
 
     def __init__(
         self, index: int, place: Place, layers: Sequence[Named], skips: dict[Key, tuple[int, int]]
@@ -113,23 +113,23 @@ class StageLayers:
         self.calls = [guarded(layer) for _, layer in layers]
         self.name = f"stage {index} ({place})"
         self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
-        #: The skips that go to later stages, and to which.
+        #: The skips that go to later stages, and the stages.
         self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
         self.parameters: list[list[Tensor]] = [list(layer.parameters()) for _, layer in layers]
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
         self.names = {id(x): own for name, layer in layers for own, x in layer.named_parameters(name)}
         self._modules = list(dict.fromkeys(module for _, layer in layers for module in layer.modules()))
-        #: True if a layer stashes or pops, also inside the stage.
+        #: True if a layer stashes or pops, even if only within the stage.
         self.skippable = any(isinstance(module, Skippable) for module in self._modules)
         self._inventories: dict[tuple[bool, ...], Inventory] = {}
         #: All parameters, each once.
         self.every = [*{id(x): x for own in self.parameters for x in own}.values()]
         self.identities = frozenset(map(id, self.every))
-        #: Parameters that are no leaves, as with torch.func.functional_call.
+        #: Parameters that aren't leaves, as with torch.func.functional_call.
         self.computed = [x for x in self.every if not x.is_leaf and x.requires_grad]
 
     def inventory(self) -> Inventory:
-        """The inventory for the train and eval modes that the modules are in."""
+        """The inventory for the current train and eval modes of the modules."""
         modes = tuple([module.training for module in self._modules])
         found = self._inventories.get(modes)
         if found is None:
@@ -138,7 +138,7 @@ class StageLayers:
 
 
 class AllLayers(Protocol):
-    """The layers of all stages, of whatever module."""
+    """The layers of all stages, of any kind of module."""
 
     @property
     def stages(self) -> Sequence[Any]:
@@ -146,11 +146,11 @@ class AllLayers(Protocol):
 
     @property
     def skips(self) -> Any:
-        """The stages that each skip between them goes from and to."""
+        """The stages that each skip between stages goes from and to."""
 
 
 class ModelLayers:
-    """The layers of all stages, cut at ``spans``, and the stages that each skip between them goes from and to."""
+    """The layers of all stages, divided at ``spans``, and the stages that each skip between stages goes from and to."""
 
     def __init__(self, layers: Sequence[Named], spans: Sequence[tuple[int, int]], places: Sequence[Place]) -> None:
         parts = [layers[start:end] for start, end in spans]

@@ -1,6 +1,6 @@
-"""The resources that a model has in its own process alone: threads, streams, and facts about its stages.
+"""The resources that a model has only in its own process: threads, streams, and facts about its stages.
 
-A copy of a model does not have them; each is made when it is first needed.
+A copy of a model doesn't have them; each is created when it is first needed.
 """
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ class Resources:
         self.devices = [place.device for place in places]
         self.on_cpu = all(device.type == "cpu" for device in self.devices)
         self.caches = [StageCache() for _ in places]
-        self.block_caches: weakref.WeakSet[StageCache] = weakref.WeakSet()  #: Of blocks that run again by themselves.
+        self.block_caches: weakref.WeakSet[StageCache] = weakref.WeakSet()  #: Of separately recomputed blocks.
         self.workers: list[int] = []  # The worker of each stage.
         self._spans = spans
         self._rows = rows
         self._layers: ModelLayers | None = None
         self._pool: Pool | None = None
-        self._pooled: list[int] = []  # The worker of each stage, as the threads were started for.
-        self._placed: weakref.ref[AllLayers] | None = None  # The layers that the workers were found for.
+        self._pooled: list[int] = []  # The worker of each stage when the threads were started.
+        self._placed: weakref.ref[AllLayers] | None = None  # The layers for which the workers were chosen.
         self._routes: Routes | None = None
         self._doubting = False
         self.named = NamedStreams()
 
     def layers(self, layers: Sequence[Named]) -> ModelLayers:
-        """The layers by stage, as they are now."""
+        """The current layers by stage."""
         found = self._layers
         if found is None or not found.still(layers):
             found = ModelLayers(layers, self._spans, self.places)
-            # Computed parameters belong to one call, and hold the graph that they come from.
+            # Computed parameters belong to one call, and keep their graph alive.
             self._layers = None if any(stage.computed for stage in found.stages) else found
         return found
 
     def find_workers(self, layers: AllLayers) -> None:
-        """Finds the worker of each stage."""
+        """Chooses the worker of each stage."""
         # A model may be sharded, or a layer compiled or put into two stages, after its first forward.
         if self._placed is None or self._placed() is not layers:
             parts = [[layer for _, layer in stage.layers] for stage in layers.stages]
@@ -56,13 +56,13 @@ class Resources:
             self._placed = weakref.ref(layers)
 
     def pool(self, layers: AllLayers, threads: int | None = None) -> Pool:
-        """The threads, in working order: one a worker, or at least so many that do the ops of any stage."""
+        """The threads, in working order: one per worker, or at least ``threads`` that run ops of any stage."""
         self.find_workers(layers)
         homes = dict(zip(reversed(self.workers), reversed(self.places)))  # The place of each worker's first stage.
         size = max(self.workers) + 1 if threads is None else threads
         pool = self._pool
         if pool is None or not pool.usable or pool.size < size or threads is None and self._pooled != self.workers:
-            self._pool, self._pooled = None, self.workers  # In this order: an interrupt may come in between.
+            self._pool, self._pooled = None, self.workers  # In this order, since an interrupt may come in between.
             pool = Pool([f"splitpipe worker {number}" for number in range(size)])
             devices = [homes[number if threads is None else 0].device for number in range(size)]
             pool.run([(number, partial(stream.bind, device)) for number, device in enumerate(devices)])
@@ -73,16 +73,16 @@ class Resources:
         return pool
 
     def at_work_here(self) -> bool:
-        """Tells whether this thread is one of the model's own: a call that it waits for would wait for it."""
+        """True in the model's own worker threads, where waiting for a call of the model would be a deadlock."""
         return self._pool is not None and self._pool.has_this_thread()
 
     def verify_groups(self, layers: ModelLayers) -> None:
-        """Refuses process groups that autograd's threads, one a device, would share."""
+        """Raises for process groups that autograd's threads, one per device, would share."""
         if len(set(self.devices)) > 1:
             placing.verify_groups([[layer for _, layer in stage.layers] for stage in layers.stages], self.places)
 
     def streams(self, layers: AllLayers) -> tuple[list[Stream], list[Stream]]:
-        """The stream that each stage computes on, and the caller's own on its device, now."""
+        """The stream on which each stage computes, and the caller's current one on its device."""
         if self.on_cpu:
             return [None] * len(self.places), [None] * len(self.places)
         callers = [stream.current(device) for device in self.devices]
@@ -98,12 +98,12 @@ class Resources:
         return found
 
     def settle_rng_modes(self, watched: bool) -> None:
-        """At the end of a call: if something drew that was not watched, any stage may have done it."""
+        """At the end of a call: if something drew unwatched, any stage may have done it."""
         if watched and not self._doubting:
             return
         self._doubting = not watched
         for facts in [facts for cache in (*self.caches, *self.block_caches) for facts in cache.facts.values()]:
             if not watched and facts.rng is not RngMode.EXCLUSIVE:
                 facts.rng, facts.generators = RngMode.DOUBTED, None
-            elif facts.rng is RngMode.DOUBTED:  # It drew nothing, if it has run.
+            elif facts.rng is RngMode.DOUBTED:  # If it has run, it drew nothing.
                 facts.rng = RngMode.UNKNOWN if facts.generators is None else RngMode.NONE

@@ -1,4 +1,4 @@
-"""Saved tensors of a checkpointed forward, by number or as themselves, and of its recomputation."""
+"""Saved tensors of a checkpointed forward, as numbers or as tensors, and of its recomputation."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,15 +12,15 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Hooks, Packed, unchanged
 
-#: A tensor saved as itself, and the version it was saved at.
+#: A tensor saved as itself, and its version at that time.
 Record = tuple[Tensor, int]
-#: The shape and type of a saved tensor.
+#: The shape and dtype of a saved tensor.
 Meta = tuple[torch.Size, torch.dtype]
 
 
 @uncompiled
 def load(record: Record) -> Tensor:
-    """The tensor, unless it was written to since: hooks switch off the check that torch makes."""
+    """The tensor; raises if it has been written to since, because hooks turn off torch's own check."""
     tensor, version = record
     if tensor._version != version:
         raise RuntimeError(
@@ -32,18 +32,18 @@ def load(record: Record) -> Tensor:
 
 
 class SavedDirectly:
-    """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph itself keeps."""
+    """Tensors that live on anyway, saved as themselves: parameters, and other leaves, which the graph keeps alive."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.ids = frozenset(map(id, parameters))
-        #: The metas of what the microbatch before has saved: the next one saves the like.
+        #: The metas of what the previous microbatch has saved, which are likely for the next one.
         self.metas: list[Meta] = []
-        #: One object for all metas that are equal: the garbage collector goes through all objects that there are.
+        #: A single object for all equal metas, because the garbage collector walks through all objects.
         self.same: dict[Meta, Meta] = {}
         self._records: dict[int, Record] = {}
 
     def record(self, x: Tensor) -> Record:
-        """The record of a tensor that lives on. A parameter has the same one as long as nobody writes to it."""
+        """The record of a tensor that lives on. A parameter keeps the same one until it is written to."""
         key, version = id(x), x._version
         if key not in self.ids:
             return x, version
@@ -54,12 +54,12 @@ class SavedDirectly:
 
 
 def identify(x: Tensor) -> int:
-    """The identity of the tensor's memory, or of a tensor that has no storage of its own."""
+    """The identity of the tensor's memory, or of a tensor without storage."""
     return storage_of(x) or id(x)
 
 
 class Refill:
-    """The saved tensors of a recomputation, which are to be like the forward's."""
+    """The saved tensors of a recomputation, which must match the forward's."""
 
     def __init__(self, metas: Sequence[Meta], direct: SavedDirectly) -> None:
         self._metas = metas
@@ -81,7 +81,7 @@ class Refill:
                 shape, dtype = metas[number]
                 if x.shape != shape or x.dtype != dtype:
                     raise recomputation_error(
-                        f"saved {(x.shape, x.dtype)} as its tensor {number}, where the forward saved {metas[number]}"
+                        f"saved {(x.shape, x.dtype)} as its tensor {number}, but the forward saved {metas[number]}"
                     )
             tensors.append(x)
             versions.append(x._version)
@@ -93,10 +93,10 @@ class Refill:
                 return load(packed)
             if packed >= len(tensors):  # The recomputation is over, and the frame has them.
                 raise RuntimeError(
-                    "backward went through a tensor that a recomputation made: gradients go through the graph of the "
-                    "first forward, and the one of the recomputation has lost what it saved. Hooks of modules see "
-                    "layers again in a recomputation: expected them to ask splitpipe.is_recomputing(), and to leave "
-                    "its tensors alone."
+                    "backward ran through a tensor that a recomputation made: gradients run through the graph of the "
+                    "first forward, and that of the recomputation has lost what it saved. Module hooks see the "
+                    "layers again in a recomputation: expected them to check splitpipe.is_recomputing(), and to "
+                    "leave those tensors alone."
                 )
             return load((tensors[packed], versions[packed]))
 
@@ -105,30 +105,30 @@ class Refill:
     def records(self, passing: Collection[int] = ()) -> list[Tensor | None]:
         """The tensors without the graph that made them; copies of those in memory that ``passing`` names (identify).
 
-        One that was written to stays what it is: it is an error if a node asks for it. Mostly none does, as for a
-        codebook that forward moves in place after a choice by it, which has no gradient.
+        A tensor that was written to stays as it is: it is an error if a node asks for it. Usually, none does: for
+        example, for a codebook that forward moves in place after choosing from it, which has no gradient.
         """
         for number, x in enumerate(self.tensors) if passing else ():
             if identify(x) in passing and x._version == self.versions[number]:
                 self.tensors[number] = copy = x.detach().clone()
                 self.versions[number] = copy._version
-        # Not by .data, which is faster: a function that overwrites in backward what another one has saved is an error,
-        # and only versions, which all tensors in that memory share, show it.
+        # Not by .data, which is faster: a function that, in backward, overwrites what another one has saved is an
+        # error, and only versions, which all tensors in that memory share, show it.
         return [x if x.is_leaf else x.detach() for x in self.tensors]
 
 
 class Passing(Packed):
-    """A saved tensor whose memory will have other values in backward: a copy, once the run that saves it is over."""
+    """A saved tensor whose memory will have other values in backward: copied when the run that saves it is over."""
 
     def __init__(self, x: Tensor) -> None:
         self._record: Record = x.detach(), x._version
 
     def load(self) -> Tensor:
-        """The tensor, unless the run has written to it since: as it is an error without a pipeline."""
+        """The tensor; raises if the run has written to it since, as without a pipeline."""
         return load(self._record)
 
     def keep(self) -> None:
-        """The run is over."""
+        """Called when the run is over."""
         tensor, version = self._record
         if tensor._version == version:
             copy = tensor.clone()
@@ -137,7 +137,7 @@ class Passing(Packed):
 
 @contextmanager
 def saved_apart(memory: Callable[[], Collection[int]]) -> Iterator[None]:
-    """Saves copies of tensors that lie in memory of these identities, which has other values after the block."""
+    """Saves copies of tensors in memory with these identities, which has other values after the block."""
     if not memory():
         yield
         return
@@ -157,18 +157,18 @@ def saved_apart(memory: Callable[[], Collection[int]]) -> Iterator[None]:
 
 
 def recomputation_error(how: str) -> RuntimeError:
-    """The error of a recomputation that differs from its forward."""
+    """The error for a recomputation that differs from its forward."""
     return RuntimeError(
         f"the recomputation of a checkpointed stage {how}: expected the same operations both times. A layer does "
-        "something else when it runs again (a counter, the time, random numbers of Python or NumPy, another graph of "
-        "torch.compile for another batch size); make it repeat, ask splitpipe.is_recomputing() there, or use "
-        "checkpoint='never'."
+        "something else when it is recomputed (because of a counter, the time, random numbers of Python or NumPy, "
+        "another graph of torch.compile for another batch size). Make it repeatable, check "
+        "splitpipe.is_recomputing() there, or use checkpoint='never'."
     )
 
 
 def made_other(kinds: Sequence[Any], before: Sequence[Any]) -> RuntimeError:
-    """The error of one whose nodes are of other kinds than the forward's, in the order of a walk from its output."""
+    """The error for a recomputation with nodes of other kinds than the forward's, in the order from its output."""
     differing = (k for k, (one, other) in enumerate(zip(kinds, before)) if one is not other)
     at = next(differing, min(len(kinds), len(before)))
     made, expected = (each[at].__name__ if at < len(each) else "nothing" for each in (kinds, before))
-    return recomputation_error(f"made {made} where the forward made {expected}, {at} nodes before its output")
+    return recomputation_error(f"made {made}, but the forward made {expected}, {at} nodes before its output")

@@ -1,19 +1,19 @@
-"""A snapshot of a stage's modules, as one microbatch found them, put back while it is recomputed.
+"""A snapshot of a stage's modules, as one microbatch found them, which is restored while it is recomputed.
 
 Forward may write to buffers (BatchNorm counts, spectral norm iterates), and ``torch.func.functional_call`` swaps
-parameters for the time of the forward alone. A recomputation that took what is there in backward would count twice,
+parameters only for the time of the forward. A recomputation with the state that exists in backward would count twice,
 or differentiate another function.
 
     a buffer                   a clone serves every microbatch that finds its buffer at the same version
-    written without a version  (``buffer.data.add_(1)``) a stage's first run compares values: cloned each time
+    written without a version  (``buffer.data.add_(1)``) found by comparing values in a stage's first run: always cloned
 
-A forward may also put something new into a slot: a buffer assigned again, a block made when it is first needed. It is
-recomputed with the old content of the slot, and must change the slot again. If it does not (a flag, a cache that
-has grown), it is recomputed with the new content:
+A forward may also put something new into a slot: reassign a buffer, or create a block when it is first needed. It is
+recomputed with the old content of the slot, and must change the slot again. If it doesn't (because of a flag, or a
+cache that has grown), it is recomputed with the new content:
 
     with the old content, the slot changes again (``self.mean = 0.9 * self.mean + ...``): right
     it stays as it was (``if length > self.length: self.cos = ...``): recomputed with the new content
-    with that, it changes once more: recomputed with the old content; if no choice fits, it is an error
+    with that, it changes again: recomputed with the old content; if no choice fits, it is an error
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BufferCopies(NamedTuple):
     versioned: set[Slot]
 
     def written(self, versions: list[int]) -> list[bool]:
-        """A flag for each, by the versions of now: whether it was written to since, or may have been."""
+        """For each, by its current version: True if it has been written to since, or may have been."""
         versioned = self.versioned
         found = zip(self.buffers.slots, self.versions, versions)
         return [then != now or slot not in versioned for slot, then, now in found]
@@ -55,7 +55,7 @@ class Clones:
         self._copies = BufferCopies(Buffers([], [], [], [], True), [], [], set())
 
     def take(self, buffers: Buffers, fresh: bool = False) -> BufferCopies:
-        """The buffers as they are now, with clones; a clone is used again if its buffer has not changed."""
+        """The current buffers, with clones; a clone is reused if its buffer hasn't changed."""
         if not buffers.slots and not fresh:
             return BufferCopies(buffers, [], [], set())
         versions, last, versioned = buffers.versions(), self._copies, self._copies.versioned
@@ -84,7 +84,7 @@ class Clones:
         return copies
 
     def compare(self, copies: BufferCopies) -> None:
-        """Learns from a stage's first run which buffers change without their version telling."""
+        """Learns from a stage's first run which buffers change without changing their version."""
         buffers = copies.buffers
         found = zip(buffers.slots, buffers.tensors, buffers.quiet, copies.versions, buffers.versions(), copies.clones)
         for slot, x, quiet, then, now, clone in found:
@@ -103,10 +103,10 @@ class Snapshot:
         self._buffers = clones.take(inventory.buffers(self._slots), fresh)
         self._moved: dict[Slot, tuple[Any, Any]] = {}
         self._volatile: set[int] | None = None
-        self.passing: Callable[[], set[int]] = set  #: What buffers are in that get other values when a run is over.
+        self.passing: Callable[[], set[int]] = set  #: The memory of buffers that get other values after a run.
 
     def close(self) -> Inventory:
-        """Ends the forward; gives the inventory of what the stage has now."""
+        """Ends the forward; returns the inventory of the stage's current state."""
         left = self._inventory.slots()
         if not left.same(self._slots):
             self._moved = self._slots.moved(left)
@@ -123,7 +123,7 @@ class Snapshot:
         return bool(moved) and any([isinstance(after, (nn.Module, nn.Parameter)) for _, after in moved.values()])
 
     def untouched(self) -> bool:
-        """True if a run would find all as the forward did, and writes to no buffer: it needs nothing put back."""
+        """True if a run would find the same state as the forward, and writes to no buffer: nothing must be restored."""
         inventory, parameters, copies = self._inventory, self._parameters, self._buffers
         parameters.verify()
         return (
@@ -136,9 +136,9 @@ class Snapshot:
         self._clones.compare(self._buffers)
 
     def replay(self, run: Callable[[], None], restart: Callable[[], None]) -> None:
-        """Runs the stage with all as its forward found it, except what the forward made permanently.
+        """Runs the stage in the state that its forward found, except for what the forward made permanently.
 
-        ``restart`` is called before each further try: it resets the random numbers, which a snapshot does not have.
+        ``restart`` is called before each further try: it resets the random numbers, which a snapshot doesn't have.
         """
         left: set[Slot] = set()
         tries = _TRIES if self._moved else 1
@@ -156,16 +156,16 @@ class Snapshot:
                     raise RuntimeError(_COUNTED)
                 return
             if not wrong:
-                tries = 1  # To raise what it raised.
+                tries = 1  # Try again, to raise its error.
             left ^= wrong
             restart()
         raise RuntimeError(
-            f"a checkpointed stage assigns {', '.join(sorted(name for _, name in wrong))} in some of its runs only: "
+            f"a checkpointed stage assigns {', '.join(sorted(name for _, name in wrong))} in only some of its runs: "
             "expected the same each time. Make what a layer needs in its __init__, or use checkpoint='never'."
         )
 
     def _wrong(self, left: set[Slot]) -> set[Slot]:
-        """The slots in which a run has not done what the forward did, or has done it a second time."""
+        """The slots in which a run hasn't done what the forward did, or has done it a second time."""
         tables = self._inventory.tables
         wrong = set()
         for slot, (found, after) in self._moved.items():
@@ -176,22 +176,22 @@ class Snapshot:
         return wrong
 
     def volatile(self) -> set[int]:
-        """Where the buffers are that a run may write to, and that are put back when it is over."""
+        """The memory of buffers that a run may write to, and that are restored after it."""
         found = [(self._buffers.buffers, self._inventory.modes)]
         if self._moved or not found[0][0].complete:
             found.append((self._after.buffers(self._after.slots()), self._after.training()))
-        elif self._volatile is not None:  # Asked for each tensor that is saved.
+        elif self._volatile is not None:  # Called for each tensor that is saved.
             return self._volatile
         self._volatile = {
             identify(x) for buffers, modes in found
             for slot, x, norm in zip(buffers.slots, buffers.tensors, buffers.norms)
-            # In training mode a norm's backward doesn't look at its buffers, though the node saves them.
+            # In training mode, a norm's backward doesn't use its buffers, though the node saves them.
             if not (norm and modes[slot[0] // 3])
         }
         return self._volatile
 
     def _made(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers that the forward made, to be put back as they are now; and those of them that are no norm's."""
+        """The buffers that the forward made, to be restored to their current state; and those that aren't a norm's."""
         if not self._moved and self._buffers.buffers.complete:
             return [], []
         known = {*map(id, self._buffers.buffers.tensors)}
@@ -200,20 +200,20 @@ class Snapshot:
         return [x for x, _ in made], [x for x, norm in made if not norm]
 
     def _passing(self, flagged: list[bool], before: list[int], made: list[Tensor]) -> set[int]:
-        """Asked at the end of a run: where the buffers are that get other values then, unseen by their versions."""
+        """Called at the end of a run: memory of buffers that then get other values without changing version."""
         buffers, modes = self._buffers.buffers, self._inventory.modes
         found = zip(buffers.slots, buffers.tensors, buffers.counters, flagged, before, buffers.versions())
         return {identify(x) for x in made}.union(
             identify(x) for slot, x, counter, flag, then, now in found
             if (flag or then != now)
-            # In training mode BatchNorm's backward doesn't look at its buffers, though the node saves them.
+            # In training mode, BatchNorm's backward doesn't use its buffers, though the node saves them.
             and (counter is None or not modes[slot[0] // 3])
         )
 
     @contextmanager
     def restored(self, left: Collection[Slot] = ()) -> Iterator[list[Tensor]]:
-        """All is as it was, except the slots ``left``, inside the block; gives buffers that the forward made."""
-        # Mostly all is as it was already; that is checked in lists, for all modules at once.
+        """Restores the state inside the block, except for the slots ``left``; yields buffers that the forward made."""
+        # Usually, everything is as it was already, which is checked in lists, for all modules at once.
         inventory, parameters = self._inventory, self._parameters
         parameters.verify()
         now, flags, modes = self._after.slots(), parameters.flags(), inventory.training()
@@ -247,7 +247,7 @@ class Snapshot:
             yield counting
         finally:
             self.passing = set
-            # Buffers that only this run has written to: it was asked for during the forward itself.
+            # Buffers that only this run has written to: it was requested during the forward itself.
             found = zip(buffers.tensors, clones, flagged, before, buffers.versions())
             values += [(x, clone) for x, clone, flag, then, now in found if then != now and not flag]
             _write(values)
@@ -260,13 +260,13 @@ class Snapshot:
                 inventory.train(modes)
 
 
-#: Mostly two are enough. A run that raises leaves later slots unchecked.
+#: Usually, two are enough. A run that raises leaves later slots unchecked.
 _TRIES = 5
 
 _COUNTED = (
-    "a checkpointed stage wrote to a buffer that it made in the same forward, so that this microbatch can't be "
-    "recomputed: expected it made before. Make it in the layer's __init__, or call the model once without grad before "
-    "training; the next step finds it made."
+    "a checkpointed stage wrote to a buffer that it created in the same forward, so this microbatch can't be "
+    "recomputed: expected it to exist before. Create it in the layer's __init__, or call the model once without grad "
+    "before training; the next step finds it."
 )
 
 
@@ -279,12 +279,12 @@ def _clones(tensors: list[Tensor]) -> list[Tensor]:
 
 def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Writes to buffers, all in few kernels."""
-    # Through .data: a buffer that autograd saved elsewhere keeps its version, as it keeps its values.
+    # Through .data: a buffer that autograd saved elsewhere keeps its version, because it keeps its values.
     plain = [(tensor.data, value) for tensor, value in values if is_plain(tensor)]
     if plain:
         _foreach_copy_([x for x, _ in plain], [value for _, value in plain])
     for tensor, value in values:
-        if tensor.layout is not torch.strided:  # Its .data has indices of its own.
+        if tensor.layout is not torch.strided:  # Its .data has separate indices.
             with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
                 tensor.copy_(value)
         elif not is_plain(tensor):

@@ -1,10 +1,10 @@
 """One microbatch on one stage: its layers in order, checkpointed or not, with the caller's state and random numbers.
 
-A worker runs a microbatch on a stage by ``Task.__call__``, inside these contexts, outermost first:
+A worker runs a microbatch on a stage with ``Task.__call__``, inside these contexts, outermost first:
 
     stream  >  caller's state  >  context variables  >  checkpoint's hooks  >  random numbers  >  layers
 
-A recomputation is the same nesting around the same layers, in whatever thread goes backward.
+A recomputation has the same nesting around the same layers, in whatever thread runs backward.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Skips = dict[Key, Activation]
 
 
 class Stage(ReportedStage):
-    """A stage for the time of one call; weight gradients wait in ``pending``, or are left to autograd."""
+    """A stage during one call; weight gradients wait in ``pending``, or are left to autograd."""
 
     def __init__(
         self, own: StageLayers, cache: StageCache, call: Call, pending: PendingStore | None = None
@@ -48,10 +48,10 @@ class Stage(ReportedStage):
         self.own = own
         self.index = own.index
         self.device = own.place.device
-        #: Where gradients go of microbatches that have graphs of their own; None: all is one graph.
+        #: Takes gradients of microbatches that have separate graphs; None: everything is in one graph.
         self.sink: Any = None
         self.compute = call.computes[own.index]
-        #: True if others get its outputs as they are, not as copies on a device of their own.
+        #: True if others get its outputs themselves, rather than copies on another device.
         self.shared = call.computes.count(self.compute) > 1
         self.inventory = own.inventory()
         if call.checkpointed:
@@ -75,7 +75,7 @@ class Result:
 
 
 class Task:
-    """One microbatch on one stage, in a state (``inside``: the worker's own); to be called in the stage's worker."""
+    """One microbatch on one stage, in a state (``inside``: the worker's own); must be called in the stage's worker."""
 
     def __init__(
         self, stage: Stage, call: Call, i: int, value: Activation, skips: Skips, state: State, inside: bool = False
@@ -85,7 +85,7 @@ class Task:
         self.value = value
         self.skips = skips
         self.state = state
-        self.variables = call.contexts[i]  # That it runs in.
+        self.variables = call.contexts[i]  # The context that it runs in.
         self.seeds = call.seeds
         self.checkpoint = i < call.checkpointed
         self.batch = call.batch
@@ -115,17 +115,17 @@ class Task:
 
     @staticmethod
     def versions(leaves: list[Any]) -> list[int | None]:
-        """The versions of tensors, by which a write in place is seen."""
+        """The versions of tensors, which show in-place writes."""
         return [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def run(self, leaves: list[Any]) -> tuple[list[Any], tuple[Activation, Skips]]:
-        """The leaves of what the layers give for a flat input, and their nesting; after the first time, once more."""
+        """The leaves of the layers' output for a flat input, and their nesting; later calls are recomputations."""
         first, self._first = self._first, False
         out, skips = self._layers(leaves, "forward") if first else self.rerun(leaves)
         return _leaves(out, skips), (out, skips)
 
     def drop(self) -> None:
-        """Forgets values, whose nesting is needed for another run."""
+        """Forgets values whose nesting is needed for a recomputation."""
         self.value, self.whole = _bare(self.value), []
         self.skips = {key: _bare(activation) for key, activation in self.skips.items()}
 
@@ -143,7 +143,7 @@ class Task:
         stage, facts = self.stage, self.stage.facts
         if self.state.hooks_disabled is not None:
             raise RuntimeError(
-                f"{self.state.hooks_disabled}. Checkpointing is made of saved-tensor hooks: expected them enabled "
+                f"{self.state.hooks_disabled}. Checkpointing uses saved-tensor hooks: expected them to be enabled "
                 "where the model is called. Use checkpoint='never', or leave disable_saved_tensors_hooks first."
             )
         leaves = self.given()
@@ -164,13 +164,13 @@ class Task:
         self.note_writes(versions, leaves)
         if facts.in_place and not rerun.in_place:
             raise RuntimeError(
-                f"{stage} wrote to its input in place, which it had not done before, so that this microbatch can't be "
+                f"{stage} wrote to its input in place, which it hadn't done before, so this microbatch can't be "
                 "recomputed: expected a layer that always or never does. A copy is now kept; repeat the step."
             )
         return Result(value, skips, frame)
 
     def note_writes(self, versions: list[int | None], leaves: list[Any]) -> None:
-        """Notes whether the layers wrote to the input, and refuses it where others have its memory."""
+        """Records whether the layers wrote to the input, and raises if others share its memory."""
         facts = self.stage.facts
         now = self.versions(leaves)
         if versions == now:
@@ -181,23 +181,23 @@ class Task:
         wrong = [x for x in self._tainted() if id(x) in written]
         if {*map(storage_of, wrong)} & {*map(storage_of, self.whole)} - {0}:
             raise RuntimeError(
-                f"{self.stage} wrote in place to an input that batched= leaves whole: all microbatches have it in the "
-                "same memory. Write to a copy (x.clone()) in the layer, or say True for it in batched= if it is part "
+                f"{self.stage} wrote in place to an input that batched= leaves whole: all microbatches share its "
+                "memory. Write to a copy (x.clone()) in the layer, or use True for it in batched= if it is part "
                 "of the batch."
             )
         if wrong:
             raise RuntimeError(
                 f"{self.stage} wrote in place to an input that shares memory with another value between stages: the "
-                "gradient of the other could not tell. Return a copy (x.clone()) from the layer that gives both, or "
-                "don't work in place here."
+                "gradient of the other would miss the write. Return a copy (x.clone()) from the layer that returns "
+                "both, or don't work in place here."
             )
 
     def _tainted(self) -> list[Tensor]:
-        """The inputs whose memory other values between stages have, too."""
+        """The inputs that share memory with other values between stages."""
         return [activation.leaves[k] for activation in (self.value, *self.skips.values()) for k in activation.shared]
 
     def _layers(self, leaves: list[Any], doing: str) -> tuple[Activation, Skips]:
-        """Runs the layers on a copy of the flat input; gives the flat output and what is stashed for later stages."""
+        """Runs the layers on a copy of the flat input; returns the flat output and what is stashed for later stages."""
         own, (number, count) = self.stage.own, self.number
         at = len(self.value.leaves)
         value = microbatch.unflatten(leaves[:at], self.value.spec)
@@ -210,7 +210,7 @@ class Task:
         tainted = self._tainted()
         at = 0
         try:
-            # If no layer is skippable, nobody looks for the box.
+            # If no layer is skippable, the box isn't used.
             inside = opened(box) if box or own.skippable else nullcontext()
             with inside, calling(caller):
                 for at, call in enumerate(self.calls):
@@ -227,15 +227,15 @@ class Task:
         return out, skips
 
     def bare(self) -> Task:
-        """The task without its values, whose nesting is needed, and with the variables as they are now."""
+        """The task without its values, whose nesting is needed, and with the current variables."""
         task = object.__new__(type(self))
-        vars(task).update(vars(self))  # copy.copy takes ten times as long.
+        vars(task).update(vars(self))  # copy.copy would take ten times as long.
         task.drop()
         task.variables = self.variables.copy()
         return task
 
     def rerun(self, leaves: list[Any]) -> tuple[Activation, Skips]:
-        """Runs the layers once more."""
+        """Recomputes the layers."""
         out, skips = self._layers(leaves, "recomputation")
         for leaf in _leaves(out, skips):
             dtensor.wait(leaf)
@@ -243,11 +243,11 @@ class Task:
 
 
 class _Rerun:
-    """Runs a checkpointed microbatch again, as it ran."""
+    """Recomputes a checkpointed microbatch."""
 
     def __init__(self, task: Task, leaves: list[Any], in_place: bool) -> None:
         self.in_place = in_place
-        #: The variables of a forward that is not over yet: a layer differentiates inside it, and waits for the engine.
+        #: The variables of a forward that isn't over yet: a layer differentiates inside it, and waits for the engine.
         self.forward: Context | None = None
         self._batch = task.batch if task.batch is not None and task.batch.shares(leaves) else None
         hooks = task.state.hooks
@@ -262,7 +262,7 @@ class _Rerun:
         self.snapshot = Snapshot(inventory, stage.parameters, stage.clones, not facts.compared)
 
     def keep(self, outputs: Sequence[Any]) -> None:
-        """Copies inputs that the stage hands on: others may write to them."""
+        """Copies inputs that the stage passes on: others may write to them."""
         storages = {storage_of(x) for x in outputs if isinstance(x, Tensor)} - {0}
         for given in self._inputs:
             if isinstance(given, SavedInput):
@@ -277,7 +277,7 @@ class _Rerun:
 
     def _redraw(self, fill: Fill) -> None:
         if self.forward is not None:
-            generator.inherit_lock(self.forward)  # On accelerators, the engine has a thread of its own.
+            generator.inherit_lock(self.forward)  # On accelerators, the engine uses another thread.
         with in_phase("recomputing"):
             run = partial(self._run, fill)
             self.numbers.redraw(lambda: self.snapshot.replay(lambda: copy_context().run(run), self.numbers.restart))
@@ -295,7 +295,7 @@ class _Rerun:
 
 
 def _each_once(change: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-    """The values changed; one that is there twice is one value again, as layers ask by ``is`` (attention does)."""
+    """The changed values; one that occurs twice stays one, because layers (such as attention) compare with ``is``."""
     made: dict[int, Any] = {}
     for value in values:
         if id(value) not in made:
@@ -304,8 +304,8 @@ def _each_once(change: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]
 
 
 def _entering(leaf: Any) -> Any:
-    """A stage's input, as ``SavedInput`` gives it to a recomputation: the output of a node, or no parameter."""
-    # A parameter that another stage hands on as it is would be saved as itself in the forward alone.
+    """A stage's input, as ``SavedInput`` gives it to a recomputation: the output of a node, or not a parameter."""
+    # A parameter that another stage passes on unchanged would otherwise be saved as itself, but only in the forward.
     x = leaf if type(leaf) is Tensor else dtensor.arrived(leaf)
     if isinstance(x, Tensor) and torch.is_grad_enabled():
         with DisableTorchFunction():  # Function modes would see that an attribute is read.

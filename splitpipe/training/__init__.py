@@ -1,1 +1,1 @@
-"""One training step by a schedule: its ops, their exchange of values, the loss, and the gradients handed over."""
+"""One training step with a schedule: its ops, how they exchange values, the loss, and handing over the gradients."""

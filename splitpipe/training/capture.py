@@ -1,15 +1,15 @@
-"""Going backward without touching a leaf: the gradients are captured, and summed by hand.
+"""Runs backward without touching leaves: their gradients are captured, and summed explicitly.
 
-Autograd would accumulate into ``.grad``, which is the user's, and fire hooks once a microbatch.
+Autograd would accumulate into ``.grad``, which belongs to the user, and fire hooks once per microbatch.
 
     output ──> layers ──> weight's owner    its output gradient is captured, and left for W with what the node has saved
-                  ├─────> other parameter   captured, and added to the stage's sums; .grad stays, hooks are parked
-                  └─────> stage's input     captured, for the stage that it came from
+                 ├─────> other parameter   captured, and added to the stage's sums; .grad stays, hooks are parked
+                 └─────> stage's input     captured, for the stage that it came from
 
-The graph is freed during backward. It is kept if another microbatch may go through a part of it: a node that this
-forward has not made, or a leaf that is no parameter of the stage (held by a closure, say). Nodes of this forward are
-known by their sequence numbers, which count by thread. A node that was made elsewhere may have the same number by
-chance; going through it twice is then an error, in torch's words.
+The graph is freed during backward. It is kept if another microbatch may run through a part of it: a node that this
+forward hasn't made, or a leaf that isn't a parameter of the stage (for example, one in a closure). Nodes of this
+forward are recognised by their sequence numbers, which count per thread. A node that was made elsewhere may have the
+same number by chance; running through it twice is then an error of torch's.
 """
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ Grads = list[Tensor | None]
 class Graph(NamedTuple):
     """The graph of one (stage, microbatch)."""
 
-    #: The edges by which the stage's inputs came in.
+    #: The edges through which the stage's inputs entered.
     entered: Sequence[GradientEdge]
-    #: Edges that autograd is to go through though nothing needs their gradients.
+    #: Edges through which autograd must run although nothing needs their gradients.
     phonies: Sequence[GradientEdge]
-    #: The nodes that leave something for W.
+    #: The nodes that leave a pending gradient for W.
     owners: Sequence[Owner]
-    #: True if a node may write to its gradient, which an owner may have been given as well.
+    #: True if a node may write to its gradient, which an owner may have received too.
     custom: bool
-    #: Parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
+    #: The parameters and other leaves that it leads to, and parameters that are computed (``functional_call``).
     leaves: Sequence[Tensor]
     edges: Sequence[Any]
-    #: True if another backward may go through a part of it.
+    #: True if another backward may run through a part of it.
     keep_graph: bool
-    #: True if a node needs the graph around.
+    #: True if a node needs the surrounding graph.
     bound: bool = False
 
 
-#: Bytes of a leaf from which on its gradient is added to the sum before others are computed.
+#: Size in bytes from which on a leaf's gradient is added to its sum before the others are computed.
 _LARGE = 2**15
 
 
@@ -69,21 +69,21 @@ def _is_large(leaf: Tensor) -> bool:
 
 
 class Summed:
-    """Adds gradients of leaves to their sums, in one backward: else all would exist beside their sums."""
+    """Adds gradients of leaves to their sums during one backward; otherwise, all would exist next to their sums."""
 
     def __init__(self, sums: Sums, compute: Stream) -> None:
         self._sums = sums
         self._compute = compute
-        # On the CPU autograd runs in the worker's own thread, and another stage with the leaf in its own.
+        # On the CPU, autograd runs in the worker's own thread, and another stage with the leaf in another thread.
         self._thread = get_ident() if compute is None else None
 
     def hook(self, leaf: Tensor) -> Any:
-        """Has the leaf's gradient added; gives what ends that."""
+        """Makes the leaf's gradient be added to its sum; returns a handle that ends this."""
         return leaf.register_hook(_Adding(self._sums.of(leaf), self._compute, self._thread))
 
 
 class _Adding:
-    """A hook that adds a gradient to a sum, and leaves zeros of no memory."""
+    """A hook that adds a gradient to a sum, and returns zeros that take no memory."""
 
     __slots__ = ("_compute", "_thread", "_total")
 
@@ -94,7 +94,7 @@ class _Adding:
         if grad is None or grad.layout is not torch.strided or self._thread not in (None, get_ident()):
             return None
         compute = self._compute
-        if compute is not None:  # The node of a leaf belongs to the stream that first asked for it.
+        if compute is not None:  # A leaf's node belongs to the stream that first asked for it.
             stream.wait(compute, stream.current(compute.device))
             stream.hold(grad, compute)
         with stream.use(compute):
@@ -102,12 +102,12 @@ class _Adding:
         return grad.new_zeros(()).expand(grad.shape)
 
 
-#: Who takes what owners leave as it comes, given what they keep of their inputs; None if that may wait for B's end.
+#: Takes what owners leave as it comes, given what they keep of their inputs; None if that may wait until B ends.
 Early = Callable[[Sequence[Owner], Sequence[PendingGrad]], Leave | None]
 
 
 def _leave(owner: Owner, new: PendingGrad, grad: Tensor | None, version: int | None, leave: Leave | None) -> None:
-    """Has an owner leave what it has, given the gradient that has arrived at it, and its version then."""
+    """Makes an owner leave what it has, given the gradient that has arrived at it and its version at that time."""
     ctx = owner.rule.take(new.ctx)
     if leave is None or ctx is None:
         return
@@ -123,7 +123,7 @@ def _leave(owner: Owner, new: PendingGrad, grad: Tensor | None, version: int | N
 def _at_once(
     roots: Sequence[GradientEdge], graph: Graph, kept: Sequence[PendingGrad], leave: Leave
 ) -> tuple[list[Owner], list[PendingGrad], list[Any]]:
-    """Has owners leave what they have when B is through with them; gives those that B does not go through."""
+    """Makes owners leave what they have as soon as B has passed them; returns those that B doesn't reach."""
     waiting = dict(enumerate(kept))
     through = leading([(edge.node, edge.output_nr) for edge in roots],
                       {(edge.node, edge.output_nr) for edge in (*graph.entered, *graph.phonies)})
@@ -140,7 +140,7 @@ def _at_once(
 
 
 class Capture:
-    """Goes backward in one stage, up to parameters, even if they are no leaves (``torch.func.functional_call``)."""
+    """Runs backward in one stage, up to parameters, even if they aren't leaves (``torch.func.functional_call``)."""
 
     def __init__(self, own: StageLayers, hooks: ParkedHooks) -> None:
         self._stage = own.name
@@ -159,23 +159,23 @@ class Capture:
         note: Note | None = None,
         ends: Container[Edge] | None = None,
     ) -> Graph:
-        """The graph that a forward has made, back from its outputs' edges.
+        """The graph that a forward has made, searched from its outputs' edges.
 
         Args:
             roots: these edges.
             entered: the edges of its inputs.
             numbers: the sequence numbers of its nodes.
-            phonies: edges that autograd is to go through though nothing needs their gradients.
-            groups: of the weights whose owners leave something for W; None: B computes all.
-            gains: of the microbatch.
-            note: told of the ways to parameters.
-            ends: where it ends; None: at ``entered`` and ``phonies``.
+            phonies: edges through which autograd must run although nothing needs their gradients.
+            groups: those of the weights whose owners leave something for W; None: B computes everything.
+            gains: those of the microbatch.
+            note: called with the ways to parameters.
+            ends: where the search ends; None: at ``entered`` and ``phonies``.
         """
         if ends is None:
             ends = {(edge.node, edge.output_nr) for edge in (*entered, *phonies)}
         starts = ((edge.node, edge.output_nr) for edge in roots)
         found = survey(starts, ends, numbers, self._computed, groups, gains, note)
-        # Each leaf once, however many ways lead to it: the engine gives its whole gradient for each time it is listed.
+        # Each leaf once, however many paths lead to it: the engine returns its whole gradient each time it is listed.
         keep_graph = found.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in found.leaves])
         return Graph(
             entered, phonies, found.owners, found.custom, found.leaves, found.edges, keep_graph, found.bound
@@ -187,8 +187,8 @@ class Capture:
     ) -> tuple[Grads, Grads]:
         """The gradients of the stage's inputs, and of the graph's leaves.
 
-        ``leave`` is given what each owner leaves, at the end, or what ``early`` gives as it comes; ``summed`` takes
-        gradients of large leaves as they come.
+        ``leave`` is called with what each owner leaves at the end, or ``early`` as soon as it is there; ``summed``
+        takes gradients of large leaves as soon as they are there.
         """
         count, leaves, owners = len(graph.entered), graph.leaves, graph.owners
         kept = [PendingGrad(owner.rule.keep(owner.node)) for owner in owners]
@@ -208,16 +208,16 @@ class Capture:
         found: list[Tensor | None] = []
         try:
             handles += [summed.hook(leaves[k]) for k in large if summed is not None]
-            # Of a node that runs, autograd captures what was there before hooks of its output have changed it.
+            # At a node that runs, autograd captures the gradient from before hooks on its output have changed it.
             watched += [_watched(owner.node, graph.custom) for owner in owners]
             found += self._grad(roots, grads, inputs, graph.keep_graph)
         finally:
-            if not found or graph.keep_graph:  # Else its nodes are gone soon.
+            if not found or graph.keep_graph:  # Otherwise, its nodes are about to be freed.
                 handles += [watch.handle for watch in watched]
             for handle in handles:
                 handle.remove()
         for k in large:
-            found[count + k] = None  # What is left of it has no memory.
+            found[count + k] = None  # What is left of it takes no memory.
         for owner, new, grad, watch in zip(owners, kept, found[count + len(leaves) :], watched):
             given = watch.seen[0][0] if watch.seen else grad
             _leave(owner, new, given, watch.versions[0] if watch.versions else None, leave)
@@ -226,8 +226,8 @@ class Capture:
     def backward_views(
         self, sums: Sums, roots: Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> None:
-        """Adds to sums of leaves what comes from the gradients of their views; no leaves: of all that there are."""
-        if leaves and all([leaf.requires_grad for leaf in leaves]):  # Views save nothing that would be freed.
+        """Adds the gradients of views to the sums of their leaves; without ``leaves``, of all that are reached."""
+        if leaves and all([leaf.requires_grad for leaf in leaves]):  # Views save nothing that could be freed.
             graph = Graph((), (), (), False, leaves, leaves, False)
         else:
             graph = self.graph(roots, (), range(0))
@@ -238,7 +238,7 @@ class Capture:
     def _grad(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: tuple[Any, ...], keep: bool
     ) -> Sequence[Tensor | None]:
-        # As torch.autograd.grad, without the checks of its arguments.
+        # Like torch.autograd.grad, without the checks of its arguments.
         try:
             found: Sequence[Tensor | None] = _engine_run_backward(
                 tuple(roots), tuple(grads), keep, False, inputs, allow_unreachable=True, accumulate_grad=False
@@ -247,16 +247,17 @@ class Capture:
             if "use_reentrant" in str(error):
                 add_note(
                     error,
-                    f"{self._stage} has a reentrant torch.utils.checkpoint in it, which accumulates gradients itself, "
-                    "during a schedule: pass use_reentrant=False to it, or give SplitPipe "
-                    "checkpoint='always' instead.",
+                    f"{self._stage} contains a reentrant torch.utils.checkpoint, which accumulates gradients itself, "
+                    "in a schedule: expected use_reentrant=False, or SplitPipe(..., checkpoint='always') instead of "
+                    "that "
+                    "checkpoint.",
                 )
             raise
         return found
 
 
 class Watch(NamedTuple):
-    """The gradients that a node was given, their versions then, and what ends the watch."""
+    """The gradients that a node has received, their versions at that time, and the handle that ends the watch."""
 
     seen: list[Sequence[Tensor | None]]
     versions: list[int | None]
@@ -264,9 +265,9 @@ class Watch(NamedTuple):
 
 
 def _watched(node: Any, versions: bool) -> Watch:
-    """Watches for the gradient of its output, which the node is given; with its version, if ``versions``.
+    """Watches for the gradient of a node's output, as the node receives it; ``versions``: with its version.
 
-    Autograd gives one gradient to several nodes, of which a later one may write to it.
+    Autograd may pass one gradient to several nodes, and a later one may write to it.
     """
     seen: list[Sequence[Tensor | None]] = []
     found: list[int | None] = []
@@ -288,7 +289,7 @@ _lock = ProcessLock()
 
 
 class _Parked:
-    """Replaces a parked hook, and does nothing."""
+    """A placeholder for a parked hook, which does nothing."""
 
     __slots__ = ("holders", "hook")
 
@@ -298,14 +299,14 @@ class _Parked:
 
     def __call__(self, *args: object) -> object:
         here = get_ident()
-        # Another thread may go backward to the parameter itself meanwhile.
+        # Meanwhile, another thread may run backward to the parameter itself.
         if any([holder.thread in (None, here) for holder in list(self.holders)]):
             return None
         return self.hook(*args)
 
 
 class ParkedHooks:
-    """The hooks that one call has parked; for one thread alone, if it is given."""
+    """The hooks that one call has parked, in all threads or in a given one."""
 
     def __init__(self, thread: int | None = None) -> None:
         self.thread = thread
@@ -318,7 +319,7 @@ class ParkedHooks:
             return
         with _lock.lock:
             for key, hook in list(hooks.items()):
-                if isinstance(hook, _Adding):  # Of another stage, which goes backward to the leaf meanwhile.
+                if isinstance(hook, _Adding):  # It belongs to another stage, which runs backward to the leaf meanwhile.
                     continue
                 if not isinstance(hook, _Parked):
                     hook = hooks[key] = _Parked(hook)
@@ -327,12 +328,12 @@ class ParkedHooks:
                     self._parked.append((hooks, key, hook))
 
     def put_back(self) -> None:
-        """Puts back each hook that no other call still parks."""
+        """Restores each hook that no other call still parks."""
         if not self._parked:
             return
         with _lock.lock:
             for hooks, key, parked in self._parked:
                 parked.holders.discard(self)
-                if not parked.holders and hooks.get(key) is parked:  # Else its handle has removed it.
+                if not parked.holders and hooks.get(key) is parked:  # Otherwise, its handle has removed it.
                     hooks[key] = parked.hook
             self._parked = []

@@ -1,6 +1,6 @@
-"""A checkpointed block as a node: its graph is made again in backward, and gone when that is over.
+"""A checkpointed block as a node: its graph is recomputed in backward, and freed afterwards.
 
-So autograd calls nothing of ours for what the block's nodes save.
+So autograd doesn't call saved-tensor hooks for what the block's nodes save.
 """
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from splitpipe.training.capture import Graph
 from splitpipe.training.node import BlockNode, Flight
 from splitpipe.training.sink import Ids, Sink, used_by
 
-#: Runs a block or a stage once more.
+#: Runs a block or a stage again.
 Rerun = Callable[[], Made]
-#: In place of a graph task's number.
+#: Used instead of a graph task's number.
 _BEFORE = -1
 
 
 class Dropped(Flight):
-    """Of a checkpointed one, whose graph is made in backward."""
+    """What a checkpointed microbatch keeps; its graph is made in backward."""
 
     __slots__ = ("_again", "_kinds", "_lock", "_others", "_places", "_ready")
 
@@ -40,21 +40,21 @@ class Dropped(Flight):
     ) -> None:
         super().__init__(sink, i, ids, where)
         self._again = again
-        self._places = places  # Of outputs that require grad, with the kinds of their nodes.
+        self._places = places  # Places of outputs that require grad, with the kinds of their nodes.
         self._kinds = kinds
-        self._others: list[Record] = [(x, x._version) for x in others]  # Leaves, used again as they were.
+        self._others: list[Record] = [(x, x._version) for x in others]  # Leaves that mustn't change in between.
         self._ready: dict[int, Made] = {}  # By graph task.
         self._lock = threading.Lock()
 
     def recompute(self) -> None:
-        """Makes the graph of the running graph task, before its gradient is there."""
+        """Makes the graph for the running graph task, before its gradient is there."""
         with self._lock:
             task = _current_graph_task_id()
             if task not in self._ready:
                 self._ready[task] = self._made()
 
     def prepare(self) -> None:
-        """Makes the graph of the backward that comes next, before that begins."""
+        """Makes the graph for the next backward, before it begins."""
         self._ready[_BEFORE] = self._made()
 
     def _made(self) -> Made:
@@ -87,13 +87,13 @@ class Dropped(Flight):
         if isinstance(found, list):
             return made_other(found, expected)
         return recomputation_error(
-            f"({self._where}) made {found} nodes of autograd's, where the forward made {expected}, and "
-            f"{type(getattr(x, 'grad_fn', None)).__name__} for its output {place}, where the forward made "
+            f"({self._where}) made {found} autograd nodes, but the forward made {expected}; and it made "
+            f"{type(getattr(x, 'grad_fn', None)).__name__} for its output {place}, but the forward made "
             f"{kind.__name__}"
         )
 
     def _unknown(self, graph: Graph) -> bool:
-        """True for leaves that the run has made itself, as the forward has; others would lose their gradients."""
+        """True for leaves that the run itself has made, like the forward; others would lose their gradients."""
         known = {leaf for ids in self._ids for leaf in ids}
         leaves = used_by(graph)
         if not self._others and known.issuperset(leaves):
@@ -102,23 +102,24 @@ class Dropped(Flight):
         gone = [x for x, _ in self._others if id(x) not in leaves]
         if new and sorted([tuple(x.shape) for x in new]) != sorted([tuple(x.shape) for x in gone]):
             raise RuntimeError(
-                f"{self._where}: used a {list(new[0].shape)} tensor that requires grad and is none of its parameters, "
-                "which its forward had not done: its gradient would be lost. Hand it over as an argument, or use "
-                "checkpoint='never' or backward='autograd'."
+                f"{self._where}: used a {list(new[0].shape)} tensor that requires grad and isn't one of its "
+                "parameters, which its forward hadn't used: its gradient would be lost. Pass it as an argument, or "
+                "use checkpoint='never' or backward='autograd'."
             )
         return bool(new)
 
 
-#: Whose tensors, if there are any, are seen.
+#: The owner of the tensors, if there are any, that are visible.
 OPEN = (Tensor, torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def may_be_made_again(
     made: Sequence[Any], given: Sequence[Any], device: torch.device, ends: Container[Edge] | None = None
 ) -> bool:
-    """True if a first run hands on tensors in the open, and its graph has nothing that needs another graph around it.
+    """True if a first run passes its tensors on visibly, and its graph has nothing that needs another graph around it.
 
-    That is a leaf on another device, whose streams are others', or a node that refuses a B to some leaves only.
+    Such things are a leaf on another device, whose streams are different, and a node that doesn't allow B for some
+    leaves only.
     """
     if not all([isinstance(x, OPEN) for x in (*made, *given)]):
         return False
@@ -135,13 +136,13 @@ def outputs_of(
     made: list[Any], own: dict[int, Tensor], flight: Callable[[list[tuple[int, Any]]], Dropped], phony: Tensor,
     inputs: Sequence[Tensor],
 ) -> list[Any]:
-    """The leaves of a block's output, with a BlockNode for those that require grad; what it hands on is as it was.
+    """The leaves of a block's output, with a BlockNode for those that require grad; passed-through values stay as is.
 
     Args:
         made: these leaves.
-        own: the caller's tensors, by the identity of what the block was given for them.
-        flight: made for the places of outputs.
-        phony: of the block.
+        own: the caller's tensors, by the identity of the tensors that the block got for them.
+        flight: made from the places of outputs.
+        phony: that of the block.
         inputs: those that require grad.
     """
     places: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What every call of a model needs, drop-in or scheduled, whatever is called: one at a time, in its caller's state."""
+"""What all calls of a model need, drop-in or scheduled: one call at a time, and the caller's thread-local state."""
 from __future__ import annotations
 
 import threading
@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 class Engine:
-    """A model's resources and, with a schedule, its trainer. ``split`` defers weight gradients.
+    """A model's resources and, with a schedule, its trainer. ``split``: whether to defer weight gradients.
 
-    For these a stage keeps ``stash_limit`` bytes (None: as fits its device).
+    For these, a stage keeps up to ``stash_limit`` bytes (None: depending on its device).
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Engine:
         self._lock = ProcessLock()
 
     def scale(self, state: State, grad_scaler: Any) -> Tensor | None:
-        """The scale of a gradient scaler, as a tensor; None where there is none, or no backward."""
+        """The scale of a gradient scaler, as a tensor; None without a scaler or a backward."""
         if not state.grad:
             return None
         if grad_scaler is not None and grad_scaler.is_enabled():
@@ -60,8 +60,8 @@ class Engine:
             return scale
         if any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
             raise RuntimeError(
-                "the model was called under float16 autocast without a grad_scaler: a schedule goes backward inside "
-                "the forward, before the loss is scaled, and small gradients would be 0. Expected "
+                "the model was called under float16 autocast without a grad_scaler: a schedule runs backward inside "
+                "the forward, before the loss is scaled, so small gradients would become 0. Expected "
                 "SplitPipe(..., grad_scaler=scaler) with the loop's torch.amp.GradScaler, or bfloat16."
             )
         return None
@@ -72,11 +72,11 @@ class Engine:
         trainer = self.trainer
         if trainer is None:
             raise RuntimeError(
-                "record() needs a model that goes backward itself: expected SplitPipe(..., schedule=..., "
+                "record() needs a model that runs backward itself: expected SplitPipe(..., schedule=..., "
                 "loss_fn=criterion). With schedule='gpipe' and a loss_fn, loss = model(x, target=y) can be recorded."
             )
         if trainer.recorder is not None:
-            raise RuntimeError("the model is being recorded already: expected one `with model.record()` at a time.")
+            raise RuntimeError("the model is already being recorded: expected one `with model.record()` at a time.")
         trainer.recorder = Recorder(trainer.schedule, self.resources.places)
         try:
             yield trainer.recorder.recording
@@ -85,29 +85,29 @@ class Engine:
             recorder.finish()
 
     def guarded(self, state: State, call: Callable[[], T], alone: bool = False) -> T:
-        """Refuses calls by the model's own layers; with a schedule, or ``alone``, lets one call run at a time."""
+        """Raises for calls by the model's own layers; with a schedule, or ``alone``, runs one call at a time."""
         if self.resources.at_work_here():
             raise RuntimeError(
-                "a SplitPipe was called by one of its own layers, inside its own forward: expected layers that call "
-                "other modules. It would wait for itself. (Where a layer differentiates in its forward, a checkpoint "
-                "around the model calls it again: expected none, and checkpoint='always' of the model's own.)"
+                "a SplitPipe was called by one of its layers, inside its own forward: expected layers that call "
+                "other modules, since it would wait for itself. (If a layer differentiates in its forward, a "
+                "checkpoint around the model calls it again: expected the model's own checkpoint='always' instead.)"
             )
-        # The user's function modes see the layers' calls, made in the workers, and none of the pipeline's own.
+        # The user's function modes see the layers' calls, which workers make, but not the pipeline's own.
         hidden = thread_state.function_modes(state.function_modes, ()) if state.function_modes else nullcontext()
         if self.trainer is None and not alone:
             with hidden:
                 return call()
         with hidden, self._lock.lock:
             if self.trainer is not None:
-                self.trainer.recover()  # A child may have been forked during another thread's step.
+                self.trainer.recover()  # This process may have been forked during another thread's step.
             return call()
 
     def sinks(self, call: Call, stages: Sequence[Any]) -> list[DropinSink | None]:
-        """Where the weight gradients of each stage's blocks go; None where all is left to autograd."""
-        # A pipeline inside of what is recomputed makes the same nodes both times; and torch's checkpoint would run
-        # again for each backward that comes to what it has saved.
+        """Where the weight gradients of each stage's blocks go; None if all are left to autograd."""
+        # A pipeline inside something that is recomputed must make the same nodes both times; and torch's checkpoint
+        # would recompute for each backward that reaches what it has saved.
         inside = is_checkpointing() or is_recomputing() or recomputes(call.state.hooks)
-        # A user's modes see what layers call, and nothing of the pipeline's own.
+        # A user's modes see the functions that layers call, but not the pipeline's own.
         watched = call.state.observed or call.state.hooks_disabled is not None
         if not self.split or not call.state.grad or inside or watched:
             return [None] * len(self.resources.devices)
@@ -133,9 +133,9 @@ def _views(
 
 
 def inner_state(state: State) -> State:
-    """The state that a scheduled step's layers run in."""
-    # A checkpoint around the call has nothing to keep: tensors that layers save are used before it returns. To get
-    # them back, its hooks would call the model again, during the model's own call.
+    """The state in which a scheduled step's layers run."""
+    # A checkpoint around the call has nothing to keep, since tensors that layers save are used before it returns. To
+    # get them back, its hooks would call the model again, during the model's own call.
     hooks = None if recomputes(state.hooks) else state.hooks
     return state._replace(hooks=hooks)
 
@@ -152,42 +152,42 @@ def called(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-#: Calls a function that torch.compile can't trace, for its threads: what is around it, and its layers, it can.
-# Not torch.compiler.disable, which loads the compiler when this module is imported: seconds, for those without one.
+#: Calls a function that torch.compile can't trace because of its threads; code around it and its layers are traced.
+# torch.compiler.disable isn't used: it would load the compiler when this module is imported, which takes seconds.
 outside_of_compilers: Callable[..., Any] = _disable_dynamo(called)
 
 
-_DETACH = "splitpipe.detach(model) gives the plain module back"
+_DETACH = "splitpipe.detach(model) returns the plain module"
 
 
 def refuse_transforms() -> None:
-    """Refuses to be called where a transform of torch.func, forward-mode AD, a trace or an export would be lost."""
+    """Raises inside a torch.func transform, forward-mode AD, a trace or an export, which would be lost."""
     if peek_interpreter_stack() is not None:
         raise RuntimeError(
-            "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which does not reach its worker "
+            "SplitPipe was called inside a torch.func transform (grad, vmap, jvp ...), which doesn't reach its worker "
             f"threads. Use autograd (loss.backward(), torch.autograd.grad), or transform the plain module: {_DETACH}."
         )
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(
-            "SplitPipe was called by torch.jit.trace (or torch.onnx.export with dynamo=False), which does not see what "
-            f"its worker threads do. Trace the plain module: {_DETACH}."
+            "SplitPipe was called by torch.jit.trace (or torch.onnx.export with dynamo=False), which doesn't see its "
+            f"worker threads. Trace the plain module: {_DETACH}."
         )
     if forward_ad._current_level >= 0:
         raise RuntimeError(
-            "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), whose tangents its copies lose. "
+            "SplitPipe was called inside forward-mode AD (forward_ad.dual_level), but its copies lose tangents. "
             f"Use reverse mode, or call the plain module: {_DETACH}."
         )
 
 
 def refuse_export(input: object = None) -> None:
-    """Refuses an export or a symbolic trace, where what the compiler traces can still raise."""
+    """Raises for an export or a symbolic trace, while code that is traced can still raise."""
     if torch.compiler.is_exporting() or isinstance(input, Proxy):
         raise RuntimeError(
-            "SplitPipe was called by torch.export, torch.onnx.export or torch.fx, which do not see what its worker "
-            f"threads do. Export the plain module: {_DETACH}."
+            "SplitPipe was called by torch.export, torch.onnx.export or torch.fx, which don't see its worker "
+            f"threads. Export the plain module: {_DETACH}."
         )
 
 
 def defers(split: bool, schedule: Schedule | None) -> bool:
-    """True if weight gradients are ever computed apart from input gradients."""
+    """True if weight gradients are ever computed separately from input gradients."""
     return split and (schedule is None or any(op.kind == "W" for row in schedule.rows for op in row))

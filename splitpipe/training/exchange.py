@@ -1,6 +1,6 @@
 """The gradients on their way between the stages of a step.
 
-An op begins when those that send it something have ended (see ``segments.executor``): nobody waits here.
+An op begins when those that send it something have ended (see ``segments.executor``), so nothing waits here.
 """
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Exchange:
     """The gradients of one step.
 
     Args:
-        computes: the stream that each stage computes on.
-        routes: between the stages; None if all are on the CPU.
-        side_by_side: whether several ops are done at the same time.
+        computes: the stream on which each stage computes.
+        routes: those between the stages; None if all are on the CPU.
+        side_by_side: whether several ops run at the same time.
     """
 
     def __init__(self, computes: Sequence[Stream], routes: Routes | None, side_by_side: bool) -> None:
@@ -43,7 +43,7 @@ class Exchange:
         self._sent[key] = grads, event  # One atomic step.
 
     def receive(self, target: int, key: Hashable) -> Grads:
-        """Gradients that were sent to a stage, whose stream waits for them."""
+        """Receives gradients that were sent to a stage, whose stream waits for them."""
         grads, event = self._sent.pop(key)
         if event is not None:
             stream.wait_for(self._computes[target], event)

@@ -1,12 +1,13 @@
-"""Drop-in, where a block has a graph of its own: its weight gradients come back into autograd by one Flush.
+"""Drop-in, for a block with a separate graph: one Flush returns its weight gradients to autograd.
 
      parameters of the block ─> AccumulateGrad
        ^
      Flush                the block's gradients, once every B that leads to them is done
-       ^ phony, one edge a microbatch
+       ^ phony, one edge per microbatch
      BlockNode(i)         backward: B of one microbatch, by autograd's engine in the block's own graph
 
-What B computes itself is summed in the stash of the graph task; what it leaves for W is computed here at the latest.
+Gradients that B computes itself are summed in the stash of the graph task; those left for W are computed here at the
+latest.
 """
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from splitpipe.deferral.stash import Stashes
 
 
 class Flush(Node):
-    """A phony; in backward, the gradients of some leaves."""
+    """A phony whose backward returns the gradients of some leaves."""
 
     @staticmethod
     def forward(ctx: Any, stashes: Stashes, leaves: Sequence[Tensor], *weights: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ class Flush(Node):
         stash = ctx.stashes.find()
         found: list[Total | None] = [None] * len(ctx.leaves) if stash is None else stash.gradients(ctx.leaves)
         for leaf, total in zip(ctx.leaves, found):
-            if total is None:  # Behind an output that the loss does not use, or of a layer that did not.
+            if total is None:  # The loss doesn't use the output, or the layer didn't run.
                 _for_gradients_alone(leaf)
         return None, None, *[None if total is None else total.value for total in found]
 
@@ -55,14 +56,14 @@ class _Given:
 
 
 class _Before:
-    """A leaf's gradient as it was, to see whether something was added to it. Of several hooks the first one looks."""
+    """A leaf's earlier gradient, to see whether something was added to it. Of several hooks, the first one looks."""
 
     def __init__(self, leaf: Tensor) -> None:
         self._grad, self._version = leaf.grad, None if leaf.grad is None else version_of(leaf.grad)
         self._added: bool | None = None
 
     def added(self, leaf: Tensor) -> bool:
-        """True if something was added; a hook that was called since may have taken it."""
+        """True if something was added, even if a hook that was called since may have taken it."""
         if self._added is None:
             grad = leaf.grad
             self._added = grad is not self._grad or grad is not None and version_of(grad) != self._version
@@ -82,7 +83,7 @@ class _Accumulated:
 
 
 def _for_gradients_alone(leaf: Tensor) -> None:
-    """Replaces a leaf's hooks until the running graph task is over: autograd comes to it, with no gradient maybe."""
+    """Replaces a leaf's hooks during the running graph task, which may reach the leaf without a gradient."""
     before = _Before(leaf)
     of_leaf: list[tuple[Any, Any]] = [
         (_Given, leaf._backward_hooks), (_Accumulated, leaf._post_accumulate_grad_hooks)
@@ -95,5 +96,5 @@ def _for_gradients_alone(leaf: Tensor) -> None:
 
 
 def _put_back(hooks: dict[int, Any], key: int, given: _Given | _Accumulated) -> None:
-    if hooks.get(key) is given:  # Else its handle has removed it.
+    if hooks.get(key) is given:  # Otherwise, its handle has removed it.
         hooks[key] = given.hook

@@ -1,12 +1,12 @@
-"""Scheduled: what B leaves for W where a schedule says when each is to run.
+"""Scheduled: what B leaves for W if a schedule decides when each runs.
 
     B of a microbatch    leaves a pending gradient for each node that owns a weight
     W of a microbatch    computes them, adds them to the stage's sums, and frees them
 
 A ledger belongs to one stage in one call of the model.
 
-Guarantee: one thread at a time touches a ledger and its sums. F, B and W of a stage run in its worker,
-or in an autograd thread while that worker waits for it.
+Guarantee: only one thread at a time touches a ledger and its sums. F, B and W of a stage run in its worker, or in an
+autograd thread while that worker waits for it.
 """
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from splitpipe.deferral.owners import Way, Weight, edge_of
 from splitpipe.deferral.pending import PendingGrad, WeightGroup, without_graph
 from splitpipe.deferral.streams import BackwardStreams
 
-#: Goes backward from some tensors, or their edges, given the gradients, to leaves; none: to all.
+#: Runs backward from tensors or edges, with their gradients, to some leaves; without any, to all.
 Backward = Callable[[Sequence[Any], Sequence[Tensor], Sequence[Tensor]], None]
 Pending = dict[WeightGroup, list[PendingGrad]]
-#: Bytes of sums that go on to their leaves by one call of autograd.
+#: Bytes of sums that one call of autograd passes on to their leaves.
 _TOGETHER = 2**26
 
 
 class View(NamedTuple):
-    """A weight that is a view or a cast of a leaf: its edge, and its sum; ``turned``: that is the transpose's."""
+    """A weight that is a view or a cast of a leaf: its edge, and its sum; ``turned``: the sum is transposed."""
 
     edge: GradientEdge
     total: Total
@@ -44,7 +44,7 @@ class View(NamedTuple):
 class GroupSums(NamedTuple):
     """The sums of a group's gradients, and the weights that are views.
 
-    ``alike``: another microbatch's edges do as well. So the sums go through them once, when all is summed.
+    ``alike``: whether another microbatch's edges are equivalent. If so, the sums run through them once, at the end.
     """
 
     totals: list[Total | None]
@@ -56,12 +56,12 @@ class Ledger:
     """The pending gradients of one stage, by microbatch, until their W: a PendingStore.
 
     Args:
-        sums: of the stage.
-        streams: of the stage.
-        fused: microbatches whose weight gradients are computed in B: BW.
+        sums: those of the stage.
+        streams: those of the stage.
+        fused: the microbatches whose weight gradients are computed in B, as BW.
         backward: computes the gradients of parameters from the gradients of their views.
-        names: of the stage's parameters, by their identity.
-        splits_any: whether any microbatch has a W of its own.
+        names: those of the stage's parameters, by identity.
+        splits_any: whether any microbatch has a separate W.
     """
 
     def __init__(
@@ -73,28 +73,28 @@ class Ledger:
         self._backward = backward
         self._streams = streams
         self._fused = fused
-        #: True if any microbatch has a W of its own.
+        #: True if any microbatch has a separate W.
         self.splits_any = splits_any
         self._groups: dict[WeightGroup, GroupSums] = {}
         self._pending: dict[int, Pending] = {}  # By microbatch.
         self.ways: dict[Any, Way] = {}
-        self._alike: dict[object, WeightGroup] = {}  # Groups that microbatches have in common.
+        self._alike: dict[object, WeightGroup] = {}  # Groups that microbatches share.
 
     def splits(self, microbatch: int) -> bool:
-        """True if a microbatch has a W of its own."""
+        """True if a microbatch has a separate W."""
         return microbatch not in self._fused
 
     def gains(self, microbatch: int) -> tuple[bool, bool]:
-        """W of its own fills idle time, and may be of several microbatches; that in BW is neither."""
+        """A separate W fills idle time, and may be of several microbatches; neither is true of BW."""
         split = self.splits(microbatch)
         return split, split
 
     def known(self, key: object) -> WeightGroup | None:
-        """A group that other microbatches have, too."""
+        """A group that other microbatches use too."""
         return self._alike.get(key)
 
     def make(self, key: object | None, function: WeightGradients, weights: Sequence[Weight | None]) -> WeightGroup:
-        """A group for W; without a key for one microbatch. A weight is None if it needs no gradient, or has it of B."""
+        """A group for W; without a key, for one microbatch. A weight is None if W has no gradient to compute for it."""
         leaves = [None if weight is None else weight.leaf for weight in weights]
         kinds = [None if weight is None else weight.kind for weight in weights]
         group = WeightGroup.of(function, leaves, kinds, self._names)
@@ -110,10 +110,10 @@ class Ledger:
 
     def leave(self, group: WeightGroup, new: PendingGrad, microbatch: int) -> None:
         """Takes what a node of a microbatch's graph has left in B."""
-        # With their nodes, saved tensors would hold the graph before them, as far as the stage's input.
+        # With their nodes, saved tensors would keep the graph before them alive, up to the stage's input.
         new.ctx.saved_for_weight = without_graph(new.ctx.saved_for_weight)
         compute = self._streams.compute
-        if compute is not None:  # A layer may have made it on a stream of its own.
+        if compute is not None:  # A layer may have made it on a different stream.
             for x in new.tensors():
                 stream.hold(x, compute)
         pending = self._pending.setdefault(microbatch, {})
@@ -126,7 +126,7 @@ class Ledger:
         return self._sums.of(weight.leaf) if weight.edge is None else Total(*weight.kind)
 
     def settle(self) -> None:
-        """All is summed: the sums of views go on to their leaves."""
+        """At the end, passes the sums of views on to their leaves."""
         views = [view for group in self._alike.values() for view in self._groups.pop(group).views]
         self._alike.clear()
         self.ways.clear()
@@ -139,10 +139,10 @@ class Ledger:
             self._go_on(some)
 
     def _go_on(self, views: Sequence[View]) -> None:
-        """The sums of views go on to their leaves."""
+        """Passes the sums of views on to their leaves."""
         found = [(view, view.total.value) for view in views if view.total.value is not None]
         grads = [value.t() if view.turned else value for view, value in found]
-        # Each leaf once: the engine gives its whole gradient for each time it is listed.
+        # Each leaf once: the engine returns its whole gradient each time it is listed.
         leaves = {id(view.leaf): view.leaf for view, _ in found if view.leaf is not None}
         self._backward([view.edge for view, _ in found], grads, [*leaves.values()])
         for view, _ in found:
@@ -150,7 +150,7 @@ class Ledger:
                 self._sums.of(view.leaf).take_over(view.total)
 
     def make_room(self) -> None:
-        """Nothing, since the schedule makes room."""
+        """Nothing, since the schedule determines when memory is freed."""
 
     def backward_weight(self, microbatches: Sequence[int]) -> None:
         """W: computes and frees what some microbatches have left, for equal weights together."""
@@ -160,12 +160,12 @@ class Ledger:
                 first.setdefault(group, []).extend(pending)
         if not first:
             return
-        with torch.no_grad():  # Autocast is off where workers are between forwards.
+        with torch.no_grad():  # Autocast is off in workers between forwards.
             for group in list(first):
                 self._compute(group, first.pop(group))
 
     def size(self, microbatch: int) -> int:
-        """Bytes that the pending gradients of a microbatch keep."""
+        """Bytes that the pending gradients of a microbatch keep alive."""
         return sum(each.size for pending in self._pending.get(microbatch, {}).values() for each in pending)
 
     def _compute(self, group: WeightGroup, pending: Sequence[PendingGrad]) -> None:

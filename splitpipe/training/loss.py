@@ -1,15 +1,15 @@
-"""The loss inside a call: the last layer of the last stage, and how the microbatches' losses make the batch's.
+"""The loss inside a call: the last layer of the last stage, and how the batch's loss is made from microbatches'.
 
-What a microbatch's loss is made of is seen while it is computed (``trace``): terms, each with what divides it. B goes
+A microbatch's loss is traced while it is computed (``trace``): it consists of terms, each with a divisor. B runs
 backward from the terms, before the counts of later microbatches are known:
 
     term     gradient that microbatch i starts from    of the batch
     a sum    1                                         1
     a mean   count_i / n                               count_i / sum of counts
 
-n is an estimate of the sum, for all terms by the first microbatch that goes backward. The gradients also have a
-gradient scaler's factor. Release multiplies them by the correction of both: there is one, so several terms must have
-counts that are proportional.
+n is an estimate of the sum, from the first microbatch that runs backward, for all terms. The gradients are also
+multiplied by a gradient scaler's scale. Release multiplies them by the correction of both. There is only one
+correction, so several terms must have proportional counts.
 """
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from splitpipe.skip.box import Key, Namespace, current
 
 
 class _Caller(Namespace):
-    """The namespace of the caller's values: equal to nothing else."""
+    """The namespace of the caller's values, equal to nothing else."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
 
-#: A microbatch's target travels as a skip, from the caller to the last stage.
+#: A microbatch's target is passed as a skip, from the caller to the last stage.
 TARGET: Key = (_Caller(), "target")
 
 
 class Losses:
-    """The loss of a microbatch: its value, what it is made of, and from which of its terms B starts."""
+    """The loss of a microbatch: its value, what it consists of, and the terms from which B starts."""
 
     def __init__(self, value: Tensor, made: Number | Unknown) -> None:
         self.value = value.detach()
@@ -65,7 +65,7 @@ class Losses:
 
 
 class Objective(nn.Module):
-    """The loss of a microbatch, as a layer. ``reduction``: as said by the user; None: found out."""
+    """The loss of a microbatch, as a layer. ``reduction``: as given by the user; None: from the trace."""
 
     def __init__(self, loss_fn: Callable[..., Any], reduction: str | None, told: Told, pairs: bool = True) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ class Objective(nn.Module):
         self.begin([1, 1])
 
     def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
-        """A call begins.
+        """Begins a call.
 
         Args:
-            rows: of each microbatch. Of a single one, the loss is the batch's.
-            input: the dimensions of the batch in the tensors that the output is made of: it may have it there.
+            rows: those of each microbatch. If there is only one, its loss is the batch's.
+            input: the dimensions of the batch in the input's tensors, which the output may have too.
             target: those in the target's tensors.
         """
         self._rows = rows
@@ -90,11 +90,11 @@ class Objective(nn.Module):
         self._traces = self.reduction is None and len(rows) > 1 and not self._compiled
 
     def forward(self, output: Any) -> Any:
-        """The loss; the target is on its way as a skip."""
+        """The loss; the target is passed as a skip."""
         return self.loss(output, current().pop(TARGET)).apart()
 
     def loss(self, output: Any, target: Any, trace: Trace | None = None) -> Losses:
-        """The loss of a microbatch; ``trace`` has seen where the output comes from."""
+        """The loss of a microbatch; ``trace`` has seen how the output was computed."""
         with DisableTorchFunction():
             if not self._traces:
                 trace = None
@@ -144,7 +144,7 @@ class Objective(nn.Module):
 
 
 def is_compiled(loss_fn: object) -> bool:
-    """True for what torch.compile has made, inside of which no function mode sees anything."""
+    """True for functions compiled by torch.compile, whose code no function mode sees."""
     inner = getattr(loss_fn, "func", loss_fn)
     return (
         hasattr(inner, "_torchdynamo_orig_callable") or type(inner).__name__ == "OptimizedModule"
@@ -155,11 +155,11 @@ def is_compiled(loss_fn: object) -> bool:
 def begun(
     known: Objective | None, loss_fn: Callable[..., Any], reduction: str | None, told: Told
 ) -> Objective:
-    """The objective of a loss for a call that begins: the one that is known, if it is of that loss."""
+    """The objective of a loss for a new call: the known one, if it has this loss."""
     return known if known is not None and known.loss_fn is loss_fn else Objective(loss_fn, reduction, told)
 
 
-_OR_PAIR = ", or a pair (total, count) for the sum of totals / the sum of counts"
+_OR_PAIR = ", or a pair (total, count) for the sum of totals divided by the sum of counts"
 _NO_PAIR = "; only splitpipe.SplitPipe accepts pairs (total, count)"
 
 
@@ -167,13 +167,13 @@ def _verified_pair(found: Sequence[Any]) -> tuple[Tensor, Amount]:
     total, count = found
     if not isinstance(count, (int, float, Tensor)) or (isinstance(count, Tensor) and count.numel() != 1):
         raise TypeError(
-            f"loss_fn gave {_shown(count)} as the count of its pair: expected a number, of what the total is "
-            "divided by over the whole batch."
+            f"loss_fn returned {_shown(count)} as the count of its pair: expected a number, over the whole batch "
+            "the divisor of the total."
         )
     if isinstance(count, Tensor) and count.requires_grad:
         raise TypeError(
-            "loss_fn gave a count that requires grad: expected a number, which the total is divided by and nothing "
-            "is differentiated by. Detach it, or return a mean."
+            "loss_fn returned a count that requires grad: expected a number that only divides the total. Detach it, "
+            "or return a mean."
         )
     plain = count.reshape(()) if isinstance(count, Tensor) else float(count)
     return _scalar(total, "the total of its pair", True), plain
@@ -182,7 +182,7 @@ def _verified_pair(found: Sequence[Any]) -> tuple[Tensor, Amount]:
 def _scalar(found: Any, what: str, pairs: bool) -> Tensor:
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         raise TypeError(
-            f"loss_fn gave {_shown(found)} as {what}: expected a tensor of one number"
+            f"loss_fn returned {_shown(found)} as {what}: expected a tensor of one number"
             f"{_OR_PAIR if pairs else _NO_PAIR}. Reduce it (reduction='mean', loss.mean())."
         )
     return found.reshape(()) if found.dim() else found
@@ -195,9 +195,9 @@ def _shown(found: object) -> str:
 
 
 class Reduction:
-    """Makes the loss of the batch from the losses of microbatches, which have so many rows.
+    """Makes the loss of the batch from the losses of microbatches with these numbers of rows.
 
-    The gradients of B are scaled by a gradient scaler's scale, or by nothing.
+    The gradients of B are scaled by a gradient scaler's scale, if there is one.
     """
 
     def __init__(self, rows: Sequence[int], scale: Tensor | None) -> None:
@@ -205,20 +205,20 @@ class Reduction:
         self._scale = scale
         self._losses: dict[int, Losses] = {}
         self._numbers: dict[int, Number] = {}
-        self._by_rows = False  # The loss is taken as a mean over rows.
-        self._mixed = False  # Or it was understood in the first microbatches only: then they count differently.
-        #: Estimates of what each term is divided by for the whole batch, by the first microbatch that goes backward.
+        self._by_rows = False  # Whether the loss is taken as a mean over rows.
+        self._mixed = False  # Whether it was traced in the first microbatches only, so that they count differently.
+        #: Estimates of each term's divisor for the whole batch, from the first microbatch that runs backward.
         self._whole: list[Amount | None] | None = None
 
     def add(self, microbatch: int, losses: Losses) -> None:
-        """Notes the loss of a microbatch."""
+        """Records the loss of a microbatch."""
         made = losses.made
         unknown = isinstance(made, Unknown) or all(term.unknown for term in made.terms)
         self._by_rows = self._by_rows or not self._numbers and unknown
         self._mixed = self._mixed or isinstance(made, Unknown) and not self._by_rows
-        if isinstance(made, Unknown) or self._by_rows:  # Of a single row it may not show that rows meet.
+        if isinstance(made, Unknown) or self._by_rows:  # With a single row, it may not show that rows meet.
             made = terms.by_rows(losses.value, self._rows[microbatch], terms.not_understood(made))
-        # Beside a part that was understood, one that was not counts as that one does: there is one correction.
+        # An untraced part next to a traced one counts like that one, since there is only one correction.
         base = next((term.divisor for term in made.terms if term.divisor is not None and not term.unknown), None)
         if base is not None:
             made = replace(made, terms=tuple([
@@ -227,11 +227,11 @@ class Reduction:
         self._losses[microbatch], self._numbers[microbatch] = losses, made
 
     def seeds(self, microbatch: int) -> list[Tensor]:
-        """The gradients that a microbatch's backward starts from, one for each root."""
+        """The gradients that a microbatch's backward starts from, one per root."""
         losses, number = self._losses[microbatch], self._numbers[microbatch]
         estimates = self._estimates(microbatch) if self._incomplete(number) else []
         known = self._whole or []
-        # In a first microbatch where nothing counts there may be no count.
+        # A first microbatch in which nothing counts may have no count.
         whole = self._whole = [
             known[k] if k < len(known) and known[k] is not None else estimates[k] if k < len(estimates) else None
             for k in range(max(len(known), len(number.terms)))
@@ -258,7 +258,7 @@ class Reduction:
         if term.kind is CONSTANT and term.divisor is None:
             divided = [j for j, each in enumerate(number.terms) if each.divisor is not None]
             base = divided[0] if divided else None
-            if base is not None:  # Counts add up to 1 with the correction, shares of rows need not.
+            if base is not None:  # With the correction, counts add up to 1; shares of rows may not.
                 divisor, estimate = number.terms[base].divisor, whole[base]
                 assert divisor is not None and estimate is not None
                 factor = terms.wide(divisor.here, term.value) / terms.wide(estimate, term.value)
@@ -269,7 +269,7 @@ class Reduction:
         if not isinstance(factor, Tensor):
             return self._scaled(torch.full_like(term.value, factor))
         seed = factor.to(term.value.device, term.value.dtype)
-        if type(term.value) is not Tensor or seed.shape != term.value.shape:  # A DTensor's is one, too.
+        if type(term.value) is not Tensor or seed.shape != term.value.shape:  # A DTensor's seed is one too.
             seed = torch.ones_like(term.value) * seed
         return self._scaled(seed)
 
@@ -293,16 +293,16 @@ class Reduction:
         return torch.exp2(whole.clamp(min=1).log2().round())
 
     def result(self) -> tuple[Tensor, Tensor | None]:
-        """The loss of the batch, and what the gradients are to be multiplied with (None: 1)."""
+        """The loss of the batch, and the factor for the gradients (None: 1)."""
         order = sorted(self._numbers)
         like, rows = self._losses[order[0]].value, [self._rows[i] for i in order]
         each = [self._numbers[i] for i in order]
         columns = terms.aligned(each)
-        # B has gone backward term by term: all microbatches have to have the same.
+        # B has run backward term by term, so all microbatches must have the same terms.
         if columns is None or self._mixed or terms.conditional(each):
             raise ValueError(
                 f"microbatches have losses of different kinds: {self._listed(order)}. Expected the same terms in each: "
-                "let loss_fn return a pair (total, count), for the sum of totals / the sum of counts, say "
+                "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts, pass "
                 "reduction='mean' (by rows) or 'sum', or use schedule='gpipe' and compute the loss from model(x)."
             )
         divisors = [terms.whole(column) for column in columns]
@@ -326,9 +326,9 @@ class Reduction:
                 units.append(1.0)
         if len(units) > 1 and not _equal(units):
             raise ValueError(
-                f"the loss has several terms, whose counts are not proportional: {self._listed(order)}. A schedule "
-                "goes backward before all counts are known, and corrects all gradients by one number. Expected terms "
-                "of one count: let loss_fn return a pair (total, count), say reduction='mean' (by rows), or use "
+                f"the loss has several terms whose counts aren't proportional: {self._listed(order)}. A schedule "
+                "runs backward before all counts are known, and corrects all gradients by one factor. Expected terms "
+                "with one count: let loss_fn return a pair (total, count), pass reduction='mean' (by rows), or use "
                 "schedule='gpipe' and compute the loss from model(x)."
             )
         if not units or not isinstance(units[0], Tensor) and math.isclose(units[0], 1, rel_tol=1e-9):
@@ -349,7 +349,7 @@ def _tensor(amount: Amount, like: Tensor) -> Tensor:
     dtype = torch.promote_types(like.dtype, torch.float32)
     if isinstance(amount, Tensor):
         return amount.to(like.device, dtype)
-    return torch.full((), amount, dtype=dtype, device=like.device)  # The host does not wait for it.
+    return torch.full((), amount, dtype=dtype, device=like.device)  # The host doesn't wait for it.
 
 
 def _quotient(above: Amount, below: Amount) -> Amount:
@@ -359,7 +359,7 @@ def _quotient(above: Amount, below: Amount) -> Amount:
 
 
 def _equal(units: Sequence[Amount]) -> bool:
-    """True if all are equal. Where some are tensors the host waits for them: of several terms alone."""
+    """True if all are equal. If some are tensors, the host waits for them, which only happens for several terms."""
     if all(unit is units[0] for unit in units):
         return True
     numbers = [float(unit) for unit in units]

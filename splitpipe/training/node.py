@@ -1,12 +1,12 @@
-"""A microbatch on a stage or block as one node of the graph around it. B goes through the graph of its own.
+"""A microbatch on a stage or block as one node of the surrounding graph. B runs through a separate graph.
 
-    graph around   ... <── BlockNode <── ...       one node a call: its edges are inputs, and a phony
+    surrounding    ... <── BlockNode <── ...       one node per call: its edges are inputs, and a phony
                                ¦
-    block's own     input <── layers <── output    made in forward (Held), or again in backward (``dropped``)
+    separate        input <── layers <── output    made in forward (Held), or again in backward (``dropped``)
 
-What B finds goes to a ``Sink``: weight gradients into the sums and the ledger of a scheduled step, or (drop-in) to a
-Flush, which gives them to the parameters in one sum. Gradients that are to be differentiated don't get here:
-``backward="autograd"`` has one graph.
+What B finds goes to a ``Sink``: weight gradients go into the sums and the ledger of a scheduled step, or, drop-in, to a
+Flush, which gives them to the parameters as one sum. Gradients that are to be differentiated don't get here: with
+``backward="autograd"``, there is one graph.
 """
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Flight:
         self._where = where
 
     def recompute(self) -> None:
-        """Makes the graph of the running graph task, before its gradient is there."""
+        """Makes the graph for the running graph task, before its gradient is there."""
 
     def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool], phony: Any) -> list[Tensor | None]:
-        """The gradients of the inputs, as far as they are ``needed``; ``phony``: the node that leads to parameters."""
+        """The gradients of the inputs that are ``needed``; ``phony``: the node that leads to parameters."""
         raise NotImplementedError
 
     def _through(
@@ -49,9 +49,9 @@ class Flight:
     ) -> list[Tensor | None]:
         """B through a graph, to inputs that are ``needed`` and to parameters that are ``wanted`` (None: all).
 
-        ``now``: nothing that takes memory should wait for W; ``keep``: the graph is not freed.
+        ``now``: nothing that takes memory should wait for W; ``keep``: the graph isn't freed.
         """
-        if wanted is not None or keep or not all(needed):  # Mostly all of it is.
+        if wanted is not None or keep or not all(needed):  # Usually, all of it is needed.
             leaves, edges = graph.leaves, graph.edges
             if wanted is not None:
                 places = [k for k, leaf in enumerate(leaves) if id(leaf) in wanted]
@@ -59,17 +59,17 @@ class Flight:
             entered = [edge for edge, need in zip(graph.entered, needed) if need]
             keep = keep or graph.keep_graph
             graph = graph._replace(entered=entered, leaves=leaves, edges=edges, keep_graph=keep)
-        with without_autocast():  # The user's backward may be called under it.
+        with without_autocast():  # The user may call backward under autocast.
             found = iter(self._sink.backward_block(self._i, roots, grads, graph, wanted, now))
         return [next(found) if need else None for need in needed]
 
     def _wanted(self, phony: Any) -> set[int] | None:
-        """The parameters that autograd will come to; None: all."""
+        """The parameters that autograd will reach; None: all."""
         return self._sink.wanted(phony, self._ids) if needs(phony) else set()
 
 
 class Held(Flight):
-    """Of a microbatch that is not checkpointed: the graph that its run has made."""
+    """What a microbatch that isn't checkpointed keeps: the graph that its run has made."""
 
     __slots__ = ("_graph", "_roots")
 
@@ -81,13 +81,13 @@ class Held(Flight):
 
     def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool], phony: Any) -> list[Tensor | None]:
         graph, keep = self._graph, _get_current_graph_task_keep_graph()
-        # Autograd comes to nodes of this graph by another way, and may have been there.
+        # Autograd reaches nodes of this graph on another way, and may have been there.
         if not keep and any([_will_engine_execute_node(owner.node) for owner in graph.owners]):
             raise self._shared()
         roots, used = [*self._roots], [grad for grad in grads if grad is not None]
         if len(used) != len(roots):
             roots = [edge for edge, grad in zip(roots, grads) if grad is not None]
-            # What an owner has saved that B does not come to may have been written to since.
+            # What an owner that B doesn't reach has saved may have been written to since.
             nodes = reached(pairs_of(roots), {*pairs_of(graph.entered)}).nodes
             graph = graph._replace(owners=[owner for owner in graph.owners if owner.node in nodes])
         try:
@@ -99,9 +99,10 @@ class Held(Flight):
 
     def _shared(self) -> RuntimeError:
         return RuntimeError(
-            f"{self._where}: a backward comes to its graph by its output and by a tensor from inside that a layer (or "
-            "a hook) has kept, such as a loss of its own. With backward='split' that graph is gone through in one go: "
-            "expected SplitPipe(..., backward='autograd'), retain_graph=True, or the tensor returned by the layer."
+            f"{self._where}: a backward reaches its graph from its output and from a tensor inside it that a layer "
+            "(or a hook) has kept, such as a separate loss. With backward='split', that graph is run through only "
+            "once: expected SplitPipe(..., backward='autograd'), retain_graph=True, or the tensor to be returned by "
+            "the layer."
         )
 
 
@@ -110,7 +111,7 @@ class BlockNode(Node):
 
     @staticmethod
     def forward(ctx: Any, flight: Flight, outputs: list[Tensor], *_: Tensor) -> Any:
-        """The outputs, outside of their graph; given a phony and the inputs."""
+        """The outputs, outside their graph, given a phony and the inputs."""
         ctx.set_materialize_grads(False)
         ctx.flight = flight
         return tuple([x.detach() for x in outputs])
@@ -120,13 +121,13 @@ class BlockNode(Node):
         flight, edges = ctx.flight, ctx.next_functions
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True was passed to a backward through a pipeline whose stages have graphs of their own: "
+                "create_graph=True was passed to a backward through a pipeline whose stages have separate graphs: "
                 "expected SplitPipe(..., backward='autograd') for second derivatives, and checkpoint='never'."
             )
         if flight is None:
             raise RuntimeError(
-                "Trying to backward through the graph a second time: what its stages keep was freed by the first "
-                "backward. Pass retain_graph=True to it."
+                "Trying to backward through the graph a second time: the first backward freed what its stages keep. "
+                "Pass retain_graph=True to it."
             )
         if not _get_current_graph_task_keep_graph():
             ctx.flight = None

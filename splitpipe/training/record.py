@@ -19,13 +19,13 @@ from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.recording.step import Step
 from splitpipe.schedule.timed import Span
 
-#: Seconds of the host's clock, or an event.
+#: Seconds on the host's clock, or an event.
 Mark = Any
 Part = tuple[Mark, Mark]
 
 
 class Recorder:
-    """Takes the traces of every call, and makes steps of them when the recording ends."""
+    """Collects the traces of every call, and turns them into steps when the recording ends."""
 
     def __init__(self, schedule: Schedule, places: Sequence[Place]) -> None:
         self._placement = schedule.placement
@@ -36,14 +36,14 @@ class Recorder:
         self.recording = Recording(schedule, [str(home) for home in homes])
         self._calls: list[tuple[list[StageTrace], tuple[int | None, ...]]] = []
         self._measured = False
-        # Each device's clock has its own zero. Earlier work of the devices is waited for once, here.
+        # Each device's clock has a different zero. Earlier work of the devices is waited for once, here.
         self._zero: dict[torch.device, tuple[Mark, float]] = {}
         for device in {device for device in self._devices if device.type != "cpu"}:
             stream.synchronize(device)
             self._zero[device] = mark(stream.current(device)), perf_counter()
 
     def begin(self, computes: Sequence[Stream], excluded: Callable[[], set[int]]) -> list[StageTrace]:
-        """The traces of a call, one a stage; ``excluded`` gives the storages that live on anyway."""
+        """The traces of a call, one per stage; ``excluded`` returns the storages that live on anyway."""
         for device in set(self._devices):
             if device.type != "cpu":
                 torch.get_device_module(device).reset_peak_memory_stats(device)
@@ -52,11 +52,11 @@ class Recorder:
         return [StageTrace(compute, measured, living) for compute in computes]
 
     def end(self, traces: list[StageTrace]) -> None:
-        """The call was completed."""
+        """Ends a call that completed."""
         self._calls.append((traces, tuple(_peak(device) for device in self._devices)))
 
     def finish(self) -> None:
-        """Makes a step of every call's traces."""
+        """Turns every call's traces into a step."""
         for device in self._zero:
             stream.synchronize(device)
         for traces, peaks in self._calls:
@@ -77,7 +77,8 @@ class Recorder:
                 if not spans:
                     continue
                 end = spans[-1][1]
-                # A recomputation that came before the gradient counts as if it had come just before it was used.
+                # A recomputation before the gradient arrived counts as if it had come just before the gradient was
+                # used.
                 start = end - sum(after - before for before, after in spans)
                 each = (end - start) / len(microbatches)
                 rows[self._placement[stage]] += [
@@ -99,7 +100,7 @@ class Recorder:
         )
 
     def _times(self, stage: int, part: Part) -> tuple[float, float]:
-        """Milliseconds of the host's clock."""
+        """The times of a part in milliseconds on the host's clock."""
         return self._time(stage, part[0]), self._time(stage, part[1])
 
     def _time(self, stage: int, at: Mark) -> float:
@@ -111,22 +112,22 @@ class Recorder:
 
 def _peak(device: torch.device) -> int | None:
     if device.type == "cpu":
-        return None  # Its allocator does not count.
+        return None  # Its allocator has no statistics.
     peak: int = torch.get_device_module(device).max_memory_allocated(device)
     return peak
 
 
 def mark(on: Stream) -> Mark:
-    """This moment, on a stream."""
+    """The current time on a stream."""
     return perf_counter() if on is None else moment(on)
 
 
 @dataclass
 class StageTrace:
-    """The ops of one stage in one call, with the times in which it computed; recomputations are noted separately.
+    """The ops of one stage in one call, with the times in which it computed; recomputations are recorded separately.
 
-    Of the measured microbatch (None: of none) the bytes that it saved and those that W needed are counted, without the
-    storages that are ``excluded``: they live on.
+    For the measured microbatch, if any, it counts the bytes that it saved and those that W needed, without the storages
+    that are ``excluded`` because they live on.
     """
 
     stream: Stream
@@ -141,22 +142,22 @@ class StageTrace:
     _copying: Mark = None
 
     def start(self) -> None:
-        """Notes that the stage computes from now on."""
+        """Records that the stage computes from now on."""
         self._start = mark(self.stream)
 
     def stop(self) -> None:
-        """Notes that the stage has computed until now."""
+        """Records that the stage has computed until now."""
         self._parts.append((self._start, mark(self.stream)))
 
     def copied(self, on: Stream, done: bool) -> None:
-        """Notes that a copy to another stage starts, or has ended, on a stream."""
+        """Records that a copy to another stage starts, or has ended, on a stream."""
         if done:
             self.copies.append((self._copying, mark(on)))
         else:
             self._copying = mark(on)
 
     def note(self, kind: Kind, microbatches: tuple[int, ...]) -> None:
-        """Notes that an op is done, or several W of the stage together."""
+        """Records that an op is done, or several W of the stage together."""
         self.ops.append((kind, microbatches, self._parts))
         self._parts = []
 
@@ -171,6 +172,6 @@ class StageTrace:
             if identity not in seen:
                 seen.add(identity)
                 self.saved += x.untyped_storage().nbytes() if identity else x.nbytes
-            return x.detach()  # The node's own output, held by the node, would be a cycle.
+            return x.detach()  # A node that kept its own output would be a cycle.
 
         return pack, unchanged

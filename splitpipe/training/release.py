@@ -1,12 +1,12 @@
-"""Release: the gradients that a call has computed, collected, and handed over to autograd when the user goes backward.
+"""Release: collects the gradients that a call has computed, and hands them over to autograd in the user's backward.
 
-    loss <── Loss <── phony ── Release ──> parameters of the last layer        one a layer, the last layer's first
-                 <── phony ── Release ──> parameters of the first layer
-                 <── phony ── Release ──> the input
+    loss <── Loss <── phony ── Release ──> parameters of the last layer        one per layer, the last layer's first
+                <── phony ── Release ──> parameters of the first layer
+                <── phony ── Release ──> the input
 
-All that was computed is linear in the gradient of the loss, so each gradient is scaled by it and is then the one that
-autograd would have computed. Hooks, DistributedDataParallel, accumulation and autograd.grad see an ordinary backward.
-Nothing is handed over if nobody goes backward.
+All computed gradients are linear in the gradient of the loss: scaled by it, each is the one that autograd would have
+computed. Hooks, DistributedDataParallel, accumulation and autograd.grad see an ordinary backward. Without a backward,
+nothing is handed over.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GradientGroup(NamedTuple):
 def parameter_gradients(
     layers: Sequence[Sequence[Sequence[Tensor]]], sums: Sequence[Sums], computes: Sequence[Stream]
 ) -> list[GradientGroup]:
-    """The gradients of parameters, by stage and layer, then of other leaves that the stages computed with."""
+    """The gradients of parameters, by stage and layer, then of other leaves that the stages used."""
     _order_streams(computes)
     found: dict[int, list[tuple[int, Tensor, Total]]] = {}
     for stage, own in enumerate(sums):
@@ -58,7 +58,7 @@ def parameter_gradients(
 
 
 def _order_streams(computes: Sequence[Stream]) -> None:
-    """Streams of one device wait for each other: a parameter may have gradients from several."""
+    """Makes streams of one device wait for each other: a parameter may have gradients from several."""
     different = {id(compute): compute for compute in computes if compute is not None}.values()
     for one in different:
         for other in different:
@@ -67,7 +67,7 @@ def _order_streams(computes: Sequence[Stream]) -> None:
 
 
 def _sum(parts: Sequence[tuple[int, Tensor, Total]], stage: int, computes: Sequence[Stream]) -> Total:
-    """One sum of several, on a stage's stream."""
+    """The sum of several gradients, on a stage's stream."""
     (_, _, whole), *others = parts
     if others:
         with stream.use(computes[stage]):
@@ -80,9 +80,9 @@ def _sum(parts: Sequence[tuple[int, Tensor, Total]], stage: int, computes: Seque
 
 
 def input_gradients(division: Division, grads: Sequence[Grads]) -> list[tuple[Tensor, Tensor]]:
-    """The caller's tensors that require grad and have one, each with its gradient for the whole batch.
+    """The caller's tensors that require grad and have a gradient, each with its gradient for the whole batch.
 
-    ``grads``: of each microbatch, for those of its tensors that require grad, in their order.
+    ``grads``: for each microbatch, those of its tensors that require grad, in order.
     """
     wanted = [k for k, leaf in enumerate(division.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     columns: dict[int, list[Tensor | None]] = {k: [None] * len(grads) for k in wanted}
@@ -97,9 +97,9 @@ def input_gradients(division: Division, grads: Sequence[Grads]) -> list[tuple[Te
 
 
 class Release(Function):
-    """A phony that depends on some tensors; its backward gives their gradients, times the gradient of the loss.
+    """A phony that depends on some tensors; its backward returns their gradients, times the gradient of the loss.
 
-    They are scaled in place, unless the graph is retained and they may be asked for again.
+    They are scaled in place, unless the graph is retained, so that they may be needed again.
     """
 
     @staticmethod
@@ -115,8 +115,8 @@ class Release(Function):
         totals, keep = ctx.totals, _get_current_graph_task_keep_graph()
         if totals is None:
             raise RuntimeError(
-                "Trying to backward through the loss of a schedule a second time: its gradients were handed over by "
-                "the first backward. Pass retain_graph=True to it."
+                "Trying to backward through the loss of a schedule a second time: the first backward handed its "
+                "gradients over. Pass retain_graph=True to it."
             )
         if not keep:
             ctx.totals = None
@@ -126,7 +126,7 @@ class Release(Function):
 
 
 class Loss(Function):
-    """The loss; in backward, its gradient for every Release."""
+    """The loss; its backward passes its gradient to every Release."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, unit: Tensor | None, *phonies: Tensor) -> Tensor:
@@ -139,14 +139,14 @@ class Loss(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True was passed to the backward of a schedule's loss, whose gradients were computed "
+                "create_graph=True was passed to the backward of a schedule's loss, but its gradients were computed "
                 "inside the forward: expected a first derivative. For a second one, compute the loss from model(x)."
             )
         if grad is None:
             return None, None, *[None] * len(ctx.devices)
         if ctx.unit is not None:
             grad = grad * ctx.unit
-        if meshed(grad):  # The loss was a DTensor (loss_parallel), which does not go with plain gradients.
+        if meshed(grad):  # The loss was a DTensor (loss_parallel), which doesn't mix with plain gradients.
             shared: Any = grad
             grad = shared.full_tensor()
         given = {device: brought(grad, device) for device in set(ctx.devices)}
@@ -154,14 +154,14 @@ class Loss(Function):
 
 
 def release(totals: Sequence[Total], tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """A phony of the loss's type, whose backward hands over the gradients of some tensors."""
+    """A phony with the loss's dtype, whose backward hands over the gradients of some tensors."""
     phony: Tensor = Release.apply(totals, dtype, tensors[0].device, *tensors)
     return phony
 
 
 def loss(value: Tensor, unit: Tensor | None, phonies: Sequence[Tensor]) -> Tensor:
-    """The loss, with what it releases in backward; gradients are multiplied with the unit (None: 1)."""
-    # Without a phony the gradient of the loss goes nowhere.
+    """The loss, which releases gradients in backward; they are multiplied by ``unit`` (None: 1)."""
+    # Without a phony, the gradient of the loss isn't used.
     phonies = phonies or [torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)]
     y: Tensor = Loss.apply(value, unit, *phonies)
     return y

@@ -1,4 +1,4 @@
-"""The rows of ops of a step: a schedule's, for the workers and the microbatches that there are."""
+"""The rows of ops of a step: those of a schedule, adapted to the workers and the number of microbatches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from splitpipe.schedule.play import play
 
 
 class OpRun(NamedTuple):
-    """An op; several W of one stage that are computed together; or R, the recomputation that a B begins with."""
+    """An op; several W of one stage, computed together; or R, the recomputation with which a B begins."""
 
     kind: Kind | Literal["R"]
     stage: int
@@ -30,11 +30,11 @@ def rows_of(
     """The row of each worker.
 
     Args:
-        schedule: of all microbatches.
-        workers: one for each row of the schedule.
-        microbatches: how many there are, of those of the schedule.
-        backward: whether there is one; else there are only F.
-        checkpointed: how many microbatches, the first ones, run again.
+        schedule: that of all microbatches.
+        workers: one per row of the schedule.
+        microbatches: how many of the schedule's microbatches there are.
+        backward: whether there is a backward; otherwise, there are only F.
+        checkpointed: how many microbatches, from the first, are recomputed.
     """
     rows = _rows(first(schedule, microbatches), workers)
     runs = [_runs([op for op in row if backward or op.kind == "F"]) for row in rows]
@@ -42,7 +42,7 @@ def rows_of(
 
 
 def _with_recomputation(run: OpRun, checkpointed: int) -> list[OpRun]:
-    # It needs no gradient: a stage is at it while it would wait for that.
+    # It needs no gradient: a stage does it while it would wait for that.
     again = run.kind[0] == "B" and run.microbatches[0] < checkpointed
     return [OpRun("R", run.stage, run.microbatches), run] if again else [run]
 
@@ -50,8 +50,8 @@ def _with_recomputation(run: OpRun, checkpointed: int) -> list[OpRun]:
 def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
     if len(set(workers)) == len(workers):
         return [schedule.rows[workers.index(worker)] for worker in range(len(workers))]
-    # Rows of one worker become one, in the order in which a simulation starts their ops: all of them can run, one after
-    # the other, so that a worker never waits for itself.
+    # Rows of one worker are merged, in the order in which a simulation starts their ops. All of them can run one after
+    # another, so a worker never waits for itself.
     starts, _ = play(schedule, Costs().times(schedule))
     timed: list[list[tuple[float, int, Op]]] = [[] for _ in range(max(workers) + 1)]
     for device, (row, times) in enumerate(zip(schedule.rows, starts)):
@@ -60,7 +60,7 @@ def _rows(schedule: Schedule, workers: Sequence[int]) -> list[Sequence[Op]]:
 
 
 def _runs(row: Sequence[Op]) -> list[OpRun]:
-    """The row's runs: consecutive W become one run for each stage."""
+    """The row's runs: consecutive W of a stage become one run."""
     found: list[OpRun] = []
     for are_weights, ops in groupby(row, key=lambda op: op.kind == "W"):
         if not are_weights:

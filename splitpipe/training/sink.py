@@ -1,4 +1,4 @@
-"""Where the gradients go that B finds in the graph of one stage."""
+"""Takes the gradients that B finds in the graph of one stage."""
 from __future__ import annotations
 
 import threading
@@ -18,24 +18,24 @@ from splitpipe.deferral.stash import Stashes
 from splitpipe.training.capture import Capture, Grads, Graph, ParkedHooks
 from splitpipe.training.flush import Flush
 
-#: The parameters that a phony leads to, by their identity: those of each Flush, in the order of its edges.
+#: The parameters that a phony leads to, by identity: those of each Flush, in the order of its edges.
 Ids = Sequence[Sequence[int]]
-#: Of a block: a key, and its parameters.
+#: A block's key and its parameters.
 Keyed = tuple[object, Sequence[Tensor]]
 
 
 class Prepared(Protocol):
-    """A checkpointed block, which may run again before its backward begins."""
+    """A checkpointed block that may be recomputed before its backward begins."""
 
     def prepare(self) -> None:
-        """Makes the graph of the backward that comes next."""
+        """Makes the graph for the next backward."""
 
 
 class Sink(Protocol):
-    """Where the gradients go that the blocks of one stage find."""
+    """Takes the gradients that the blocks of one stage find."""
 
     def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
-        """A tensor whose node autograd goes through if it wants the gradients of a block's parameters."""
+        """A tensor through whose node autograd runs if it needs the gradients of a block's parameters."""
 
     def graph(
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
@@ -43,28 +43,28 @@ class Sink(Protocol):
         """The graph of a microbatch on a block."""
 
     def made(self, i: int, block: Prepared) -> None:
-        """Told of each checkpointed block that has run and is a whole stage."""
+        """Called with each checkpointed block that has run and is a whole stage."""
 
     def wanted(self, phony: Any, ids: Ids) -> set[int] | None:
-        """The parameters that autograd, which comes to a phony's node, will come to; None: all."""
+        """The parameters that autograd, which has reached a phony's node, will reach; None: all."""
 
     def backward_block(
         self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
         now: bool = False,
     ) -> Grads:
-        """The gradients of what entered; those of parameters, as far as they are ``wanted`` (None: all), are taken.
+        """The gradients of what entered; those of parameters that are ``wanted`` (None: all) are taken.
 
         ``now``: nothing that takes memory should wait for W.
         """
 
 
 def needs(node: Any) -> bool:
-    """True if the running backward comes to a node. Of a leaf the engine does not say."""
+    """True if the running backward reaches a node. The engine doesn't know this for leaves."""
     return node is not None and (type(node) is AccumulateGrad or _will_engine_execute_node(node))
 
 
 def used_by(graph: Graph) -> dict[int, Tensor]:
-    """The leaves that a graph leads to, by their identity."""
+    """The leaves that a graph leads to, by identity."""
     every = [*graph.leaves, *[x for owner in graph.owners for x in owner.group.parameters]]
     return {id(x): x for x in every}
 
@@ -84,14 +84,14 @@ class Flushes(Node):
 
 
 class DropinSink:
-    """Gradients for the parameters of one stage's blocks, by way of Flush."""
+    """Gives gradients to the parameters of one stage's blocks, through Flush."""
 
     def __init__(self, own: Any, stashes: Stashes) -> None:
         self._own = own
-        #: Told how gradients of parameters are computed; None if that is known.
+        #: Called with how gradients of parameters are computed; None if that is known.
         self.note: Note | None = None
         self.stashes = stashes
-        #: Of the stage.
+        #: Those of the stage.
         self.device = stashes.streams.device
         self._capture = Capture(own, ParkedHooks())
         self._phonies: dict[object, tuple[Tensor, Ids]] = {}
@@ -99,7 +99,7 @@ class DropinSink:
         self._lock = threading.Lock()
 
     def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
-        """The phony of a block, whose Flush is made once a call."""
+        """The phony of a block, whose Flush is made once per call."""
         found = self._phonies.get(key)
         if found is None:
             with self._lock:
@@ -114,19 +114,19 @@ class DropinSink:
         return found
 
     def made(self, i: int, block: Prepared) -> None:
-        """Nothing: autograd says when a block runs again."""
+        """Nothing: autograd determines when a block is recomputed."""
 
     def wanted(self, phony: Any, ids: Ids) -> set[int] | None:
-        """The same in each microbatch, of one backward."""
+        """The same for each microbatch of one backward."""
         known = self.stashes.open().wanted
         if phony not in known:
             known[phony] = _wanted(phony, ids)
         return known[phony]
 
     def phony_of(self, graph: Graph, blocks: Sequence[Keyed] = ()) -> tuple[Tensor, Ids]:
-        """A phony for a graph, by way of those of the blocks in it: it leads to the parameters that the graph does.
+        """A phony for a graph, through those of the blocks in it. It leads to the same parameters as the graph.
 
-        Autograd would come to other parameters, too, and call what is registered for their gradients.
+        Otherwise, autograd would reach other parameters too, and call what is registered for their gradients.
         """
         own = *map(id, graph.leaves), *[id(owner.group) for owner in graph.owners]
         found = self._of_graphs.get(own)
@@ -149,7 +149,7 @@ class DropinSink:
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
         seen: list[tuple[Tensor, bool, str]] | None = None, ends: Container[Edge] | None = None,
     ) -> Graph:
-        """The graph, with the weights whose gradients wait; what there is to note goes to ``seen`` if that is given."""
+        """The graph, with the weights whose gradients wait; notes for the report go to ``seen``, if given."""
         stashes = self.stashes
         note = self.note if seen is None or self.note is None else lambda *each: seen.append(each)
         return self._capture.graph(
@@ -160,7 +160,7 @@ class DropinSink:
         self, i: int, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, wanted: set[int] | None,
         now: bool = False,
     ) -> Grads:
-        """B, with hooks of parameters parked in this thread: Flush has their gradients. Autograd's grad mode is off."""
+        """B, with parameters' hooks parked in this thread, since Flush returns their gradients. Grad mode is off."""
         stash = self.stashes.open() if graph.leaves or graph.owners else None
         hooks = ParkedHooks(threading.get_ident())
         left: list[tuple[WeightGroup, PendingGrad]] = []

@@ -1,9 +1,9 @@
-"""One scheduled call: the workers walk their rows, and the loss hands over the gradients that they have computed.
+"""One scheduled call: the workers run their rows, and the loss hands over the gradients that they have computed.
 
-    executor (rows) ──> ops (F, B, W) ──> gradients (autograd, no leaf is touched) ──> sums of each stage
+    executor (rows) ──> ops (F, B, W) ──> gradients (autograd, without touching leaves) ──> sums of each stage
     sums ──> release (parameters, layer by layer; loss.backward() gives them to the parameters)
 
-The split engine adds weight gradients to the same sums from training.ledger, in W.
+With the split backward, W adds weight gradients from training.ledger to the same sums.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from splitpipe.training.loss import TARGET, Reduction
 from splitpipe.training.record import Recorder, StageTrace
 from splitpipe.training.rows import Execution, OpRun, rows_of
 
-#: Imported by whoever compiles.
+#: Imported only where something is compiled.
 _COMPILED = "torch._dynamo.compiled_autograd"
 
 
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 @dataclass
 class Trainer:
-    """Runs a schedule on a model's resources; ``split`` leaves weight gradients to W, else B computes them."""
+    """Runs a schedule on a model's resources. ``split`` leaves weight gradients to W; otherwise, B computes them."""
 
     resources: Resources
     schedule: Schedule
@@ -61,19 +61,19 @@ class Trainer:
     def train(
         self, layers: AllLayers, call: Call, target: Division, scale: Tensor | None, work: Work, in_turn: bool = False
     ) -> Tensor:
-        """The loss of the batch; gradients are computed scaled by ``scale``, and handed over as they are."""
+        """The loss of the batch; gradients are computed scaled by ``scale``, and handed over unscaled."""
         if call.state.grad and getattr(sys.modules.get(_COMPILED), "compiled_autograd_enabled", False):
             raise RuntimeError(
-                "compiled autograd is enabled around a step of a schedule, whose workers go backward side by side, and "
-                "it traces one backward at a time: expected a step outside of compiled autograd (without "
+                "compiled autograd is enabled around a step of a schedule, but it traces one backward at a time, and "
+                "the workers run backward concurrently: expected a step outside compiled autograd (without "
                 "torch._dynamo.config.compiled_autograd), or SplitPipe(..., backward='autograd') without a schedule."
             )
-        recorder = self.recorder  # Another thread may begin or end a recording.
-        # The user's hooks and modes see the ops of a single thread, in the same order every time.
+        recorder = self.recorder  # Read once: another thread may begin or end a recording.
+        # The user's hooks and modes see the ops in a single thread, in the same order every time.
         one = in_turn or call.state.observed
         workers = [0] * len(self.resources.workers) if one else self.resources.workers
         rows = self.rows(workers, len(call.rows), call.checkpointed if work.recomputes else 0, call.state.grad)
-        # Each call has its own: after a second interrupt the workers of an earlier call may still use theirs.
+        # Each call has separate ones: after a second interrupt, the workers of an earlier call may still use theirs.
         self.hooks = ParkedHooks()
         try:
             step = _Step(self, layers, rows, recorder, call=call, target=target, scale=scale, work=work)
@@ -86,15 +86,15 @@ class Trainer:
         return found
 
     def recover(self) -> None:
-        """Puts hooks back that a call has parked, if an interrupt has kept it from that."""
+        """Restores hooks that a call has parked, if an interrupt has prevented it from doing so."""
         try:
             self.hooks.put_back()
-        except BaseException:  # An interrupt: put them back once more, then raise it.
+        except BaseException:  # An interrupt: restore them again, then raise it.
             self.hooks.put_back()
             raise
 
     def rows(self, workers: Sequence[int], microbatches: int, checkpointed: int, backward: bool) -> Rows:
-        """The rows for a batch of so many microbatches, the first ones checkpointed; made once."""
+        """The rows for a batch of ``microbatches``, the first ones checkpointed; cached."""
         key = (*workers, microbatches, checkpointed, backward)
         if key not in self._rows:
             row_workers = [0] * self.schedule.devices
@@ -122,16 +122,16 @@ class Shared:
 class Ops(Protocol):
     """The ops of a stage, and what they have found."""
 
-    #: The gradients of the caller's values: of each microbatch's input (key None) and target.
+    #: The gradients of the caller's values: for each microbatch, those of the input (key None) and the target.
     given: dict[tuple[Key | None, int], Grads]
     #: True if an output of the stage requires grad.
     differentiable: bool
 
 
 class Work(Protocol):
-    """What the ops of a step do."""
+    """The work behind the ops of a step."""
 
-    #: Whether a stage runs again as a whole, before its gradients are there.
+    #: Whether a stage is recomputed as a whole, before its gradients are there.
     recomputes: bool
 
     def ops(
@@ -140,10 +140,10 @@ class Work(Protocol):
         """The ops of a stage."""
 
     def start(self, target: Division) -> None:
-        """All stages are there: makes the microbatches. The target is on the last stage's device."""
+        """Makes the microbatches, once all stages exist. The target is on the last stage's device."""
 
     def run(self, execution: Execution) -> None:
-        """Does all ops; raises the first error."""
+        """Runs all ops; raises the first error."""
 
     def bring_home(self, sums: Sequence[Sums]) -> None:
         """Adds the gradients of copies to those of the parameters, before they are handed over."""
@@ -197,7 +197,7 @@ class _Step:
         work.start(self._target)
 
     def _living(self) -> set[int]:
-        """The storages that exist before the forward: the input's, the target's and the layers'."""
+        """The storages that exist before the forward: those of the input, the target and the layers."""
         tensors = [leaf for leaf in (*self._call.leaves, *self._target.leaves) if isinstance(leaf, Tensor)]
         for stage in self._layers.stages:
             for _, layer in stage.layers:
@@ -205,11 +205,11 @@ class _Step:
         return {*map(storage_of, tensors)}
 
     def run(self) -> None:
-        """Runs all ops; the last thread puts the hooks of parameters back."""
+        """Runs all ops; the last thread restores the hooks of parameters."""
         self._work.run(Execution(self._rows.runs, self._around, self._put_back))
 
     def finish(self) -> Tensor:
-        """The loss, with what it releases."""
+        """The loss, which releases the gradients in backward."""
         call, phonies = self._call, []
         with stream.use(call.computes[-1]):
             value, unit = self._reduction.result()
@@ -225,7 +225,7 @@ class _Step:
                 self._work.bring_home(self._sums)
                 inside = release.parameter_gradients(parameters, self._sums, call.computes)
         call.rejoin()
-        # A gradient is released on the stream that goes on with it: the caller's own, or the stage's.
+        # A gradient is released on the stream that uses it next: the caller's own, or the stage's.
         for group in given:
             phonies.append(release.release(group.totals, group.tensors, result.dtype))
         for group in inside:

@@ -139,8 +139,8 @@ def test_all_faults_are_told_together() -> None:
     with pytest.raises(ValueError) as caught:
         balance_by_size(2, nn.Sequential(nn.Identity()), torch.ones(1), chunks=0, param_scale=-1.0)
     assert str(caught.value).splitlines() == [
-        "partitions is 2: expected 1 to 1, as a stage has a layer at least.",
-        "chunks is 0: expected 1 or more. Give the number that SplitPipe gets.",
+        "partitions is 2: expected 1 to 1, as each stage needs at least a layer.",
+        "chunks is 0: expected 1 or more. Give the same number as to SplitPipe.",
         "param_scale is -1.0: expected 0 or more. Leave it out for 2.",
     ]
     with pytest.raises(ValueError) as caught:

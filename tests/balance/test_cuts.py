@@ -76,5 +76,5 @@ def test_a_sequential_is_cut_before_its_layers(choose: Callable[..., list[str]])
 
 @BOTH
 def test_more_stages_than_blocks_are_refused(choose: Callable[..., list[str]]) -> None:
-    with pytest.raises(ValueError, match="partitions is 5: expected 1 to 4, as a stage has a block at least"):
+    with pytest.raises(ValueError, match="partitions is 5: expected 1 to 4, as each stage needs at least a block"):
         choose(5, Net(), batch())

@@ -205,7 +205,7 @@ def test_skips_reach_the_layer_that_pops_them(measure: str) -> None:
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_skip_is_gone_once_popped(measure: str) -> None:
-    with pytest.raises(RuntimeError, match="not stashed") as caught:
+    with pytest.raises(RuntimeError, match="weren't stashed") as caught:
         run(measure, nn.Sequential(Stash(), Pop(), Pop()), leaf(2))
     assert "layer 2" in caught.value.__notes__[-1]
 
@@ -474,7 +474,7 @@ def test_an_error_names_the_layer(measure: str, kind: type[BaseException]) -> No
         run(measure, module, torch.ones(1))
     assert caught.value is error
     assert caught.value.__notes__ == [
-        "Raised while profiling layer 1 ('middle', Apply), in a copy of it on cpu. The model is unchanged."
+        "Raised while profiling layer 1 ('middle', Apply), in a copy on cpu. The model is unchanged."
     ]
 
 
@@ -489,7 +489,7 @@ def test_an_error_says_that_hooks_do_not_run() -> None:
     layer.register_forward_pre_hook(lambda layer, inputs: inputs[0].view(1, 2))
     with pytest.raises(RuntimeError) as caught:
         times(nn.Sequential(layer), torch.ones(1, 1, 1))
-    assert "where its hooks do not run" in caught.value.__notes__[-1]
+    assert "whose hooks don't run" in caught.value.__notes__[-1]
 
 
 @pytest.mark.parametrize("measure", MEASURES)

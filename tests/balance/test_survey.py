@@ -74,7 +74,7 @@ CASES = {
 def test_cuts_are_calls_of_blocks_that_repeat(name: str) -> None:
     module, expected = CASES[name]
     if expected is None:
-        with pytest.raises(ValueError, match="no blocks that repeat"):
+        with pytest.raises(ValueError, match="no repeated blocks"):
             surveyed(module, torch.randn(2, 3))
     else:
         assert surveyed(module, torch.randn(2, 3))[2].cuts == expected

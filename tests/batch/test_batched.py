@@ -186,5 +186,5 @@ def test_another_nesting_than_the_inputs_is_an_error(batched: Any, value: Any, s
 @pytest.mark.parametrize("value", [(torch.ones(4), torch.ones(4)), (torch.ones(()), torch.ones(3))])
 def test_an_input_of_which_nothing_is_cut_is_an_error(value: Any) -> None:
     model = SplitPipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], batched=(False, False))
-    with pytest.raises(ValueError, match="no tensor that batched= leaves to be cut"):
+    with pytest.raises(ValueError, match="no tensor to split according to batched="):
         model(value)

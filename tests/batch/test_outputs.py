@@ -103,12 +103,12 @@ def test_numbers_without_dimensions_are_means_by_rows_or_sums_or_what_a_function
 
 
 @pytest.mark.parametrize(("function", "options", "error", "words"), [
-    (lambda y: y.argmax(), {}, ValueError, "a number of type torch.int64, of which every microbatch has its own"),
-    (lambda y: (y > 0).sum() * 2, {}, ValueError, "a number of type torch.int64, of which every microbatch has"),
-    (lambda y: y.shape.numel, {}, TypeError, "the output is a builtin_function.*, of which every microbatch gives its"),
-    (lambda y: y.mean(), {"reduction": lambda values, rows: 3}, TypeError, "reduction gave int: expected a tensor"),
+    (lambda y: y.argmax(), {}, ValueError, "a number of type torch.int64, which is different for every microbatch"),
+    (lambda y: (y > 0).sum() * 2, {}, ValueError, "a number of type torch.int64, which is different for every"),
+    (lambda y: y.shape.numel, {}, TypeError, "the output is a builtin_function.*, and every microbatch returns a"),
+    (lambda y: y.mean(), {"reduction": lambda values, rows: 3}, TypeError, "reduction returned int: expected a tensor"),
     (lambda y: y @ y.t(), {}, ValueError, r"has the shape \[3, 3\].*each row is compared with all others"),
-    (lambda y: {"a" if len(y) == 3 else "b": y}, {}, ValueError, "microbatches 0 and 2 give outputs of different nest"),
+    (lambda y: {"a" if len(y) == 3 else "b": y}, {}, ValueError, "microbatches 0 and 2 return outputs with different"),
 ])
 def test_what_cannot_be_joined_is_refused(
     function: Callable[[Tensor], Any], options: Any, error: type[Exception], words: str

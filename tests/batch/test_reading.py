@@ -114,9 +114,9 @@ def test_what_is_said_goes_first(values: Any, flags: Any, expected: Any) -> None
 
 
 @pytest.mark.parametrize(("values", "flags", "says"), [
-    ([x(4, 2)], [2], "has the shape [4, 2], and batched says that its dimension 2 is the batch"),
-    ([x(4, 2)], ["rows"], "is a Tensor, but batched says 'rows' there"),
-    ([x(4, 2), ["a"] * 3], [True, "rows"], "has 3 entries, and batched says that each is for a row, but the batch"),
+    ([x(4, 2)], [2], "has the shape [4, 2], but batched specifies dimension 2 as the batch"),
+    ([x(4, 2)], ["rows"], "is a Tensor, but batched specifies 'rows' there"),
+    ([x(4, 2), ["a"] * 3], [True, "rows"], "has 3 entries, and batched specifies one entry per row, but the batch"),
     ([x(4, 2), x(3, 5)], [0, 1], "sizes [4, 5] along dimensions [0, 1]"),
 ])
 def test_what_is_said_wrongly_is_an_error(values: Any, flags: Any, says: str) -> None:

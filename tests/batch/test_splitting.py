@@ -145,14 +145,14 @@ def test_writing_to_a_tensor_that_several_microbatches_have_is_an_error() -> Non
 
 
 @pytest.mark.parametrize(("given", "error", "says"), [
-    (lambda args, kwargs, chunks: 3, TypeError, "split gave a int: expected a list of pairs"),
-    (lambda args, kwargs, chunks: [], TypeError, "split gave an empty one"),
-    (lambda args, kwargs, chunks: [args], TypeError, "split gave a tuple of 1 for microbatch 0"),
-    (lambda args, kwargs, chunks: [(args[0], kwargs)], TypeError, r"split gave \(a Tensor, a dict\) for microbatch 0"),
-    (lambda args, kwargs, chunks: [(args, kwargs)] * 4, ValueError, "split gave 4 microbatches, and the sched"),
-    (lambda args, kwargs, chunks: [(args, kwargs), (args, {})], ValueError, "split gave other arguments for micro"),
+    (lambda args, kwargs, chunks: 3, TypeError, "split returned a int: expected a list of pairs"),
+    (lambda args, kwargs, chunks: [], TypeError, "split returned an empty one"),
+    (lambda args, kwargs, chunks: [args], TypeError, "split returned a tuple of 1 for microbatch 0"),
+    (lambda args, kwargs, chunks: [(args[0], kwargs)], TypeError, r"split returned \(a Tensor, a dict\) for micro"),
+    (lambda args, kwargs, chunks: [(args, kwargs)] * 4, ValueError, "split returned 4 microbatches, and the s"),
+    (lambda args, kwargs, chunks: [(args, kwargs), (args, {})], ValueError, "split returned different arguments for"),
     (lambda args, kwargs, chunks: [(args, {})], ValueError, "target"),
-    (lambda args, kwargs, chunks: [((), kwargs)], ValueError, "split gave 0 positional arguments"),
+    (lambda args, kwargs, chunks: [((), kwargs)], ValueError, "split returned 0 positional arguments"),
 ])
 def test_what_the_function_gives_is_verified(given: Any, error: type[Exception], says: str) -> None:
     model = SplitPipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=["cpu"], chunks=3, schedule="1f1b",

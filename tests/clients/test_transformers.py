@@ -77,7 +77,7 @@ def test_attach_alone_cuts_every_family_between_its_blocks(name: str) -> None:
 def test_an_object_of_its_own_class_that_blocks_write_to_crosses_where_nothing_is_run_again() -> None:
     verify(MORE["gemma3n"], {"schedule": "1f1b"})
     plain, batch = MORE["gemma3n"].made(), MORE["gemma3n"].batch()
-    with pytest.raises(TypeError, match="KVSharingDict, which can't be cut"):
+    with pytest.raises(TypeError, match="KVSharingDict, which can't be split"):
         piped(plain, MORE["gemma3n"].cuts, checkpoint="always")(**batch)
 
 

@@ -469,7 +469,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("splitpipe.compiled.backend.Backend.__call__", fails)
     model = piped(blocks(), compile=True)
-    with pytest.raises(RuntimeError, match=r"nothing to compile with: .*No working C\+\+ compiler.* Install"):
+    with pytest.raises(RuntimeError, match=r"no compiler to use: .*No working C\+\+ compiler.* Install"):
         model(x())
 
 

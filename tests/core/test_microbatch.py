@@ -290,7 +290,7 @@ def test_outputs_of_different_nesting_are_refused_with_both() -> None:
      (object(), object()), (numpy.ones(2), numpy.ones(2))],
 )
 def test_plain_outputs_that_differ_are_refused_with_both(value: Any, other: Any) -> None:
-    with pytest.raises(ValueError, match="microbatches 0 and 2 give .* and .*equal values") as caught:
+    with pytest.raises(ValueError, match="microbatches 0 and 2 return .* and .*equal values") as caught:
         joined((value,), (value,), (other,))
     for shown in (value, other):
         assert ("(a tensor)" if isinstance(shown, Tensor) else repr(shown)) in str(caught.value)
@@ -315,7 +315,7 @@ def test_plain_outputs_that_are_equal_come_from_the_first_microbatch() -> None:
     ],
 )
 def test_outputs_of_shapes_that_do_not_join_are_refused_with_both(value: Tensor, other: Tensor) -> None:
-    with pytest.raises(ValueError, match="microbatches 0 and 2 .*first dimension alone.*Pad") as caught:
+    with pytest.raises(ValueError, match="microbatches 0 and 2 .*only in the first dimension.*Pad") as caught:
         joined(value, value, other)
     assert f"{list(value.shape)} and {list(other.shape)}" in str(caught.value)
 
@@ -333,7 +333,7 @@ def test_nested_outputs_are_joined_row_after_row() -> None:
 
 
 def test_the_first_output_that_does_not_join_is_the_one_named() -> None:
-    with pytest.raises(ValueError, match="microbatches 0 and 2 give the outputs .a tensor. and None"):
+    with pytest.raises(ValueError, match="microbatches 0 and 2 return the outputs .a tensor. and None"):
         joined(torch.ones(2), torch.ones(2), None)
 
 

@@ -18,7 +18,7 @@ import torch
 from splitpipe.core import worker
 from splitpipe.core.worker import Outcome, Pool, ProcessLock, WorkerDiedError, in_new_thread
 
-DIED = "a worker thread ended before it was through with this call; try again"
+DIED = "a worker thread ended before it had finished this call; try again"
 
 
 class Thing:

@@ -219,24 +219,24 @@ in_and_out = pytest.mark.parametrize("inside", [False, True], ids=["outside", "i
 GIVEN: dict[str, tuple[str, Callable[..., Any], type[Exception], str]] = {
     **{f"weight gradients: {what}": (
         "backward_weight", gives, TypeError,
-        f"Wrong.backward_weight gave {what}: expected a tuple of 2, a gradient or None for each weight that apply() ")
+        f"Wrong.backward_weight returned {what}: expected a tuple of 2, a gradient or None for each weight that ")
        for gives, what in [
            (lambda ctx, grad: grad.sum(0), "a Tensor"), (lambda ctx, grad: None, "a NoneType"),
            (lambda ctx, grad: (grad.sum(0),), "a tuple of 1"), (lambda ctx, grad: (grad.sum(0),) * 3, "a tuple of 3"),
            (lambda ctx, grad: [grad.sum(0)] * 2, "a list")]},
     "a weight gradient": ("backward_weight", lambda ctx, grad: (grad.sum(0), 1.0), TypeError,
-                          "Wrong.backward_weight gave a float for weight 1: expected a tensor or None"),
+                          "Wrong.backward_weight returned a float for weight 1: expected a tensor or None"),
     "an input gradient": ("backward_input", lambda ctx, grad: (grad, None), TypeError,
-                          "Wrong.backward_input gave a tuple: expected the gradient of x, a tensor or"),
-    "no output": ("forward", lambda *_, **__: None, TypeError, "Wrong.forward gave a NoneType: expected one tensor."),
+                          "Wrong.backward_input returned a tuple: expected the gradient of x, a tensor or"),
+    "no output": ("forward", lambda *_, **__: None, TypeError, "Wrong.forward returned a NoneType: expected one"),
     "two outputs": ("forward", lambda *_, **__: (torch.ones(2), torch.ones(2)), TypeError,
-                    "Wrong.forward gave a tuple: expected one tensor."),
+                    "Wrong.forward returned a tuple: expected one tensor."),
     "what is saved for the input alone": (
         "backward_weight", lambda ctx, grad: ctx.saved_for_input, AttributeError,
-        "ctx.saved_for_input is freed when backward_input is done: expected backward_weight to read "
+        "ctx.saved_for_input is freed after backward_input: expected backward_weight to use "
         "ctx.saved_for_weight"),
     "an attribute that was not set": ("backward_input", lambda ctx, grad: ctx.factor, AttributeError,
-                                      "ctx has no attribute 'factor': forward() did not set it"),
+                                      "ctx has no attribute 'factor': forward() didn't set it"),
 }
 
 
@@ -291,7 +291,7 @@ def test_none_may_be_saved(way: dict[str, Any]) -> None:
     ((3.0, torch.ones(6)), "Affine.apply was given a float as x: expected a tensor."),
     ((None,), "Affine.apply was given a NoneType as x: expected a tensor."),
     ((torch.ones(6), torch.ones(6), 3.0), "Affine.apply was given a float as weight 1: expected a tensor or None. Pass "
-                                          "what is no tensor by keyword, as an option."),
+                                          "anything else by keyword, as an option."),
 ])
 @in_and_out
 def test_arguments_that_are_no_tensors(args: tuple[Any, ...], text: str, inside: bool) -> None:

@@ -11,7 +11,7 @@ from splitpipe.deferral.convolution import Convolution
 from tests.helpers.deferring import deferred, left
 from tests.helpers.twin import assert_transparent, step
 
-WHY = "convolution: its gradients would take longer apart"
+WHY = "convolution: its gradients would take longer separately"
 
 
 #: Whether weight gradients fill idle time, and whether they wait for other microbatches.

@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], bool, str]] = {
     "torch.func.grad": (differentiated, True, "Linear"),
     "forward-mode AD": (pushed, False, "cpp_function has no rule"),
     "a subclass": (lambda x, w: F.linear(x.as_subclass(Own), w).as_subclass(Tensor), False,
-                   "mm: its input, or its weight, is of a class of its own"),
+                   "mm: its input or its weight has a custom class"),
 }
 
 

@@ -142,9 +142,9 @@ def test_a_product_of_two_parameters_is_autograds(way: dict[str, Any]) -> None:
 
 LEFT_TO_AUTOGRAD: dict[str, tuple[Case, str]] = {
     "addmm, beta": ((by(lambda x, w, b: torch.addmm(b, x, w, beta=2), w=(6, 4), b=(4,)), (7, 6)),
-                    "addmm: it is given more than a bias and two matrices"),
+                    "addmm: it has more inputs than a bias and two matrices"),
     "addmm, alpha": ((by(lambda x, w, b: b.addmm(x, w, alpha=2), w=(6, 4), b=(4,)), (7, 6)),
-                     "addmm: it is given more than a bias and two matrices"),
+                     "addmm: it has more inputs than a bias and two matrices"),
     "a vector of weights": ((by(lambda x, w: F.linear(x, w), w=(6,)), (7, 6)), "mv has no rule"),
     "a batch of weights": ((by(lambda x, w: x @ w, w=(2, 6, 4)), (7, 2, 3, 6)), "bmm has no rule, clone has no rule"),
     "a matrix on the left of one": ((by(lambda x, w: w.mm(x.t()).t(), w=(4, 6)), (7, 6)),

@@ -203,7 +203,7 @@ def test_so_does_one_that_saves_under_another_name(monkeypatch: pytest.MonkeyPat
         (nn.Embedding(11, 6), torch.randint(0, 11, (7, 5))),
     ):
         why = left(trained(layer, value))["1.weight"]
-        assert why.endswith("this torch saves other things for it")
+        assert why.endswith("this version of torch saves other things for it")
 
 
 class Hooks(nn.Linear):
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_torchs_in_a_layer(reentrant: bool) -> None:
         def forward(self, x: Tensor) -> Any:
             return self.b(torch_checkpoint(self.a, x, use_reentrant=reentrant))
 
-    with pytest.raises(RuntimeError, match="use_reentrant=False to it") if reentrant else nullcontext():
+    with pytest.raises(RuntimeError, match="use_reentrant=False") if reentrant else nullcontext():
         assert set(deferred(trained(Again(), torch.randn(7, 6)))) == {"1.b.weight", "1.b.bias"}
 
 
@@ -251,7 +251,7 @@ def test_a_subclass_of_tensor_as_a_weight_or_input_is_bs() -> None:
         if piped:
             model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, schedule="zb-h1", loss_fn=squares)
             model(x, target=0).backward()
-            assert "of a class of its own" in left(model)["0.weight"]
+            assert "has a custom class" in left(model)["0.weight"]
         else:
             squares(layer(x), 0).backward()
         grads.append(layer.weight.grad)

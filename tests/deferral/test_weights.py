@@ -199,7 +199,7 @@ def test_a_parameter_of_another_class_is_autograds() -> None:
     model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3)
     x = torch.randn(7, 6)
     step(model, x)
-    assert left(model) == {"0.w": "mm: its input, or its weight, is of a class of its own"}
+    assert left(model) == {"0.w": "mm: its input or its weight has a custom class"}
     torch.testing.assert_close(model[0].w.grad, *_gradient(x, layer.w))
 
 

@@ -37,7 +37,7 @@ def made(case: Case) -> bool:
 @pytest.mark.thorough
 # Of as many rows by chance, and in the first call.
 @pytest.mark.filterwarnings("ignore:the forward left .* a tensor of:UserWarning")
-@pytest.mark.filterwarnings("ignore:.* named in cuts=, and not called:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* named in cuts=, but not called:UserWarning")
 @settings(max_examples=60, suppress_health_check=[*HealthCheck])
 @given(forwards())
 @example(Case((Layer("linear"), Layer("lstm")), acts=(Act("call"), Act("call", 1)), cuts=BOTH, chunks=2))
@@ -52,7 +52,7 @@ def test_random_forwards_on_several_devices_are_their_modules(case: Case) -> Non
     except RuntimeError as error:
         if writes(case) and any(words in str(error) for words in REFUSED):
             reject()
-        if "which has a copy for the time of a call" in str(error):  # A buffer that several devices write to.
+        if "which has a copy during a call" in str(error):  # A buffer that several devices write to.
             reject()
         if again(case) and "have different metadata than during the forward" in str(error):
             reject()

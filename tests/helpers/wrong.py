@@ -157,7 +157,7 @@ def x() -> Tensor:
 
 MODULE = [
     *each(TypeError, "expected an nn.Sequential", [*UNMODULE, *MODULES]),
-    *each(TypeError, "whose forward() is its own", [type("Own", (nn.Sequential,), {"forward": lambda self, x: x})()]),
+    *each(TypeError, "with a custom forward()", [type("Own", (nn.Sequential,), {"forward": lambda self, x: x})()]),
 ]
 SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(skippable(stash=["a"])(nn.Identity)(), *layers()[:3]),
@@ -171,7 +171,7 @@ BALANCE = [
 NO_NAMES = ["1F1B", "", "zb-h9", " 1f1b"]
 SCHEDULES = [
     *each(TypeError, "schedule", [None, *UNTEXT, Schedule]),
-    *each(ValueError, "no schedule has the name", NO_NAMES),
+    *each(ValueError, "there is no schedule named", NO_NAMES),
     *each(ValueError, "the schedule does not fit", [build("1f1b", 3, 2), build("1f1b", 2, 3), build("zb-v", 2, 2)]),
     *each(ValueError, "missing", [Schedule([[Op("F", 0, 0)], [Op("F", 1, 0)]], [0, 1])]),
 ]
@@ -213,7 +213,7 @@ PIPE = Door(
         "loss_fn": LOSS,
         "batched": each(TypeError, "batched", [0.0, "x", {1: "x"}, Odd()])
         + each(TypeError, "batched[1]", [(True, None), [True, 1.0]])
-        + each(ValueError, "leaves nothing to cut", [False]),
+        + each(ValueError, "leaves nothing to split", [False]),
     },
     free={"cuts", "sample"},
 )
@@ -248,7 +248,7 @@ def _by_cuts() -> dict[str, Any]:
 BY_CUTS: Rows = {
     **{name: rows[:1] for name, rows in OPTIONS.items()},
     "cuts": each(TypeError, "cuts", ["layers.1", 1, [1], ["layers.1", 2], Odd()])
-    + each(ValueError, "no submodule", [["layer.1"], [""], ["layers.1", "x"]])
+    + each(ValueError, "not a submodule", [["layer.1"], [""], ["layers.1", "x"]])
     + each(ValueError, "never called", [["layers"]])
     + each(ValueError, "the same module", [["layers.1", "layers.1"]])
     + each(ValueError, "cuts has 4 stages for", [["layers.1", "layers.2", "layers.3"]]),
@@ -263,7 +263,7 @@ ATTACH = Door(
 DEVICE_MAP = Door(
     "device_map", splitpipe.device_map, lambda: {"module": Net(), "devices": ["cpu", "cpu"]},
     {"module": each(TypeError, "expected an nn.Module", UNMODULE)
-     + each(ValueError, "no blocks that repeat", [nn.Sequential(nn.Linear(3, 3), nn.ReLU())]),
+     + each(ValueError, "no repeated blocks", [nn.Sequential(nn.Linear(3, 3), nn.ReLU())]),
      "devices": DEVICES},
 )
 CUTTING = Door(
@@ -359,7 +359,7 @@ DECORATED = Door(
 ISOLATE = Door(
     "Skippable.isolate", Skippable.isolate, lambda: {"ns": Namespace(), "only": ["a"]},
     {"ns": each(TypeError, "namespace", ["a", Namespace, ["a"], Odd()]),
-     "only": NAMES + each(TypeError, "does not declare", [["b"], ["a", "b"]])},
+     "only": NAMES + each(TypeError, "doesn't declare", [["b"], ["a", "b"]])},
     on=lambda: skippable(stash=["a"])(nn.Identity)(),
 )
 
@@ -384,7 +384,7 @@ class Yields(nn.Module):
         return x
 
 
-UNDECLARED: Rows = {"name": each(RuntimeError, "does not declare", [None, 2, ["a"], "b", "", Odd()])}
+UNDECLARED: Rows = {"name": each(RuntimeError, "doesn't declare", [None, 2, ["a"], "b", "", Odd()])}
 STASH = Door(
     "stash", stash, lambda: {"name": "a", "tensor": None}, UNDECLARED,
     call=lambda **given: skippable(stash=["a"])(Yields)(stash(**given))(torch.ones(2)),
@@ -422,7 +422,7 @@ BY_SIZE = Door(
 )
 UNCUTTABLE = [
     *each(TypeError, "expected an nn.Module", UNMODULE),
-    *each(ValueError, "no blocks that repeat", MODULES),
+    *each(ValueError, "no repeated blocks", MODULES),
     *each(TypeError, "module is a SplitPipe", [lambda: SplitPipe(Net(), cuts=["layers.2"], devices=["cpu"] * 2)]),
 ]
 SAMPLE = [
@@ -534,7 +534,7 @@ BUILD = Door(
     "schedule.build", build, lambda: {"name": "interleaved-low-memory", "devices": 2, "chunks": 4},
     {
         **SIZES,
-        "name": each(ValueError, "no schedule has the name", [None, *UNTEXT, *NO_NAMES]),
+        "name": each(ValueError, "there is no schedule named", [None, *UNTEXT, *NO_NAMES]),
         "options": [
             row for name in ("stages_per_device", "group")
             for row in each(ValueError, f"{name}=", [{name: value} for value in (*UNWHOLE, 0, -1)])

@@ -34,7 +34,7 @@ def test_sharing_between_devices_is_refused_and_on_one_device_is_not() -> None:
     assert "Linear.weight of stage 2 (meta) is also in stage 0 (cpu)" in text
     assert "BatchNorm1d.running_mean of stage 2 (meta) is also in stage 0 (cpu)" in text
     assert "Linear.bias" not in text
-    assert "Choose a balance that puts the layers that share it in one stage" in text and "copy.deepcopy" in text
+    assert "Choose a balance that puts the layers that share it into one stage" in text and "copy.deepcopy" in text
 
 
 def norms(count: int) -> list[nn.BatchNorm1d]:

@@ -103,7 +103,7 @@ def test_without_accelerators_two_stages_on_the_cpu_are_planned_and_said() -> No
 def test_a_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     place: Any = Place(torch.device("cuda", 0), object())  # type: ignore[arg-type]
     monkeypatch.setattr("splitpipe.checks.verify_devices", lambda *_: [place])
-    with pytest.raises(TypeError, match="expected its device, which is planned as a whole"):
+    with pytest.raises(TypeError, match="expected its device, since the plan is for whole devices"):
         places_of([place], 2)
 
 

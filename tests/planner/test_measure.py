@@ -297,7 +297,7 @@ def test_an_error_says_where_it_was_raised(rows: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4))
     with pytest.raises(RuntimeError) as caught:
         profiled(module, torch.randn(8, 4), [2, 4], rows=rows)
-    where = "layer 1 ('1', Linear), in a copy of it on cpu, with 2 chunks"
+    where = "layer 1 ('1', Linear), in a copy on cpu, with 2 chunks"
     assert f"Raised while profiling {where}" in caught.value.__notes__[-1]
 
 

@@ -114,7 +114,7 @@ def test_it_is_written_and_read(tmp_path: Path) -> None:
 
 def test_cuts_that_are_not_where_stages_begin_are_refused() -> None:
     found = planned(Net())
-    with pytest.raises(ValueError, match="expected the names of layers where stages begin"):
+    with pytest.raises(ValueError, match="expected the names of the layers with which stages start"):
         replace(found, cuts=("embedding",))
 
 
@@ -217,5 +217,5 @@ def test_a_transformer_is_planned_by_its_layers(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("default")
 def test_a_transformer_of_one_layer_again_and_again_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no blocks that repeat"):
+    with pytest.raises(ValueError, match="has no repeated blocks"):
         planned(MODELS["albert"].made(), sample=MODELS["albert"].batch())

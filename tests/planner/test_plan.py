@@ -81,14 +81,14 @@ def test_a_plan_that_was_read_wants_a_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"splitpipe plan": 1}, "it has form 1, and this version reads 3"),
-        ({"balance": None}, "holds no plan"),
+        ({"splitpipe plan": 1}, "its format is 1, but this version reads 3"),
+        ({"balance": None}, "doesn't contain a plan"),
         ({"balance": [8]}, "found 1 stage and"),
-        ({"balance": [1, 1, 1]}, "sums to another number than 8 layers"),
+        ({"balance": [1, 1, 1]}, "doesn't sum to 8 layers"),
         ({"costs": {**asdict(Costs()), "forward": -1}}, "forward=-1"),
-        ({"costs": {"forwards": 1}}, "holds no plan"),
-        ({"schedule": {"name": "", "rows": ["0F0 0X0"], "placement": [0]}}, "an op that is none"),
-        ({"schedule": {"name": "", "rows": ["0BW0 0F0"], "placement": [0]}}, "holds no plan"),
+        ({"costs": {"forwards": 1}}, "doesn't contain a plan"),
+        ({"schedule": {"name": "", "rows": ["0F0 0X0"], "placement": [0]}}, "an invalid op"),
+        ({"schedule": {"name": "", "rows": ["0BW0 0F0"], "placement": [0]}}, "doesn't contain a plan"),
         ({"way": ...}, "'way' is missing"),
         ({"dropin": "false"}, "dropin is 'false': expected true or false"),
         ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes': expected one of always"),
@@ -102,14 +102,14 @@ def test_what_is_no_plan_is_not_read(tmp_path: Path, change: dict[str, object], 
     with pytest.raises(ValueError, match=message):
         Plan.from_json(path)
     path.write_text("[]")
-    with pytest.raises(ValueError, match="holds no plan"):
+    with pytest.raises(ValueError, match="doesn't contain a plan"):
         Plan.from_json(path)
 
 
 def test_it_prints_what_it_is_made_of() -> None:
     found = made(memory=300 * MIB)
     text = str(found)
-    assert text.startswith(f"{found.way} on 3 devices: {found.step_time:.4g} ms a step predicted")
+    assert text.startswith(f"{found.way} on 3 devices: {found.step_time:.4g} ms per step predicted")
     for stage, count in enumerate(found.balance):
         assert f"({count})" in text.splitlines()[4 + stage]
     for device in found.devices:
@@ -208,5 +208,5 @@ def test_a_model_that_fits_nowhere_says_what_is_missing_where() -> None:
 
 
 def test_too_few_layers_for_the_schedules_are_an_error() -> None:
-    with pytest.raises(ValueError, match="none of the schedules goes with 3 layers"):
+    with pytest.raises(ValueError, match="none of the schedules supports 3 layers"):
         chosen([emulated(0, layers=3, speeds=(1, 1, 1), own_compute=False)], ["v-half"], print)

@@ -180,7 +180,7 @@ class Meets(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("how", ["one group", pytest.param("a group for each stage", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("how", ["one group", pytest.param("a group per stage", marks=pytest.mark.thorough)])
 @both
 def test_every_process_asks_for_collectives_in_the_same_order(rank: int, how: str) -> None:
     module = nn.Sequential(Mlp(), Mlp()).double()

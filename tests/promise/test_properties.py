@@ -15,7 +15,7 @@ from tests.helpers.randomized import SOMETIMES, Act, Case, Layer, Skip, Step, ch
 from tests.helpers.randomized_runs import Reference, Side, pipeline_of, sound, writes
 
 #: What a write to a kept value may be refused with: another has the same memory, or a block is run again with it.
-REFUSED = "another value from there has the same memory", "was modified in place between the forward and its recomputat"
+REFUSED = "another value from there shares its memory", "was modified in place between the forward and its recomputat"
 #: Two blocks, called by a forward.
 called = partial(Case, (Layer("linear"), Layer("linear")), chunks=2, flat=True)
 

@@ -112,7 +112,7 @@ def test_what_a_float_loses_is_no_collision() -> None:
     ("ops", "message"),
     [
         ([BlockOp("F", 0, 0), BlockOp("B", 0, 1)], "0W0 is missing on device 0"),
-        ([BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 4)], "0F0 stands on device 0 as op"),
+        ([BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 4)], "0F0 is on device 0 as op"),
         (
             [BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 3, 2), BlockOp("BW", 0, 4, 2)],
             "are missing on device 0",

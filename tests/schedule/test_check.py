@@ -28,17 +28,17 @@ def test_every_named_schedule_passes(name: str) -> None:
 
 
 def test_an_op_on_another_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="1F0 stands on device 0: expected it on device 1"):
+    with pytest.raises(ValueError, match="1F0 is on device 0: expected it on device 1"):
         check(zb(lambda rows: rows[0].append(rows[1].pop(0))))
 
 
 def test_an_op_that_stands_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"2B3 stands on device 2 as op \d+, and 2B3 as op \d+: expected every op"):
+    with pytest.raises(ValueError, match=r"2B3 is on device 2 as op \d+, and 2B3 as op \d+: expected every op"):
         check(zb(lambda rows: rows[2].append(B(2, 3))))
 
 
 def test_a_whole_backward_beside_its_half_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"1BW0 stands on device 1 as op 12, and 1B0 as op \d"):
+    with pytest.raises(ValueError, match=r"1BW0 is on device 1 as op 12, and 1B0 as op \d"):
         check(zb(lambda rows: rows[1].append(BW(1, 0))))
 
 
@@ -65,7 +65,7 @@ def test_a_missing_microbatch_is_named() -> None:
         (Schedule([[]], []), "has no stages"),
         (Schedule([[]], [0]), "has no ops"),
         (Schedule([[F(0, 0), BW(0, 0)]], [1]), "stage 0 is placed on device 1: expected one of 1"),
-        (Schedule([[F(1, 0), BW(1, 0)]], [0]), "1F0 stands on device 0: expected a stage below 1"),
+        (Schedule([[F(1, 0), BW(1, 0)]], [0]), "1F0 is on device 0: expected a stage below 1"),
     ],
 )
 def test_what_is_no_schedule_is_refused(schedule: Schedule, message: str) -> None:
@@ -82,14 +82,14 @@ def test_a_deadlock_of_two_devices_names_the_cycle() -> None:
     with pytest.raises(ValueError) as caught:
         check(Schedule(rows, [0, 1]))
     assert str(caught.value) == (
-        "the schedule comes to a stop, each op waiting for the next: 0BW0 on device 0 waits for 1BW0, which stands "
-        "behind 1F1 on device 1; 1F1 on device 1 waits for 0F1, which stands behind 0BW0 on device 0. Change the "
+        "the schedule has a deadlock, as each op waits for the next: 0BW0 on device 0 waits for 1BW0, which comes "
+        "after 1F1 on device 1; 1F1 on device 1 waits for 0F1, which comes after 0BW0 on device 0. Change the "
         "order of one."
     )
 
 
 def test_a_deadlock_of_one_device_names_both_ops() -> None:
-    with pytest.raises(ValueError, match="0W0 on device 0 waits for 0B0, which stands behind 0W0 on device 0"):
+    with pytest.raises(ValueError, match="0W0 on device 0 waits for 0B0, which comes after 0W0 on device 0"):
         check(Schedule([[F(0, 0), W(0, 0), B(0, 0)]], [0]))
 
 

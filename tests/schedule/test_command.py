@@ -185,9 +185,9 @@ def test_alone_it_prints_help(arguments: list[str], capsys: pytest.CaptureFixtur
     [
         ("", "found no schedule: expected one of NAME, --list, --search, --from-csv."),
         ("zb-h1 --list", "found NAME and --list"),
-        ("zb-h9", "no schedule has the name 'zb-h9'"),
+        ("zb-h9", "there is no schedule named 'zb-h9'"),
         ("zb-h1 zb-h2", "unrecognized arguments: zb-h2"),
-        ("zb-h1 --compare zb-h9", "no schedule has the name 'zb-h9'"),
+        ("zb-h1 --compare zb-h9", "there is no schedule named 'zb-h9'"),
         ("zb-h1 --bogus", "unrecognized arguments: --bogus"),
         ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
         ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
@@ -207,12 +207,12 @@ def test_alone_it_prints_help(arguments: list[str], capsys: pytest.CaptureFixtur
         ("zb-h1 --memory 4", "--memory goes with --search"),
         ("zb-h1 --span longest", "--span goes with --search"),
         ("--search --span both", "argument --span: invalid choice: 'both'"),
-        ("zb-h1 --svg one --html one", "two files are to be written to"),
-        ("--from-csv one --svg one", "'one' is to be read and to be written"),
+        ("zb-h1 --svg one --html one", "two outputs are written to"),
+        ("--from-csv one --svg one", "'one' is both read and written"),
         ("zb-v --devices 2000 --chunks 1", "expected no more than"),
         ("looped-bfs --stages-per-device 100000", "expected no more than"),
         ("zb-h1 --width 0", "--width 0: expected"),
-        ("--search --group 2", "--group is an option of some schedules that have a name"),
+        ("--search --group 2", "--group is an option of some named schedules"),
         ("--search --memory -1", "memory=-1.0"),
         ("--search --memory nan", "memory=nan"),
         ("--search --chunks 1000000000", "expected no more than"),
@@ -237,7 +237,7 @@ def test_an_error_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_file_that_is_no_schedule_is_one_line(run: Any, tmp_path: Path) -> None:
     (tmp_path / "junk.csv").write_text("0F0,what\n")
     found = run("--from-csv", tmp_path / "junk.csv")
-    assert found.code == 2 and "line 1, cell 2: 'what' is no op" in found.err and found.err.count("\n") == 1
+    assert found.code == 2 and "line 1, cell 2: 'what' isn't an op" in found.err and found.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OverflowError("long")])

@@ -59,7 +59,7 @@ def test_one_stage_a_device_interleaved_is_1f1b() -> None:
 @pytest.mark.parametrize(
     ("name", "devices", "chunks", "options", "message"),
     [
-        ("1f1", 4, 8, {}, "no schedule has the name '1f1': expected one of gpipe, 1f1b"),
+        ("1f1", 4, 8, {}, "there is no schedule named '1f1': expected one of gpipe, 1f1b"),
         ("1f1", 4, 8, {}, "Did you mean '1f1b'?"),
         ("zb-h1", 4, 8, {"split": True}, "zb-h1 has no option 'split': it has none"),
         ("1f1b", 4, 8, {"group": 2}, "1f1b has no option 'group': expected split or none"),

@@ -154,10 +154,10 @@ def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory": 0.5}, "nothing runs.*at least 1"),
-        ({"memory": [2, 0]}, "nothing runs.*at least 1"),
+        ({"memory": 0.5}, "nothing fits.*at least 1"),
+        ({"memory": [2, 0]}, "nothing fits.*at least 1"),
         ({"memory": [2, 2, 2]}, "3 numbers: expected one for each of 2"),
-        ({"costs": Costs([1, 1, 1], 1, 1)}, "3 stages: expected as many on each of 2"),
+        ({"costs": Costs([1, 1, 1], 1, 1)}, "3 stages: expected the same number of stages on each of 2"),
         ({"costs": Costs([1, 1], 1, 1), "stages_per_device": 2}, "2 numbers: expected one for each of 4 stages"),
         ({"costs": Costs([1, 1], [1, 1, 1, 1], 1)}, "backward_input has 4 numbers"),
     ],
@@ -264,7 +264,7 @@ def test_a_short_schedule_is_spliced_to_a_whole_one(chunks: int) -> None:
 @pytest.mark.parametrize(("costs", "text"), [
     (Costs(recompute=1), "recompute=1.*expected 0.*Add it to backward_input"),
     (Costs(recompute=[0, 0, 0, 1]), "recompute=.*expected 0"),
-    (Costs(copy=[1, 2, 1]), "copy=.*expected one time for every hop here, such as the longest"),
+    (Costs(copy=[1, 2, 1]), "copy=.*expected a single time for all hops here, such as the longest"),
 ])
 def test_costs_that_the_search_does_not_play_are_refused(costs: Costs, text: str) -> None:
     with pytest.raises(ValueError, match=text):

@@ -132,7 +132,7 @@ def test_bytes_may_be_given_by_stage() -> None:
     [
         (lambda: Costs(copy=[1, -2]), "copy=.*expected a time"),
         (lambda: simulate(build("1f1b", 4, 4), Costs(copy=[1, 2])), "copy has 2 numbers: .* each of 3 hops"),
-        (lambda: search(2, 4, Costs(copy=[1]), seconds=0), "copy=.* expected one time for every hop"),
+        (lambda: search(2, 4, Costs(copy=[1]), seconds=0), "copy=.* expected a single time for all hops"),
         (lambda: simulate(build("1f1b", 4, 4), Costs(forward=[1, 2, 3])), "forward has 3 numbers: expected one"),
         (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes(10, 5, 4)), "stage 0 takes 10 bytes at F and frees 5 at B"),
         (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes([1], 1, 0)), "forward has 1 number:"),

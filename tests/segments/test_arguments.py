@@ -76,7 +76,7 @@ def test_an_object_that_microbatches_can_not_share() -> None:
 
 @pytest.mark.parametrize("batched", ["mask", [True], {1: True}])
 def test_batched_is_a_dict_of_names(batched: Any) -> None:
-    with pytest.raises(TypeError, match="expected a dict of arguments' names, True for what is cut"):
+    with pytest.raises(TypeError, match="expected a dict by argument name, with True for what is split"):
         piped(Shapes(), ["two"], batched=batched)
 
 
@@ -85,7 +85,7 @@ def test_a_name_that_is_no_arguments_is_an_error() -> None:
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
             return self.two(self.one(x))
 
-    with pytest.raises(ValueError, match="batched names 'maks', which the call was not given: expected .* 'x', 'mask'"):
+    with pytest.raises(ValueError, match="batched names 'maks', which the call doesn't have: expected .* 'x', 'mask'"):
         piped(Model(), ["two"], batched={"maks": False})(torch.randn(6, 4), SIX)
 
 

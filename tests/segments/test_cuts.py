@@ -33,8 +33,8 @@ def test_a_sequential_cut_inside_of_a_layer_runs_in_segments() -> None:
 WRONG: list[tuple[Any, type[Exception], str]] = [
     ("layers.1", TypeError, "cuts is 'layers.1': expected a list of names"),
     ([1], TypeError, r"cuts is \[1\]: expected a list of names"),
-    (["layers.9"], ValueError, r"cuts\[0\] is 'layers.9', no submodule of Stack: is it .*'layers.1'"),
-    ([""], ValueError, r"cuts\[0\] is '', no submodule of Stack"),
+    (["layers.9"], ValueError, r"cuts\[0\] is 'layers.9', not a submodule of Stack: did you mean .*'layers.1'"),
+    ([""], ValueError, r"cuts\[0\] is '', not a submodule of Stack"),
     (["layers"], ValueError, r"cuts\[0\] is 'layers', a ModuleList, which is never called: .*'layers.0' or 'layers.1'"),
     (["layers.1", "layers.1"], ValueError, r"cuts\[1\] is 'layers.1', the same module as cuts\[0\]"),
     (["wrong", "layers"], ValueError, r"cuts\[0\] is 'wrong'.*; cuts\[1\] is 'layers'"),
@@ -55,7 +55,7 @@ def test_a_balance_and_cuts_exclude_each_other() -> None:
 
 @pytest.mark.parametrize("cuts", [["3", "1"], ["1", "1"], ["0"]])
 def test_layers_of_a_sequential_come_in_their_order(cuts: list[str]) -> None:
-    with pytest.raises(ValueError, match="expected names of layers in their order, each once, and not the first"):
+    with pytest.raises(ValueError, match="names of layers in order, without repetition, and without the first"):
         SplitPipe(layers(), cuts=cuts, devices=["cpu"] * 3)
 
 
@@ -84,7 +84,7 @@ def test_a_block_of_an_earlier_stage_may_be_called_again(schedule: str, checkpoi
     assert_same_step(Again(), batch(), cuts=["layers.1", "layers.3"], schedule=schedule, checkpoint=checkpoint)
 
 
-@pytest.mark.filterwarnings("ignore:.*named in cuts=, and not called")
+@pytest.mark.filterwarnings("ignore:.*named in cuts=, but not called")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.thorough
 def test_a_stage_that_no_call_reaches_passes_the_microbatch_on(schedule: str) -> None:

@@ -196,7 +196,7 @@ def test_a_forward_that_catches_what_stops_it_ends_too() -> None:
 
 @PARKED
 def test_rows_that_cannot_go_on_are_an_error_and_no_hang(parked: bool) -> None:
-    with pytest.raises(RuntimeError, match="no op of the schedule's rows can go on"):
+    with pytest.raises(RuntimeError, match="no op of the schedule's rows can run"):
         run([[F00, B00], [F10]], Work(2), parked=parked)
 
 

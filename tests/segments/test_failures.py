@@ -172,7 +172,7 @@ def test_a_second_interrupt_waits_for_nothing(
 def test_a_model_that_its_own_block_calls_is_refused() -> None:
     plain, model = pair()
     model.layers[1].calls[2] = lambda: model(**GIVEN)
-    with pytest.raises(RuntimeError, match="called by one of its own layers"):
+    with pytest.raises(RuntimeError, match="called by one of its layers"):
         step(model)
     assert_right(plain, model)
 

@@ -110,7 +110,7 @@ def test_a_modules_own_argument_named_target_is_its_own() -> None:
 
 @scheduled
 def test_a_reduction_function_is_refused_by_schedules(schedule: str) -> None:
-    with pytest.raises(ValueError, match="reduction= is a function, but a schedule goes backward before"):
+    with pytest.raises(ValueError, match="reduction= is a function, but a schedule runs backward before"):
         piped(Stack(), CUTS, schedule=schedule, reduction=lambda values, rows: values[0])(**batch())
 
 

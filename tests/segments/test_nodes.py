@@ -140,7 +140,7 @@ def test_a_leaf_that_was_not_there_in_the_first_step_is_an_error() -> None:
     for _ in range(2):
         loss_of(model, *rows()).backward()
     extra.append(late)
-    with pytest.raises(RuntimeError, match=r"Block.*none of its parameters"):
+    with pytest.raises(RuntimeError, match=r"Block.*isn't one of its parameters"):
         loss_of(model, *rows()).backward()
 
 

@@ -138,7 +138,7 @@ class Iterating(nn.Module):
 def test_a_checkpointed_block_is_given_no_iterator(schedule: str) -> None:
     arguments = {"x": torch.randn(6, 4), "labels": torch.randn(6, 4)}
     model = piped(Iterating(), ["blocks.1"], schedule=schedule, checkpoint="always")
-    with pytest.raises(TypeError, match="is spent when the block runs again"):
+    with pytest.raises(TypeError, match="is used up when the block is recomputed"):
         model(**arguments)["loss"].backward()
     if schedule == "gpipe":
         assert_same_step(Iterating(), arguments, cuts=["blocks.1"], checkpoint="never")

@@ -17,7 +17,7 @@ from tests.helpers.twin import assert_same_tensors, twins
 from tests.promise.layers import Apply
 
 Forward = Callable[["Net", Tensor], Any]
-WHOLE = "the graph of its stage can't be cut out of that around it"
+WHOLE = "the graph of its stage can't be cut out of the surrounding graph"
 
 
 class Net(nn.Module):
@@ -265,7 +265,7 @@ def test_a_forward_that_begins_to_write_to_what_it_has_views_of() -> None:
     plain, model = pair(lambda net, x: (base if writes[0] else through)(net, x))
     assert_steps(plain, model)
     writes[0] = True
-    with pytest.raises(RuntimeError, match="All stages have one graph from now on: repeat the step"):
+    with pytest.raises(RuntimeError, match="All stages now share one graph: repeat the step"):
         model(rows())
     assert_steps(plain, model)
 
@@ -488,7 +488,7 @@ def test_a_write_to_shared_arguments_is_an_error(options: dict[str, Any]) -> Non
     def made() -> Tensor:
         return rows().requires_grad_() * 1
 
-    with pytest.raises(RuntimeError, match="wrote in place to an argument whose memory another"):
+    with pytest.raises(RuntimeError, match="wrote in place to an argument that shares its memory"):
         model(base := made(), base[:, :2], **target)
     model(made(), made()[:, :2], **target).sum().backward()
     Two.writes = False

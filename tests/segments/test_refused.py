@@ -86,9 +86,9 @@ def made(net: nn.Module, **options: Any) -> SplitPipe:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("net", "error", "says"), [
-    (skip, RuntimeError, "in an attribute of a module|that the pipeline knows nothing of"),
+    (skip, RuntimeError, "in an attribute of a module|that the pipeline doesn't know"),
     (statistic, ValueError, "no dimension of the batch"),
-    (contrast, ValueError, "its second dimension is the batch, too"),
+    (contrast, ValueError, "its second dimension is the batch too"),
 ])
 def test_microbatches_that_would_mix_are_an_error_each_time(
     net: Any, error: type[Exception], says: str, schedule: str
@@ -127,7 +127,7 @@ def test_a_layer_that_a_block_makes_is_no_state() -> None:
 
 
 @pytest.mark.parametrize(("net", "says"), [
-    (force, "goes backward between blocks"), (view, "written to in place"), (base, "written to in place"),
+    (force, "runs backward between blocks"), (view, "written to in place"), (base, "written to in place"),
 ])
 def test_gradients_that_stages_would_lose_are_an_error(net: Any, says: str) -> None:
     plain, x = Three(net).double(), torch.randn(8, 4, dtype=torch.float64)
@@ -156,12 +156,12 @@ def sparse(net: Any, x: Tensor) -> dict[str, Tensor]:
 def test_a_sparse_value_with_a_graph_does_not_cross_by_a_schedule() -> None:
     x = torch.randn(8, 4)
     made(Three(sparse))(x)["loss"].backward()
-    with pytest.raises(RuntimeError, match="by a schedule, expected dense ones"):
+    with pytest.raises(RuntimeError, match="with a schedule, expected dense tensors"):
         made(Three(sparse), schedule="1f1b")(x)
 
 
 @pytest.mark.parametrize(("module", "words"), [
-    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "expected one whose forward is Python"),
+    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "expected a module whose forward is Python"),
 ])
 def test_what_is_no_module_of_python_is_not_attached(module: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
@@ -297,7 +297,7 @@ class Two(Three):
 def test_a_cut_that_is_never_called_is_warned_of() -> None:
     plain, x = Two(), torch.randn(8, 4)
     model = made(copy.deepcopy(plain))
-    with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, and not called"):
+    with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, but not called"):
         found = model(x, True, target=3)
     torch.testing.assert_close(found, plain(x, True, target=3))
 

@@ -39,7 +39,7 @@ def test_wrong_declaration_is_told(arguments, told):
 
 
 def test_decorating_twice_is_told():
-    with pytest.raises(TypeError, match="StashFoo, which is skippable already"):
+    with pytest.raises(TypeError, match="StashFoo, which is already skippable"):
         skippable(pop=["bar"])(StashFoo)
 
 
@@ -66,7 +66,7 @@ def test_isolate_names_all_or_only_some():
     [
         (Namespace(), "foo", r"found only='foo', one string: .* Write only=\['foo'\]"),
         (Namespace(), [3], r"found \[3\] in only"),
-        (Namespace(), ["foo", "bar"], r"found \['bar'\] in only, which StashFoo does not declare"),
+        (Namespace(), ["foo", "bar"], r"found \['bar'\] in only, which StashFoo doesn't declare"),
         ("foo", None, r"found 'foo' as namespace"),
         ("ns", ["bar"], r"(?s)'ns' as namespace.*\['bar'\] in only"),
     ],

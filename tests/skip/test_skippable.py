@@ -185,7 +185,7 @@ def test_stale_skip_of_a_failed_forward_is_replaced():
 
 def test_popping_what_was_not_stashed_names_all_of_it(box):
     box[(None, "b")] = "stays"
-    with pytest.raises(RuntimeError, match=r"PopAll pops \['a', 'c'\], not stashed"):
+    with pytest.raises(RuntimeError, match=r"PopAll pops \['a', 'c'\], which weren't stashed"):
         pop_all("c", "b", "a")(0)
     assert box == {(None, "b"): "stays"}
 
@@ -199,7 +199,7 @@ def test_namespace_of_another_does_not_count_as_stashed(box):
 def test_declared_but_unused_names_are_told_together(box):
     box.update({(None, name): 1 for name in "cd"})
     idle = layer(lambda self, input: input, stash=["b", "a"], pop=["d", "c"])
-    with pytest.raises(RuntimeError, match=r"Layer declares stash=\['a', 'b'\] and pop=\['c', 'd'\] and did"):
+    with pytest.raises(RuntimeError, match=r"Layer declares stash=\['a', 'b'\] and pop=\['c', 'd'\] but didn't"):
         idle(0)
 
 
@@ -250,7 +250,7 @@ def test_generator_is_closed_when_an_error_passes():
             closed.append(True)
 
     # The error holds the frame that holds the generator: only a close ends it now.
-    with pytest.raises(RuntimeError, match="does not declare") as error:
+    with pytest.raises(RuntimeError, match="doesn't declare") as error:
         layer(forward)(0)
     assert closed == [True]
     assert error.tb is not None

@@ -52,14 +52,14 @@ def test_pop_without_stash_is_told_with_its_place_at_any_depth():
 
 def test_pop_before_stash_is_told():
     assert told(PopFoo(), StashFoo()) == [
-        "- layer '0' (PopFoo) pops 'foo' before layer '1' (StashFoo) stashes it: move it behind that layer."
+        "- layer '0' (PopFoo) pops 'foo' before layer '1' (StashFoo) stashes it: move it after that layer."
     ]
 
 
 def test_name_used_by_two_pairs_is_told():
     stash_again, pop_again = told(StashFoo(), PopFoo(), StashFoo(), PopFoo())
-    assert stash_again.startswith("- layer '2' (StashFoo) stashes 'foo', as layer '0' (StashFoo) does: iso")
-    assert pop_again.startswith("- layer '3' (PopFoo) pops 'foo', as layer '1' (PopFoo) does: isolate")
+    assert stash_again.startswith("- layer '2' (StashFoo) stashes 'foo', as layer '0' (StashFoo) does: give")
+    assert pop_again.startswith("- layer '3' (PopFoo) pops 'foo', as layer '1' (PopFoo) does: give")
 
 
 def test_layer_that_occurs_twice_is_told():
@@ -103,7 +103,7 @@ class Forgot(nn.Module):
 
 
 def test_a_layer_that_forgot_the_decorator_is_named_at_any_depth():
-    fault = "yields in its forward and is not skippable: put @skippable(stash=[...], pop=[...]) above class Forgot."
+    fault = "yields in its forward but isn't skippable: put @skippable(stash=[...], pop=[...]) above class Forgot."
     assert told(nn.ReLU(), nn.Sequential(Forgot()), nn.Linear(2, 2)) == [f"- layer '1.0' (Forgot) {fault}"]
 
 

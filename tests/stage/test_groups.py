@@ -41,7 +41,7 @@ def stages(own: bool) -> list[list[nn.Module]]:
 
 
 def test_a_group_shared_by_two_devices_is_refused() -> None:
-    where = r"Linear\.weight in stage 1 \(cuda:1\) is also that of Linear\.weight in stage 0 \(cuda:0\)"
+    where = r"Linear\.weight in stage 1 \(cuda:1\) is also the group of Linear\.weight in stage 0 \(cuda:0\)"
     with pytest.raises(ValueError, match=f"(?s){where}.*new_group"):
         verify_groups(stages(own=False), GPUS)
 

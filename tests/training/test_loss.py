@@ -144,20 +144,20 @@ def test_outputs_that_can_not_be_joined_may_have_a_loss() -> None:
     ("found", "text"),
     [
         (lambda y: y, r"tensor of shape \[3, 4\] and type torch.float64 as the loss: expected a tensor of one number"),
-        (lambda y: 3.0, "gave a float as the loss"),
-        (lambda y: None, "gave a NoneType as the loss"),
+        (lambda y: 3.0, "returned a float as the loss"),
+        (lambda y: None, "returned a NoneType as the loss"),
         (lambda y: y.argmax(), r"tensor of shape \[\] and type torch.int64 as the loss"),
         (lambda y: (y, 3), r"tensor of shape \[3, 4\] .* as the total of its pair"),
-        (lambda y: (1.0, 3), "gave a float as the total of its pair"),
+        (lambda y: (1.0, 3), "returned a float as the total of its pair"),
         (lambda y: (y.sum(), y), r"tensor of shape \[3, 4\] .* as the count of its pair: expected a number"),
-        (lambda y: (y.sum(), "3"), "gave a str as the count of its pair"),
-        (lambda y: (y.sum(), y.sum()), "gave a count that requires grad: .* Detach it"),
-        (lambda y: (y.sum(), 1, 2), "gave a tuple as the loss"),
+        (lambda y: (y.sum(), "3"), "returned a str as the count of its pair"),
+        (lambda y: (y.sum(), y.sum()), "returned a count that requires grad: .* Detach it"),
+        (lambda y: (y.sum(), 1, 2), "returned a tuple as the loss"),
     ],
 )
 def test_a_loss_function_that_gives_no_loss_is_told_what_it_gave(found: Any, text: str) -> None:
     _, model = twins(mlp(5), "zb-v", 2, loss_fn=lambda output, _: found(output), chunks=3)
-    with pytest.raises(TypeError, match=f"loss_fn gave .*{text}|loss_fn {text}") as info:
+    with pytest.raises(TypeError, match=f"loss_fn returned .*{text}|loss_fn {text}") as info:
         model(torch.randn(7, 4), target=0)
     assert "loss_fn" in str(info.value)
     assert "layer 'loss_fn'" in " ".join(info.value.__notes__)
@@ -173,5 +173,5 @@ def test_a_target_of_another_size_than_the_batch_is_refused() -> None:
 
 def test_a_target_without_a_loss_function_is_refused() -> None:
     model = SplitPipe(mlp(4), [2, 2], devices=["cpu"] * 2)
-    with pytest.raises(ValueError, match=r"no loss_fn to take it.*loss_fn=criterion"):
+    with pytest.raises(ValueError, match=r"no loss_fn to pass it to.*loss_fn=criterion"):
         model(torch.randn(7, 4), target=torch.randn(7, 4))

@@ -39,11 +39,11 @@ def wrap(balance: Any = (1, 1, 1, 1), **options: Any) -> SplitPipe:
 @pytest.mark.parametrize(
     ("name", "balance", "text"),
     [
-        ("zb-v", [2, 2], r"2 stages for 2 devices: schedule 'zb-v' expects 2 stages for each device.*balance of 4"),
-        ("1f1b", [1, 1, 1, 1], "4 stages for 2 devices: schedule '1f1b' expects one stage for each device"),
-        ("interleaved-1f1b", [2, 1, 1], "3 stages for 2 devices.*a multiple of the devices"),
+        ("zb-v", [2, 2], r"2 stages for 2 devices: schedule 'zb-v' expects 2 stages per device.*balance of 4"),
+        ("1f1b", [1, 1, 1, 1], "4 stages for 2 devices: schedule '1f1b' expects one stage per device"),
+        ("interleaved-1f1b", [2, 1, 1], "3 stages for 2 devices.*a multiple of the number of devices"),
         (schedule.build("1f1b", 3, 8), [2, 2],
-         "3 stages: expected 2.*3 rows: expected 2.*8 microbatches: expected as many chunks, not 4"),
+         "3 stages: expected 2.*3 rows: expected 2.*8 microbatches: expected 4, the number of chunks"),
     ],
 )
 def test_a_schedule_that_does_not_fit_is_told_what_does(name: Any, balance: Any, text: str) -> None:

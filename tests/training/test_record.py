@@ -161,7 +161,7 @@ def test_record_says_what_it_needs() -> None:
         pass
     it = model()
     with it.record() as timeline:
-        with pytest.raises(RuntimeError, match="recorded already"), it.record():
+        with pytest.raises(RuntimeError, match="already being recorded"), it.record():
             pass
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         print(timeline)

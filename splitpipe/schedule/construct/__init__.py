@@ -1,1 +1,1 @@
-"""How schedules are made: building blocks, orders of ops, and the named schedules."""
+"""Construction of schedules: building blocks, orders of ops, and the named schedules."""

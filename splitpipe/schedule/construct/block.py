@@ -1,4 +1,4 @@
-"""Building blocks: the ops of one microbatch, and the schedule that comes of repeating them."""
+"""Building blocks: the ops of one microbatch, and the schedule that results from repeating them."""
 from __future__ import annotations
 
 import math
@@ -13,14 +13,14 @@ from splitpipe.schedule.construct.tiling import Tiling
 from splitpipe.schedule.costs import Costs, real, verify_costs
 from splitpipe.schedule.op import Kind, Op, Schedule, given, listed, needed, placed
 
-#: Times that differ by less than this part of an interval are equal.
+#: Times are equal if they differ by less than this fraction of an interval.
 NEAR = 1e-6
 
-#: Ops that a block may be repeated to, at most: that many take gigabytes.
+#: The most ops that a block may be repeated to, which take gigabytes.
 MOST = 30_000_000
 _DEVICES = 1_000_000
 
-#: Ops that take no time may start at once: in this order they still can run.
+#: The order of ops without duration that start at the same time, in which they can run.
 RANK: dict[Kind, int] = {"F": 0, "B": 1, "BW": 1, "W": 2}
 
 
@@ -30,7 +30,7 @@ class BlockOp(NamedTuple):
     Attributes:
         kind: "F", "B", "W" or "BW".
         stage: counted from 0, in the model's order.
-        start: in the unit of the costs.
+        start: the time at which it starts, in the unit of the costs.
         microbatch: counted from 0 within the block.
 
     Example:
@@ -48,7 +48,7 @@ class BlockOp(NamedTuple):
 
     @property
     def op(self) -> Op:
-        """Without the start."""
+        """The op without the start."""
         return Op(self.kind, self.stage, self.microbatch)
 
 
@@ -60,21 +60,21 @@ def _is_block_op(value: object) -> bool:
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """The ops of one microbatch, or of a few, on all devices: what a schedule repeats.
+    """The ops of one microbatch, or of a few, on all devices: the unit that a schedule repeats.
 
     Args:
         ops: F and BW, or F, B and W, of each stage and microbatch of the block.
         placement: the device of each stage.
-        interval: after which the next block starts.
-        costs: how long ops take; None: one slot for each F, B and W and two for a BW, in every stage.
+        interval: time from the start of one block to the start of the next.
+        costs: how long ops take. Default: in every stage, one slot for each F, B and W and two for a BW.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: a number makes no sense, or an op is of no stage.
+        TypeError: an argument has a wrong type.
+        ValueError: a number is invalid, or an op belongs to no stage.
 
     Example:
-        1F1B on three devices. F goes down in one slot a device, BW up in two. Three slots are the work of a device, so
-        blocks are three apart:
+        1F1B on three devices. F goes down the devices in one slot each, BW up in two slots each. A device has three
+        slots of work, so blocks start three slots apart:
 
         >>> def block(down, up, costs=None):
         ...     ops = [BlockOp("F", i, start) for i, start in enumerate(down)]
@@ -88,8 +88,8 @@ class BuildingBlock:
         1F0 1F1 1BW0 1F2 1BW1 1F3 1BW2 1BW3
         2F0 2BW0 2F1 2BW1 2F2 2BW2 2F3 2BW3
 
-        If copies take time, that can't run as it stands. Eager 1F1B leaves a slot and a half for each, for which it
-        pays in memory:
+        With copies that take time, this can't run. Eager 1F1B leaves a slot and a half for each copy, at the cost of
+        memory:
 
         >>> costs = Costs(copy=1.5)
         >>> block([0, 1, 2], [7, 5, 3], costs).repeat(4)
@@ -116,18 +116,18 @@ class BuildingBlock:
         if self.costs is not None:
             verify_costs(self.costs)
         if not 0 < real(self.interval) < math.inf:
-            raise ValueError(f"interval={self.interval!r}: expected the time from one block to the next, above 0.")
+            raise ValueError(f"interval={self.interval!r}: expected a positive time from one block to the next.")
         if not all(0 <= device < _DEVICES for device in self.placement):
             raise ValueError(f"placement={self.placement}: expected devices counted from 0, below {_DEVICES:,}.")
         for one in self.ops:
             if one.microbatch < 0:
-                raise ValueError(f"{one} is of microbatch {one.microbatch}: expected them counted from 0.")
+                raise ValueError(f"{one} is of microbatch {one.microbatch}: expected numbers from 0.")
             if not math.isfinite(real(one.start)):
                 raise ValueError(f"{one} starts at {one.start}: expected a finite time.")
             if not 0 <= one.stage < len(self.placement) or one.kind not in RANK:
                 raise ValueError(
-                    f"{one} is an op of the block: expected F, B, W or BW of a stage below {len(self.placement)}, for "
-                    "which the placement names a device."
+                    f"{one} is an op of the block: expected F, B, W or BW of a stage below {len(self.placement)}, "
+                    "which has a device in the placement."
                 )
 
     @cached_property
@@ -137,13 +137,14 @@ class BuildingBlock:
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """For each device, the most activations that can be alive at once; 1 is a microbatch's on all of its stages.
+        """For each device, the most activations that can be alive at once; 1 is those of one microbatch on all its
+        stages.
 
-        From the lifespans, each from the start of F to the end of W or BW: after every interval there is one more of
-        the kind, so an op counts ceil(lifespan / interval). (arXiv 2405.15362)
+        Computed from lifespans, each from the start of F to the end of W or BW: each interval adds one of the kind, so
+        an op counts ceil(lifespan / interval). (arXiv 2405.15362)
 
         Raises:
-            ValueError: an op is missing, or there twice.
+            ValueError: an op is missing, or is there twice.
         """
         check(self._one)
         alive = [0] * self._one.devices
@@ -155,14 +156,14 @@ class BuildingBlock:
         return tuple(count / max(1, self.placement.count(device)) for device, count in enumerate(alive))
 
     def repeat(self, chunks: int) -> Tiling:
-        """The block again and again, one interval after the other.
+        """Repeats the block, one interval after the other.
 
         Args:
-            chunks: the number of microbatches. Of a last block that holds more, the surplus is dropped.
+            chunks: the number of microbatches. If the last block holds more, the surplus is dropped.
 
         Raises:
-            ValueError: two ops of one device overlap modulo the interval; an op starts before what it needs has
-                ended; or one is missing, or there twice.
+            ValueError: two ops of one device overlap modulo the interval; an op starts before the ops that it needs
+                have ended; or an op is missing, or is there twice.
         """
         if type(chunks) is not int or chunks < 1:
             raise ValueError(f"chunks={chunks!r}: expected a whole number of at least 1.")
@@ -187,7 +188,7 @@ class BuildingBlock:
 
     @cached_property
     def _one(self) -> Schedule:
-        """The ops of one block, in an order that can run whenever they start."""
+        """The ops of one block, in an order that can run whatever their start times."""
         rows: list[list[Op]] = [[] for _ in range(1 + max(self.placement, default=-1))]
         for one in sorted(self.ops, key=lambda one: (RANK[one.kind], one.stage * (1 if one.kind == "F" else -1))):
             rows[self.placement[one.stage]].append(one.op)
@@ -198,12 +199,12 @@ class BuildingBlock:
         return self._costs.times(self._one)
 
     def _on(self, device: int) -> list[BlockOp]:
-        """A device's ops, first one first."""
+        """A device's ops, in order of their starts."""
         own = [one for one in self.ops if self.placement[one.stage] == device]
         return sorted(own, key=lambda one: (one.start, RANK[one.kind]))
 
     def _turn(self, op: Op) -> tuple[bool, int, int, int]:
-        """A sort key for ops that start at once: those without time first, in an order in which they can run."""
+        """A sort key for ops that start at the same time: those without duration first, in an order that can run."""
         kind, stage, k = op
         return self._times[kind][stage] > 0, k, RANK[kind], stage if kind == "F" else -stage
 
@@ -220,7 +221,7 @@ class BuildingBlock:
                     raise ValueError(
                         f"{one} starts at {one.start:g}, and {other}, which it needs, ends at {self._end(other):g}"
                         f"{f' and is copied until {self._end(other) + hop:g}' if hop else ''}: expected it to start "
-                        "no earlier. Start one later, or the other earlier."
+                        "no earlier. Start it later, or the other earlier."
                     )
 
     def _verify_apart(self) -> None:
@@ -232,6 +233,6 @@ class BuildingBlock:
                 if at + time > slot + (self.interval if last else 0) + NEAR * self.interval:
                     raise ValueError(
                         f"{one}, which starts at {one.start:g} and takes {time:g}, collides with {other}, which starts "
-                        f"at {other.start:g}: device {device} is to run both in slot {slot:g} modulo the interval of "
+                        f"at {other.start:g}: device {device} would run both in slot {slot:g} modulo the interval of "
                         f"{self.interval:g}. Start one of them at another time, or lengthen the interval."
                     )

@@ -1,4 +1,4 @@
-"""The schedules that have a name."""
+"""The named schedules."""
 from __future__ import annotations
 
 import inspect
@@ -12,7 +12,7 @@ from splitpipe.schedule.construct import blocks, orders
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
 
-#: Ops of the model that a schedule may have, at most: that many take gigabytes.
+#: The most ops of the model that a schedule may have, which take gigabytes.
 MOST = 10_000_000
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -45,7 +45,7 @@ def names() -> list[str]:
 
 
 def options(name: str) -> list[str]:
-    """The options that ``build`` takes for a schedule, by their names; none for one that it does not know."""
+    """The names of the options that ``build`` takes for a schedule; empty for an unknown schedule."""
     function = SCHEDULES.get(name)
     return [] if function is None else _options(function)
 
@@ -55,19 +55,19 @@ def _options(function: Callable[..., Schedule]) -> list[str]:
 
 
 def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
-    """Builds a schedule that has a name.
+    """Builds a named schedule.
 
     Args:
         name: one of ``names()``.
-        devices: number of them, at least 1.
+        devices: number of devices, at least 1.
         chunks: number of microbatches, at least 1.
-        **options: of the schedule: ``split=True`` for gpipe, 1f1b and eager-1f1b (W apart from B, in idle slots: 2BP);
-            ``stages_per_device`` for interleaved-1f1b, looped-bfs and interleaved-low-memory (2 if not given);
-            ``group`` for interleaved-low-memory, from half of the devices to all of them: how many microbatches go
-            through a stage before its device turns to the next one. None is as good as not given.
+        **options: of the schedule: ``split=True`` for gpipe, 1f1b and eager-1f1b (W separate from B, in idle slots:
+            2BP); ``stages_per_device`` for interleaved-1f1b, looped-bfs and interleaved-low-memory (default: 2);
+            ``group`` for interleaved-low-memory, from half the number of devices to all of it: how many microbatches
+            pass through a stage before its device turns to the next stage. None means the default.
 
     Raises:
-        ValueError: there is no schedule of that name, it has no such option, or does not go with these numbers.
+        ValueError: there is no schedule with this name, it has no such option, or it doesn't support these numbers.
 
     Example:
         >>> print(build("1f1b", devices=2, chunks=3))
@@ -78,7 +78,7 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
     if function is None:
         near = get_close_matches(str(name), SCHEDULES, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"no schedule has the name {name!r}: expected one of {', '.join(SCHEDULES)}.{hint}")
+        raise ValueError(f"there is no schedule named {name!r}: expected one of {', '.join(SCHEDULES)}.{hint}")
     given = {option: value for option, value in options.items() if value is not None}
     known = _options(function)
     for option in given:
@@ -96,16 +96,16 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
 
 
 def verify_size(devices: int, chunks: int, stages_per_device: int) -> None:
-    """Refuses numbers that make more ops than fit anywhere."""
+    """Raises for numbers that make too many ops."""
     if devices * stages_per_device * max(chunks, devices) > MOST:
         raise ValueError(
-            f"{counted(chunks, 'chunk')}, {counted(devices, 'device')} and {counted(stages_per_device, 'stage')} a "
+            f"{counted(chunks, 'chunk')}, {counted(devices, 'device')} and {counted(stages_per_device, 'stage')} per "
             f"device make too many ops: expected at most {MOST:,} forward."
         )
 
 
 def variants(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The options that a schedule may be built with, each combination once."""
+    """All combinations of options that a schedule may be built with, each once."""
     choices: dict[str, Sequence[object]] = {
         "split": (False, True),
         "stages_per_device": counts,

@@ -1,7 +1,7 @@
 """Schedules that are defined by the order of each device's ops.
 
-Devices are counted by i, p of them; m microbatches by k; the stages of one device by c, v of them. Each function gives
-one schedule, name to name with ``build``.
+p is the number of devices, i a device; m the number of microbatches, k one of them; v the number of stages per device,
+c one of them. Each function returns one schedule, with the same name as in ``build``.
 """
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Row = list[Op]
 def gpipe(p: int, m: int, split: bool = False) -> Schedule:
     """All F, then all backward passes. GPipe (arXiv 1811.06965, section 2.3).
 
-    Split, all B and then all W: 2BP (arXiv 2405.18047, section 3), with one microbatch its "naive" one.
+    With ``split``, all B and then all W: 2BP (arXiv 2405.18047, section 3); its "naive" variant, if m is 1.
     """
     kinds: tuple[Kind, ...] = ("F", "B", "W") if split else ("F", "BW")
     return Schedule([[Op(kind, i, k) for kind in kinds for k in range(m)] for i in range(p)], range(p))
 
 
 def one_f_one_b(p: int, m: int, split: bool = False) -> Schedule:
-    """F and BW in turn, after as many F as it takes. PipeDream-Flush (arXiv 2006.09503, section 2).
+    """F and BW alternate, after a warm-up of F. PipeDream-Flush (arXiv 2006.09503, section 2).
 
-    Split, W fills idle slots, the others come last: 2BP (arXiv 2405.18047, section 3).
+    With ``split``, W fills idle slots, and the rest of them come last: 2BP (arXiv 2405.18047, section 3).
     """
     return _one_f_one_b(p, m, split, ahead=1)
 
 
 def eager_one_f_one_b(p: int, m: int, split: bool = False) -> Schedule:
-    """1F1B with twice the F ahead, so that a copy has the time of an op to arrive (arXiv 2211.05953, section 4)."""
+    """1F1B with twice as many F in advance, which gives copies the time of an op (arXiv 2211.05953, section 4)."""
     return _one_f_one_b(p, m, split, ahead=2)
 
 
@@ -45,19 +45,19 @@ def _one_f_one_b(p: int, m: int, split: bool, ahead: int) -> Schedule:
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B with W put off to where it fills the bubble; memory as of 1F1B's first stage. (arXiv 2401.10241, 2)"""
+    """1F1B with W postponed to fill the bubble, with the memory of 1F1B's first stage. (arXiv 2401.10241, 2)"""
     return _zero_bubble(p, m, ahead=1)
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """Twice the F ahead, no bubble within a device's own span. (arXiv 2401.10241, section 2)"""
+    """Twice as many F in advance; no bubble within a device's span. (arXiv 2401.10241, section 2)"""
     return _zero_bubble(p, m, ahead=2)
 
 
 def _zero_bubble(p: int, m: int, ahead: int) -> Schedule:
     rows = []
     for i in range(p):
-        late = ahead * i  # By so many B does W lag behind.
+        late = ahead * i  # By how many B does W lag behind.
         weights = _all("W", i, m)
         backwards = [[op, weights[k - late]] if k >= late else [op] for k, op in enumerate(_all("B", i, m))]
         rows.append(in_turn(_all("F", i, m), backwards, ahead * (p - 1 - i)) + weights[max(0, m - late):])
@@ -65,7 +65,7 @@ def _zero_bubble(p: int, m: int, ahead: int) -> Schedule:
 
 
 def interleaved_one_f_one_b(p: int, m: int, stages_per_device: int = 2) -> Schedule:
-    """1F1B on several smaller stages a device, in groups of p microbatches. (arXiv 2104.04473, section 2.2)"""
+    """1F1B on several smaller stages per device, in groups of p microbatches. (arXiv 2104.04473, section 2.2)"""
     v, whole = stages_per_device, -(-m // p) * p
     order = [(c, group + k) for group in range(0, whole, p) for c in range(v) for k in range(p)]
     rows = []
@@ -77,7 +77,7 @@ def interleaved_one_f_one_b(p: int, m: int, stages_per_device: int = 2) -> Sched
 
 
 def looped_bfs(p: int, m: int, stages_per_device: int = 2) -> Schedule:
-    """All F of a device's first stage, then all of its second one; backward the other way. (arXiv 2211.05953)"""
+    """All F of a device's first stage, then all of its second; backward in reverse. (arXiv 2211.05953)"""
     loops = range(stages_per_device)
     rows = [
         [Op("F", c * p + i, k) for c in loops for k in range(m)]
@@ -88,7 +88,7 @@ def looped_bfs(p: int, m: int, stages_per_device: int = 2) -> Schedule:
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """No bubble within a device's own span if F = B = W, with 1F1B's memory. (arXiv 2401.10241, section 6)"""
+    """No bubble within a device's span if F = B = W, with 1F1B's memory. (arXiv 2401.10241, section 6)"""
     n = max(m, 2 * p - 1)
     rows = []
     for i in range(p):
@@ -106,7 +106,7 @@ def zb_v(p: int, m: int) -> Schedule:
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
-    """DualPipe cut in half (arXiv 2412.19437, section 3.2.1). Of fewer than 2p microbatches, it has its first ones."""
+    """DualPipe cut in half (arXiv 2412.19437, section 3.2.1). For fewer than 2p microbatches, the first m of 2p."""
     n = max(m, 2 * p)
     rows = []
     for i in range(p):
@@ -126,16 +126,16 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 
 class _Device:
-    """A device's row in the making, on V placement: of each kind and stage, the next microbatch is taken."""
+    """A device's row under construction, for V placement; each op is of the next microbatch of its kind and stage."""
 
     def __init__(self, device: int, devices: int) -> None:
         self.row: Row = []
         self._stages = {"0": device, "1": 2 * devices - 1 - device}
         self._microbatches = {(way, c): count() for way in "FB" for c in "01"}
-        self._pending: Row = []  # W of the B so far.
+        self._pending: Row = []  # The W of previous B.
 
     def take(self, names: str, times: int) -> None:
-        """Appends ops, again and again: "F0" is an F of the first stage, "BW1" a BW of the second, "W" the oldest W."""
+        """Appends ops, ``times`` times: "F0" is an F of the first stage, "BW1" a BW of the second, "W" the oldest W."""
         for name in names.split() * times:
             c = name[-1]
             if name[0] == "W":
@@ -150,12 +150,12 @@ class _Device:
 
 
 def v_placement(p: int) -> list[int]:
-    """Stages go down the devices, and up again: the first device has the first stage, and the last."""
+    """Stages go down the devices and up again, so that the first device has the first stage and the last."""
     return [*range(p), *reversed(range(p))]
 
 
 def in_turn(forwards: Row, backwards: Sequence[Iterable[Op]], warm: int) -> Row:
-    """Some F, then an F and a backward in turn, as long as there are any."""
+    """``warm`` forwards, then forwards and backwards in turn."""
     row = forwards[:warm]
     for k, backward in enumerate(backwards):
         row += [*forwards[warm + k : warm + k + 1], *backward]
@@ -163,14 +163,14 @@ def in_turn(forwards: Row, backwards: Sequence[Iterable[Op]], warm: int) -> Row:
 
 
 def first(schedule: Schedule, m: int) -> Schedule:
-    """The first m microbatches of a schedule. They don't need the others, so what remains can run, too."""
+    """The first m microbatches of a schedule. They don't depend on the others, so they can run without them."""
     if schedule.microbatches <= m:
         return schedule
     return Schedule([[op for op in row if op.microbatch < m] for row in schedule.rows], schedule.placement)
 
 
 def filled(schedule: Schedule) -> Schedule:
-    """F and B with W where a device waits, as many as fit if each takes one slot; the rest of them at the end."""
+    """F and B, with W where a device waits, as many as fit if each takes one slot; the rest of the W at the end."""
     starts, ends = play(schedule, Costs().times(schedule))
     rows = []
     for row, began, ended in zip(schedule.rows, starts, ends):

@@ -1,13 +1,13 @@
-"""Pulls ops into holes, forwards and in reversed time, so that a schedule takes less time and no more memory.
+"""Moves ops into gaps, forward and in reversed time, so that a schedule takes less time and no more memory.
 
-Ops are placed one by one, in the order in which they start now. Each goes into the first hole of its device where what
-it needs has arrived, and from where on memory is not at its peak. None starts later than it did: when its turn comes,
-those before it are no later than they were, so its old place is free.
+Ops are placed one by one, in the order of their current starts. Each goes into the first gap on its device after the
+ops that it needs, from which on memory isn't at its peak. No op starts later than before: when it is placed, the ops
+before it end no later than they did, so its old place is free.
 
-Then the same from the end. In reversed time an op waits for those that need it, W takes an activation and F releases
-it. What ran as soon as it could now runs as late as it can, and leaves other holes. So back and forth, until that gains
-nothing. Project planning knows this as double justification (Valls, Ballestin, Quintanilla, "Justification and RCPSP",
-European Journal of Operational Research 165, 2005), here with holes, and with activations as a resource.
+Then the same from the end. In reversed time, an op waits for those that need it, W takes an activation, and F releases
+it. Ops that ran as early as possible now run as late as possible, and leave other gaps. This alternates until it gains
+nothing. In project planning, it is called double justification (Valls, Ballestin, Quintanilla, "Justification and
+RCPSP", European Journal of Operational Research 165, 2005); here it uses gaps, and activations are the resource.
 """
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule, needed
 from splitpipe.schedule.play import OpOrder, Times
 
-#: Times that differ by less than this part of the makespan are equal.
+#: Times are equal if they differ by less than this fraction of the makespan.
 NEAR = 1e-11
-#: An op that takes less, or nothing, is given this part of the makespan: no two ops of a device start at once.
+#: The minimum length of an op, as a fraction of the makespan, so that no two ops of a device start at once.
 TINY = 1e-9
 
 CHANGES = {"F": 1, "B": 0, "W": -1, "BW": -1}
 
 
 def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
-    """The schedule in an order that takes less time; as it is, if none is found."""
+    """The schedule in an order that takes less time, or as it is if none is found."""
     times = costs.times(schedule)
     hops = costs.hops(schedule)
     runnable = OpOrder(schedule)
@@ -57,7 +57,7 @@ def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
 
 
 def peak(row: Iterable[Op]) -> int:
-    """The most activations, each of a stage, that are alive at once on a device that runs these ops."""
+    """The most activations, counted by stage, that are alive at once on a device that runs these ops."""
     most = alive = 0
     for op in row:
         alive += CHANGES[op.kind]
@@ -67,14 +67,14 @@ def peak(row: Iterable[Op]) -> int:
 
 @dataclass(frozen=True)
 class _Jobs:
-    """A schedule's ops by number. A list has a value for each."""
+    """A schedule's ops by number. Lists have one value per op."""
 
     device: list[int]
     time: list[float]
-    change: list[int]  # Activations that it takes at its start, or releases (below 0) at its end.
-    before: list[list[tuple[int, float]]]  # Those that it waits for, and how long after their end.
-    after: list[list[tuple[int, float]]]  # Those that wait for it, the same way.
-    caps: list[int]  # For each device, how much may be alive.
+    change: list[int]  # Activations that it takes at its start, or (below 0) releases at its end.
+    before: list[list[tuple[int, float]]]  # The ops that it waits for, and how long after their end.
+    after: list[list[tuple[int, float]]]  # The ops that wait for it, likewise.
+    caps: list[int]  # For each device, how many activations may be alive.
     near: float  # Times that differ by less are equal.
 
 
@@ -102,7 +102,7 @@ def _jobs(schedule: Schedule, times: Times, hops: Sequence[float], caps: list[in
 
 
 def _justified(jobs: _Jobs, starts: list[float], least: float) -> list[float]:
-    """Starts of less makespan, by pulling to one end and to the other; ``least`` is good enough."""
+    """Starts with a shorter makespan, by moving ops to both ends in turn; ``least`` is short enough."""
     reverse = replace(jobs, before=jobs.after, after=jobs.before, change=[-change for change in jobs.change])
     starts = _pulled(jobs, starts)
     gained = True
@@ -124,13 +124,13 @@ def _mirrored(jobs: _Jobs, starts: list[float]) -> list[float]:
 
 
 def _pulled(jobs: _Jobs, starts: list[float]) -> list[float]:
-    """Each job as soon as it can, those first that start first. None starts later than before."""
+    """Each job as early as possible, in order of their starts. None starts later than before."""
     near, caps = jobs.near, jobs.caps
     found = [0.0] * len(starts)
     ends = [0.0] * len(starts)
     holes = [[(0.0, float("inf"))] for _ in caps]
-    changes: list[list[tuple[float, int]]] = [[] for _ in caps]  # Changes of what is alive, by time.
-    alive = [0] * len(caps)  # After all of them.
+    changes: list[list[tuple[float, int]]] = [[] for _ in caps]  # Changes of the number alive, by time.
+    alive = [0] * len(caps)  # After all changes.
     for job in sorted(range(len(starts)), key=starts.__getitem__):
         device, time, change = jobs.device[job], jobs.time[job], jobs.change[job]
         start = 0.0
@@ -155,7 +155,7 @@ def _pulled(jobs: _Jobs, starts: list[float]) -> list[float]:
 
 
 def _below(cap: int, alive: int, changes: list[tuple[float, int]], start: float) -> float:
-    """From when on, but not before ``start``, less than ``cap`` is alive, given what is alive after all changes."""
+    """The time, not before ``start``, from which less than ``cap`` is alive; ``alive`` are after all changes."""
     for time, change in reversed(changes):
         alive -= change
         if time <= start:

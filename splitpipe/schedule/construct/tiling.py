@@ -1,4 +1,4 @@
-"""A schedule whose ops have start times: squeezed, and reordered."""
+"""Schedules whose ops have start times: squeezed, and reordered."""
 from __future__ import annotations
 
 import math
@@ -15,18 +15,18 @@ from splitpipe.schedule.play import play
 
 @dataclass(frozen=True, init=False)
 class Tiling(Schedule):
-    """A schedule whose ops have start times: a block that was repeated.
+    """A schedule whose ops have start times: a repeated building block.
 
     Args:
-        rows: the ops of each device, first one first.
+        rows: the ops of each device, in order.
         placement: the device of each stage.
-        starts: of each op, a row a device; none if they are not known before ``squeeze``.
+        starts: the start of each op, one row per device; empty if they aren't known before ``squeeze``.
         costs: how long ops take.
         name: for pictures and messages.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: there are more or fewer starts than ops, or one is no number.
+        TypeError: an argument has a wrong type.
+        ValueError: there are more or fewer starts than ops, or one isn't a number.
 
     Example:
         >>> tiling = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], placement=[0], interval=4).repeat(2)
@@ -54,46 +54,47 @@ class Tiling(Schedule):
 
     @cached_property
     def makespan(self) -> float:
-        """From the start of the first op to the end of the last one."""
+        """The time from the start of the first op to the end of the last."""
         times = self.costs.times(self)
         ends = (start + times[op.kind][op.stage] for each in zip(self.rows, self.starts) for op, start in zip(*each))
         return max(ends) - min(row[0] for row in self.starts if row)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """For each device, the most activations that are alive at once; 1 is a microbatch's on all of its stages."""
+        """For each device, the most activations alive at once; 1 is those of a microbatch on all its stages."""
         return tuple(peak(row) / max(1, self.placement.count(device)) for device, row in enumerate(self.rows))
 
     def squeeze(self) -> Tiling:
-        """Every op as soon as possible, in the same order. (arXiv 2405.15362)"""
+        """Starts every op as early as possible, in the same order. (arXiv 2405.15362)"""
         return _played(self.rows, self.placement, self.costs, self.name)
 
     def reorder(self, memory: float = 0) -> Tiling:
-        """Ops pulled into holes where memory is not at its peak: in warm-up and cool-down, above all.
+        """Moves ops into gaps where memory isn't at its peak, mostly in warm-up and cool-down.
 
-        The makespan is never higher than before. (arXiv 2405.15362; how it is done here: see reorder.py)
+        The makespan never increases. (arXiv 2405.15362; reorder.py explains how it is done here.)
 
         Args:
-            memory: how many microbatches' activations a device may hold, if its peak is lower; else that stays.
+            memory: the number of microbatches whose activations a device may hold. A device with a higher peak keeps
+                that.
 
         Raises:
-            ValueError: ``memory`` is negative, or no number.
+            ValueError: ``memory`` is negative, or not a number.
         """
         if not 0 <= real(memory) < math.inf:
-            raise ValueError(f"memory={memory!r}: expected a number of microbatches, not negative and finite.")
+            raise ValueError(f"memory={memory!r}: expected a number of microbatches, finite and not negative.")
         return _played(reordered(self, self.costs, memory).rows, self.placement, self.costs, self.name)
 
 
 def _verified(starts: object, rows: Sequence[Sequence[Op]]) -> tuple[tuple[float, ...], ...]:
-    """The starts of each row, as many as it has ops."""
+    """The starts of each row, one per op."""
     lists = listed(starts)
     numbers = [row for row in map(listed, lists or ()) if row is not None]
     if lists is None or len(numbers) < len(lists) or any(_odd(start) for row in numbers for start in row):
-        raise TypeError(f"starts is {starts!r}: expected a row of numbers for each device, the start of each op.")
+        raise TypeError(f"starts is {starts!r}: expected one row of numbers per device, the start of each op.")
     if numbers and [len(row) for row in numbers] != [len(row) for row in rows] or any(
         start != start for row in numbers for start in row
     ):
-        raise ValueError(f"starts is {starts!r}: expected a number for each op, a row a device.")
+        raise ValueError(f"starts is {starts!r}: expected one number per op, in one row per device.")
     return tuple(map(tuple, numbers))
 
 

@@ -1,4 +1,4 @@
-"""A page that shows schedules one below the other, to zoom into: one file, which needs no network."""
+"""A zoomable page that shows schedules one below the other: a single file, which needs no network."""
 from __future__ import annotations
 
 import json
@@ -18,7 +18,7 @@ _KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
 
 
 def draw(played: Sequence[TimedSchedule]) -> str:
-    """Schedules as a page of HTML, all on one time axis: measures, ops by device, and what is alive there."""
+    """Schedules as an HTML page, all on one time axis: measures, ops by device, and what is alive there."""
     measures.verify(played)
     room = files("splitpipe.schedule.draw")
     page, style, script = (
@@ -47,13 +47,13 @@ def _hash(source: str) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON that ends no script element, whatever the texts in it."""
+    """JSON that doesn't end a script element, whatever texts it contains."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
 def _data(played: TimedSchedule) -> dict[str, Any]:
-    """The data that the script draws. An op is five numbers in a row: kind, stage, microbatch, start, end."""
+    """The data for the script. An op is five numbers in a row: kind, stage, microbatch, start, end."""
     schedule = played.schedule
     turns = palette.turns(schedule.placement)
     colours = [
@@ -96,9 +96,9 @@ def _legend(played: Sequence[TimedSchedule]) -> str:
 
 
 def _table(played: Sequence[TimedSchedule]) -> str:
-    """The measures, a line a schedule; the least makespan of several stands out."""
+    """The measures, one line per schedule; the shortest makespan of several is highlighted."""
     head = ["schedule", "devices", "microbatches", "makespan", "bubble", "longest", "its bubble", "idle",
-            "peak activations", "peak bytes", "no order gets below"]
+            "peak activations", "peak bytes", "lower bound"]
     with_bytes = any(each.bytes for each in played)
     least = min(each.makespan for each in played)
     lines = [_row("th", head, with_bytes)]

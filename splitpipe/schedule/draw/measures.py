@@ -1,4 +1,4 @@
-"""The measures of a played schedule in words, and what every picture needs of numbers."""
+"""The measures of a schedule with times in words, and number formats for all pictures."""
 from __future__ import annotations
 
 import math
@@ -9,17 +9,17 @@ from splitpipe.schedule.op import Kind
 from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.timed import TimedSchedule
 
-_MANY = 16  # Devices, from which on a row of numbers says no more than its ends.
+_MANY = 16  # With more devices, only the least and the largest number are printed.
 
 
 def verify(played: Sequence[TimedSchedule]) -> None:
-    """Verifies that schedules can be drawn to scale."""
+    """Raises for schedules that can't be drawn to scale."""
     for each in played:
         if not isinstance(each, TimedSchedule):
-            raise TypeError(f"others has {each!r}: expected timelines, such as schedule.simulate gives.")
+            raise TypeError(f"others has {each!r}: expected timelines, such as schedule.simulate returns.")
         if not (each.makespan == 0 or 1e-300 < each.makespan < math.inf):
             raise ValueError(
-                f"{title(each)}: the makespan is {each.makespan}, which no scale has room for: expected "
+                f"{title(each)}: the makespan is {each.makespan}, which can't be drawn to scale: expected "
                 f"{'larger' if each.makespan < 1 else 'smaller'} costs."
             )
 
@@ -37,7 +37,7 @@ def name(played: TimedSchedule) -> str:
 
 
 def printable(text: str) -> str:
-    """A text that does nothing to what shows it."""
+    """A text without control characters that would affect its display."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -58,12 +58,12 @@ def size(number: float) -> str:
 
 
 def idle(played: TimedSchedule) -> list[float]:
-    """How long each device is idle, without what rounding leaves."""
+    """How long each device is idle; rounding errors count as 0."""
     return [each if each > 1e-9 * played.makespan else 0.0 for each in played.idle]
 
 
 def each_device(numbers: Sequence[float]) -> str:
-    """A number for each device, or of many devices the least and the most."""
+    """One number per device, or, for many devices, the least and the largest."""
     texts = [short(number) for number in numbers]
     if len(set(texts)) == 1:
         return texts[0] + (" each" if len(texts) > 1 else "")
@@ -71,7 +71,7 @@ def each_device(numbers: Sequence[float]) -> str:
 
 
 def lines(played: TimedSchedule) -> list[str]:
-    """All measures, a few lines of text."""
+    """All measures, in a few lines of text."""
     found = [
         f"makespan {short(played.makespan)}, bubble {percent(played.bubble)}; "
         f"longest {short(played.longest)}, bubble {percent(played.bubble_longest)}",
@@ -81,18 +81,18 @@ def lines(played: TimedSchedule) -> list[str]:
     if played.peak_bytes is not None:
         found.append(f"peak bytes: at most {size(max(played.peak_bytes))} on a device")
     least = ", ".join(f"{name} {short(bound)}" for name, bound in played.bounds.items())
-    return [*found, f"no order gets below: {least}"]
+    return [*found, f"lower bound for any order: {least}"]
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """A table in letters: its lines. Of each column a side, "<" or ">"."""
+    """The lines of a text table. ``sides`` has "<" or ">" for each column."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths))
     return [form.format(*row).rstrip() for row in rows]
 
 
 def ticks(whole: float, most: int) -> list[float]:
-    """Round times from 0 to the end of a picture, so many at most."""
+    """Round times from 0 to the end of a picture, at most ``most``."""
     if whole <= 0:
         return [0.0]
     rough = whole / max(1, most)
@@ -102,17 +102,17 @@ def ticks(whole: float, most: int) -> list[float]:
 
 
 def steps(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A curve of what is alive, a point for each time: what is freed when the next is taken makes no dent."""
+    """A curve with a single point per time, so that freeing and taking at the same time makes no dent."""
     return list(dict(curve).items())
 
 
 def alive(played: TimedSchedule, device: int) -> list[tuple[float, float]]:
-    """The activations alive on a device, in microbatches of its whole share."""
+    """The activations alive on a device, in microbatches on all its stages."""
     share = max(1, played.schedule.placement.count(device))
     return [(time, value / share) for time, value in steps(played.curve(device))]
 
 
 def meanings(played: Sequence[TimedSchedule]) -> dict[Kind, str]:
-    """The kinds of op that are there, and what they mean."""
+    """The kinds of op that occur, and what they mean."""
     kinds = {span.op.kind for each in played for row in each.spans for span in row}
     return {kind: meaning for kind, meaning in palette.MEANING.items() if kind in kinds}

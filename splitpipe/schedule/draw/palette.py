@@ -1,4 +1,4 @@
-"""The colour of an op: by its kind, and lighter for each further stage of its device."""
+"""The colour of an op: by its kind, and lighter for later stages of its device."""
 from __future__ import annotations
 
 from collections import Counter
@@ -8,7 +8,7 @@ from splitpipe.schedule.op import Kind
 
 Colour = tuple[int, int, int]
 
-#: Apart from each other for every kind of eye (after Okabe and Ito); black is readable on all of them.
+#: Distinguishable with any kind of colour vision (after Okabe and Ito); black text is readable on all of them.
 BASE: dict[Kind, Colour] = {"F": (108, 158, 228), "B": (240, 168, 62), "W": (92, 188, 150), "BW": (228, 126, 84)}
 MEANING: dict[Kind, str] = {"F": "forward", "B": "input gradient", "W": "weight gradients", "BW": "both gradients"}
 
@@ -32,7 +32,7 @@ def web(colour: Colour) -> str:
 
 
 def terminal(kind: Kind, turn: int, turns: int) -> int:
-    """The same of a terminal's 256 colours, of which it has four a kind."""
+    """The same in a terminal's 256 colours, which have four shades per kind."""
     shades = TERMINAL[kind]
     return shades[turn if turns <= len(shades) else turn * (len(shades) - 1) // (turns - 1)]
 

@@ -1,4 +1,4 @@
-"""A picture of a schedule as SVG, which stands alone and is readable on light and on dark ground."""
+"""A picture of a schedule as a self-contained SVG, readable on light and dark backgrounds."""
 from __future__ import annotations
 
 import textwrap
@@ -10,18 +10,18 @@ from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.op import Kind
 from splitpipe.schedule.timed import Span, TimedSchedule
 
-_LEFT, _EDGE = 64, 12  # Room for the devices' names, and on the other side.
+_LEFT, _EDGE = 64, 12  # Margins: for the devices' names, and on the other side.
 _ROW, _BAR = 28, 22  # The height of a device's row, and of its ops.
 _LINE = 16  # The height of a line of text.
 _CELL = 24  # The width of the shortest op, if there is room.
 _PLOT = (640, 1600)
 _LETTER = 6.2
-_GREY = "#767676"  # Equally far from white and from black.
-_MANY = 4000  # Ops, from which on they have no names of their own.
+_GREY = "#767676"  # Equally far from white and black.
+_MANY = 4000  # With more ops, they aren't named individually.
 
 
 def draw(played: Sequence[TimedSchedule]) -> str:
-    """Schedules as one picture, one below the other on one scale. Hovering an op names it, with its times."""
+    """Schedules as one picture, one below the other on the same scale. Hovering over an op shows its name and times."""
     measures.verify(played)
     spans = [span for each in played for row in each.spans for span in row]
     whole = max(each.makespan for each in played)
@@ -48,7 +48,7 @@ def draw(played: Sequence[TimedSchedule]) -> str:
 
 
 def _schedule(played: TimedSchedule, scale: float, top: float, letters: int, many: bool) -> tuple[list[str], float]:
-    """One schedule: its name, its devices, its axis, its measures; and the height of that."""
+    """One schedule: its name, its devices, its axis and its measures; and the height of these."""
     rows = top + 28
     bottom = rows + _ROW * played.schedule.devices
     right = _LEFT + played.makespan * scale

@@ -1,4 +1,4 @@
-"""A picture of a schedule in letters, for a terminal: a line a device, time from left to right."""
+"""A picture of a schedule as text, for a terminal: one line per device, time from left to right."""
 from __future__ import annotations
 
 import math
@@ -12,7 +12,7 @@ from splitpipe.schedule.draw import measures, palette
 from splitpipe.schedule.op import Kind, Op
 from splitpipe.schedule.timed import Span, TimedSchedule
 
-# The kind of op that a column shows, and of which of its device's stages, of how many. No kind: the device is idle.
+# The kind of op that a column shows, its stage's number on the device, and how many stages there are. No kind: idle.
 Style = tuple[Kind | None, int, int]
 Cell = tuple[str, Style]
 
@@ -21,7 +21,7 @@ _NARROWEST = 20
 
 
 def draw(played: Sequence[TimedSchedule], width: int = 120, colour: bool = False) -> str:
-    """Schedules as text, one below the other on one scale; with all measures of one, or with a table of several."""
+    """Schedules as text, one below the other on the same scale; with all measures of one, or a table for several."""
     measures.verify(played)
     names = max(len(str(each.schedule.devices - 1)) for each in played) + 1
     looks = [_Look(each, colour) for each in played]
@@ -32,7 +32,7 @@ def draw(played: Sequence[TimedSchedule], width: int = 120, colour: bool = False
 
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """True if a stream is to get colour: as NO_COLOR or FORCE_COLOR say, else if it is a terminal that can."""
+    """True if a stream should get colour: as NO_COLOR or FORCE_COLOR specify, or else if it is a capable terminal."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):
@@ -41,27 +41,27 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) ->
 
 
 class _Look:
-    """The looks of a schedule's ops: where colour tells the kind, a narrow cell has room for the microbatch."""
+    """How a schedule's ops look. With colour, which shows the kind, a narrow cell has room for the microbatch."""
 
     def __init__(self, played: TimedSchedule, colour: bool) -> None:
         self.played, self.colour = played, colour
         self.shares = played.schedule.shares
         self.turns = palette.turns(played.schedule.placement)
-        self.mean = sum(played.work) / sum(map(len, played.spans))  # Time of an op.
+        self.mean = sum(played.work) / sum(map(len, played.spans))  # The mean time of an op.
 
     def style(self, op: Op) -> Style:
         return op.kind, self.turns[op.stage], self.shares[op.stage]
 
     def kind(self, op: Op) -> str:
-        """Stages of a device in turn have capital and small letters."""
+        """The kind; the stages of a device use capital and small letters in turn."""
         return op.kind.lower() if self.turns[op.stage] % 2 else op.kind
 
     def label(self, op: Op) -> str:
-        """Kind and microbatch; the stage before them where a device has more than two."""
+        """Kind and microbatch, after the stage if the device has more than two."""
         return f"{op.stage if self.shares[op.stage] > 2 else ''}{self.kind(op)}{op.microbatch}"
 
     def fitting(self, op: Op, width: int) -> str:
-        """The label, as much of it as a cell has room for."""
+        """As much of the label as fits into a cell."""
         label = self.label(op)
         if len(label) <= width:
             return label
@@ -72,7 +72,7 @@ class _Look:
 
 
 def _scale(looks: Sequence[_Look], room: int) -> float:
-    """Columns for a unit of time: no more than labels need; whole columns for the step that all times are of."""
+    """Columns per unit of time: only as many as labels need, and whole columns for the step that divides all times."""
     whole = max(look.played.makespan for look in looks)
     if not whole:
         return 1.0
@@ -91,7 +91,7 @@ def _times(played: TimedSchedule) -> set[float]:
 
 
 def _step(times: Sequence[float]) -> float:
-    """The longest time that all times are multiples of, but for rounding; Euclid's way."""
+    """The longest time that divides all times, up to rounding, by Euclid's algorithm."""
     step, small = 0.0, 1e-6 * max(times)
     for time in times:
         while time > small:
@@ -101,7 +101,7 @@ def _step(times: Sequence[float]) -> float:
 
 
 def _picture(look: _Look, scale: float, names: int) -> str:
-    """The schedule's name, a line with times, and a line a device."""
+    """The schedule's name, a line with times, and one line per device."""
     played = look.played
     columns = math.ceil(played.makespan * scale - 1e-6)
     row_of = _cells if look.mean * scale >= 1 else _mixed
@@ -114,7 +114,7 @@ def _picture(look: _Look, scale: float, names: int) -> str:
 
 
 def _cells(look: _Look, row: Sequence[Span], scale: float, columns: int) -> list[Cell]:
-    """An op a cell."""
+    """One op per cell."""
     cells = [_IDLE] * columns
     for op, start, end in row:
         first, last = round(start * scale), min(columns, round(end * scale))
@@ -124,7 +124,7 @@ def _cells(look: _Look, row: Sequence[Span], scale: float, columns: int) -> list
 
 
 def _mixed(look: _Look, row: Sequence[Span], scale: float, columns: int) -> list[Cell]:
-    """Several ops a column: it shows one of them, so that each gets its part of the line."""
+    """Several ops per column, of which it shows one, so that each kind gets its share of the line."""
     shares: list[dict[Style, float]] = [{} for _ in range(columns)]
     letters: dict[Style, str] = {_IDLE[1]: _IDLE[0]}
     for op, start, end in row:
@@ -167,7 +167,7 @@ def _painted(text: str, style: Style) -> str:
 
 
 def _table(played: Sequence[TimedSchedule]) -> list[str]:
-    """The measures of several schedules: a line each."""
+    """The measures of several schedules, one line each."""
     rows = [["", "makespan", "bubble", "longest", "its bubble", "peak activations"]]
     for each in played:
         rows.append([
@@ -188,7 +188,7 @@ def _legend(looks: Sequence[_Look], scale: float) -> str:
     if any(max(look.shares) > 1 for look in looks):
         parts.append("capital and small letters: the stages of a device in turn")
     if scale < 1:
-        parts.append(f"a column is {measures.short(1 / scale)} long")
+        parts.append(f"a column lasts {measures.short(1 / scale)}")
     if any(0 < look.mean * scale < 1 for look in looks):
         parts.append("and shows one of the ops in it")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""A schedule as Chrome's trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""A schedule as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 from __future__ import annotations
 
 import json
@@ -14,10 +14,10 @@ Event = dict[str, Any]
 
 
 def draw(played: Sequence[TimedSchedule], unit: float = 1000.0) -> str:
-    """Schedules as trace events: a process a schedule, a thread a device, and counters of what is alive."""
+    """Schedules as trace events: one process per schedule, one thread per device, and counters of what is alive."""
     measures.verify(played)
     if not 0 < real(unit) < math.inf:
-        raise ValueError(f"unit={unit!r}: expected how many microseconds a unit of the costs is, more than 0.")
+        raise ValueError(f"unit={unit!r}: expected a positive number of microseconds per unit of the costs.")
     for each in played:
         if not math.isfinite(each.makespan * unit):
             raise ValueError(
@@ -42,7 +42,7 @@ def _schedule(pid: int, played: TimedSchedule, unit: float) -> list[Event]:
 
 
 def _counters(pid: int, played: TimedSchedule, unit: float) -> list[Event]:
-    """Counters of what is alive on each device: in microbatches of its whole share, and in bytes if they are known."""
+    """Counters of what is alive on each device: in microbatches on all its stages, and in bytes if known."""
     events: list[Event] = []
     for device in range(played.schedule.devices):
         kinds = [(f"device {device}: activations", "microbatches", measures.alive(played, device))]

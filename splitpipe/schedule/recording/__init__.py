@@ -1,1 +1,1 @@
-"""Recorded steps: their times, and where those went."""
+"""Recorded training steps: their times, and the reasons for idle time."""

@@ -1,4 +1,4 @@
-"""Training steps as they ran, each op with its times: a timeline that was measured instead of simulated."""
+"""Training steps as they ran, each op with its times: a timeline that is measured rather than simulated."""
 from __future__ import annotations
 
 import math
@@ -18,24 +18,24 @@ from splitpipe.schedule.timeline import Timeline, simulate
 
 
 class Recording(Timeline):
-    """Training steps that were recorded, as a timeline in milliseconds: what ``SplitPipe.record`` gives.
+    """Recorded training steps as a timeline in milliseconds: what ``SplitPipe.record`` yields.
 
-    It shows one step, from its start: of the steps with the most microbatches, the one with median makespan.
-    ``costs()`` come from all steps. Printed, it says which stage is the bottleneck and where time is lost.
+    It shows one step, from its start: of the steps with the most microbatches, the one with the median makespan.
+    ``costs()`` uses all steps. Printed, it reports which stage is the bottleneck and where time is lost.
 
     Args:
-        schedule: that was run.
-        devices: their names; none: they are numbered.
+        schedule: the schedule that was run.
+        devices: the devices' names. Default: they are numbered.
 
     Attributes:
         devices: the names of the devices.
-        held: the bytes of activations that were measured, for ``peak_bytes``; None if nobody did.
-        kept: for each stage, the bytes that W needed of a microbatch, which may be more than F saved.
+        held: the measured bytes of activations, for ``peak_bytes``; None if they weren't measured.
+        kept: for each stage, the bytes that W needed per microbatch, which may be more than F saved.
 
     Raises:
-        TypeError: there is no schedule, or a name is no string.
+        TypeError: ``schedule`` isn't a Schedule, or a name isn't a string.
         ValueError: there are more or fewer names than devices.
-        RuntimeError: something is asked for that needs a step, and there is none.
+        RuntimeError: a property that needs a step is read before one was recorded.
 
     Example:
         >>> from splitpipe import schedule
@@ -66,62 +66,63 @@ class Recording(Timeline):
         self._latest: _Summary | None = None
 
     def add(self, step: Step) -> None:
-        """Takes one more step.
+        """Adds a step.
 
         Args:
-            step: as it ran.
+            step: the step as it ran.
 
         Raises:
-            TypeError: there is no step, or what it holds is of a wrong type.
-            ValueError: it is of another number of devices, or has no ops.
+            TypeError: ``step`` isn't a Step, or a value in it has a wrong type.
+            ValueError: it has a different number of devices, or no ops.
         """
         _verify(step, self._planned.devices)
         self._steps.append(step)
 
     @property
     def steps(self) -> int:
-        """The number of steps that were recorded."""
+        """The number of recorded steps."""
         return len(self._steps)
 
     def costs(self) -> Costs:
-        """The times of ops in all steps, for ``simulate`` and ``search``: the median of each kind in each stage.
+        """The times of ops in all steps, for ``simulate`` and ``search``: the median for each kind and stage.
 
-        Where a stage has no B of its own, B and W are half of its BW each; where it has both, they are what a
-        microbatch's backward takes on average, in the ratio of B to W. A copy is the median of all hops.
+        If a stage has no separate B, its B and W are half of its BW each. If it has both, B and W add up to the mean
+        time of a microbatch's backward, in their own ratio. A copy is the median of all hops.
         """
         return self._summary.costs
 
     @property
     def plan(self) -> Timeline:
-        """The step shown, if every op took its median and nothing else took time."""
+        """The shown step as it would be if every op took its median time and nothing else took time."""
         return self._summary.plan
 
     @property
     def losses(self) -> dict[str, float]:
-        """The milliseconds in which a device does not compute, on average, by reason; in all, the mean of ``idle``.
+        """The milliseconds in which a device doesn't compute, on average, by reason; they add up to the mean of
+        ``idle``.
 
-        * "unbalanced stages": the plan would be shorter by that if all devices had equal work;
-        * "the schedule's own bubble": what it has with equal work and without copies;
-        * "copies": the plan would be shorter by that without them;
+        * "unbalanced stages": what equal work on all devices would save in the plan;
+        * "the schedule's own bubble": what remains with equal work and without copies;
+        * "copies": what the plan would save without them;
         * "waiting beyond the plan": for the host, for longer copies, for ops that took longer than their median.
 
-        None is below 0: where a step took less than its plan, there is less to divide.
+        None is below 0: if a step took less time than its plan, there is less to divide.
         """
         return dict(self._summary.losses)
 
     @property
     def utilisation(self) -> tuple[float, ...]:
-        """The part of the step that each device computes."""
+        """The fraction of the step in which each device computes."""
         return tuple(work / self.makespan if self.makespan else 0.0 for work in self.work)
 
     @property
     def memory(self) -> tuple[int | None, ...]:
-        """For each device, the most bytes allocated there during a step; None where nobody counts."""
+        """For each device, the most bytes allocated there during a step; None where it isn't counted."""
         return self._summary.memory
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The number of steps, the stage that is the bottleneck, and the reasons for lost time, a sentence each."""
+        """The number of steps, the stage that is the bottleneck, and the reasons for lost time, one sentence each."""
         found = self._summary
         return (found.counted, *verdict.remarks(found.step, found.plan, self._names, found.losses))
 
@@ -132,14 +133,14 @@ class Recording(Timeline):
         return "\n\n".join([super().__str__(), *map("\n".join, (stages, devices, self.remarks))])
 
     def to_svg(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
-        """Writes a picture, as ``Timeline.to_svg``; of no others, the plan is drawn below it."""
+        """Writes a picture, like ``Timeline.to_svg``; without ``others``, the plan is drawn below it."""
         super().to_svg(path, *(others or [self.plan]))
 
     def to_html(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
-        """Writes a page to zoom into, as ``Timeline.to_html``; of no others, the plan is compared with it."""
+        """Writes a zoomable page, like ``Timeline.to_html``; without ``others``, the plan is compared with it."""
         super().to_html(path, *(others or [self.plan]))
 
-    # All that a timeline is asked follows from these of the step shown.
+    # All other properties of a timeline follow from these, which are those of the shown step.
 
     @property
     def schedule(self) -> Schedule:
@@ -163,7 +164,7 @@ class Recording(Timeline):
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Lower bounds for any order of ops of the step's mean times; see ``Timeline.bounds``."""
+        """Lower bounds for any order of ops with the step's mean times; see ``Timeline.bounds``."""
         return self._summary.step.bounds
 
     def __repr__(self) -> str:
@@ -174,7 +175,7 @@ class Recording(Timeline):
 
     @property
     def _names(self) -> list[str]:
-        """The names of the devices, none twice."""
+        """The names of the devices, made unique."""
         names = self.devices
         return [name if names.count(name) == 1 else f"{name} (device {at})" for at, name in enumerate(names)]
 
@@ -182,8 +183,8 @@ class Recording(Timeline):
     def _summary(self) -> _Summary:
         if not self._steps:
             raise RuntimeError(
-                "nothing was recorded: expected a training step, loss = model(x, target=y), inside of `with "
-                "model.record() as timeline:`, and questions to the timeline after it."
+                "nothing was recorded: expected a training step, loss = model(x, target=y), inside `with "
+                "model.record() as timeline:`, and the timeline to be used after it."
             )
         found = self._latest
         if found is None or found.steps != len(self._steps) or found.bytes != self.held:
@@ -202,13 +203,13 @@ def _verify(step: Step, devices: int) -> None:
         raise TypeError(f"step is {step!r}: expected a Step.")
     rows, copies, memory = listed(step.spans), listed(step.copies), listed(step.memory)
     if rows is None or not all(isinstance(row, (tuple, list)) for row in rows):
-        raise TypeError(f"spans is {step.spans!r}: expected a row of spans for each device.")
+        raise TypeError(f"spans is {step.spans!r}: expected one row of spans per device.")
     if not all(isinstance(span, Span) for row in rows for span in row):
-        raise TypeError(f"spans is {step.spans!r}: expected each an op with its start and its end.")
+        raise TypeError(f"spans is {step.spans!r}: expected spans, each an op with its start and end.")
     if copies is None or not all(map(_is_copy, copies)):
-        raise TypeError(f"copies is {step.copies!r}: expected a stage and a time for each.")
+        raise TypeError(f"copies is {step.copies!r}: expected pairs of a stage and a time.")
     if memory is None or not all(most is None or isinstance(most, int) for most in memory):
-        raise TypeError(f"memory is {step.memory!r}: expected a number of bytes for each device, or None.")
+        raise TypeError(f"memory is {step.memory!r}: expected one number of bytes per device, or None.")
     if not len(rows) == len(memory) == devices or not any(rows):
         raise ValueError(
             f"the step has spans of {counted(len(rows), 'device')} and memory of {len(memory)}: expected "
@@ -218,7 +219,7 @@ def _verify(step: Step, devices: int) -> None:
         if not -math.inf < real(span.start) <= real(span.end) < math.inf:
             raise ValueError(f"{span.op} goes from {span.start!r} to {span.end!r}: expected times in order.")
     for stage, time in copies:
-        if stage < 0 or not math.isfinite(real(time)):  # Clocks of two devices may make it negative.
+        if stage < 0 or not math.isfinite(real(time)):  # Different clocks may make the time negative.
             raise ValueError(f"copies has {(stage, time)!r}: expected a stage and a time.")
     ops = [span.op for row in rows for span in row]
     if len({*ops}) < len(ops):
@@ -227,11 +228,11 @@ def _verify(step: Step, devices: int) -> None:
 
 @dataclass(frozen=True)
 class _Summary:
-    """A recording's answers, which follow from its steps, and from the bytes that activations take."""
+    """A recording's results, which follow from its steps and from the bytes that activations take."""
 
     steps: int
     bytes: Bytes | None
-    step: RecordedStep  # The one that is shown.
+    step: RecordedStep  # The one shown.
     times: dict[tuple[Kind, int], list[float]]
     copies: list[tuple[int, float]]
     costs: Costs
@@ -271,10 +272,10 @@ def _summarized(planned: Schedule, steps: Sequence[Step], bytes: Bytes | None) -
 
 
 def _counted(steps: int, short: int) -> str:
-    """The number of steps, and the one that is shown, in words."""
+    """The number of steps, and which one is shown, in words."""
     if steps == 1:
         return "One step was recorded."
     if not short:
-        return f"{steps} steps were recorded; this is the one of median makespan."
-    return (f"{steps} steps were recorded, {short} of them with fewer microbatches: they count for the costs. This is "
-            "the one of median makespan of the others.")
+        return f"{steps} steps were recorded; this is the one with the median makespan."
+    return (f"{steps} steps were recorded, {short} of them with fewer microbatches, which only count for the costs. "
+            "This is the one with the median makespan of the others.")

@@ -1,4 +1,4 @@
-"""One recorded step: the times of its ops, and the costs that they say."""
+"""One recorded step: the times of its ops, and the costs that follow from them."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -19,12 +19,12 @@ OpTimes = Mapping[tuple[Kind, int], Sequence[float]]
 
 @dataclass(frozen=True)
 class Step:
-    """One training step as it ran. Times are in milliseconds.
+    """A training step as it ran. Times are in milliseconds.
 
     Args:
-        spans: a row for each device, in order; from the step's start.
+        spans: one row per device, in order, with times from the step's start.
         copies: for each hop between devices, the stage that it came from and how long it took.
-        memory: for each device, the most bytes allocated there during the step; None where nobody counts.
+        memory: for each device, the most bytes allocated there during the step; None where it isn't counted.
 
     Example:
         >>> from splitpipe import schedule
@@ -39,7 +39,7 @@ class Step:
 
 
 class RecordedStep(Timeline):
-    """One recorded step as a timeline: its costs are the means of its own ops."""
+    """A recorded step as a timeline: its costs are the means of its ops."""
 
     def __init__(self, schedule: Schedule, step: Step, bytes: Bytes | None = None) -> None:
         mean = op_costs(schedule, op_times(step), [time for _, time in step.copies], fmean)
@@ -52,7 +52,7 @@ class RecordedStep(Timeline):
 
     @cached_property
     def bounds(self) -> dict[str, float]:
-        """Lower bounds for any order of ops of the step's mean times; at most what the step took."""
+        """Lower bounds for any order of ops with the step's mean times; at most the time that the step took."""
         return {name: min(value, self.makespan) for name, value in super().bounds.items()}
 
 
@@ -66,10 +66,10 @@ def op_times(*steps: Step) -> dict[tuple[Kind, int], list[float]]:
 
 
 def op_costs(schedule: Schedule, times: OpTimes, copies: Sequence[float], average: Average) -> Costs:
-    """The costs that these times of ops and copies say, on average: by their mean or their median.
+    """The costs that follow from these times of ops and copies, on average: by mean or median.
 
-    A stage's B and W have their own average. Where the stage also has BW, both are scaled, so that a microbatch's
-    backward takes what it took on average; where it has nothing but BW, B and W are half of it each.
+    A stage's B and W have separate averages. If the stage also has BW, both are scaled so that they add up to the
+    average time of a microbatch's backward; if it has only BW, B and W are half of it each.
     """
     forward = [_average(average, times.get(("F", stage), ())) for stage in range(schedule.stages)]
     backward = [_backward(times, stage, average) for stage in range(schedule.stages)]
@@ -77,7 +77,7 @@ def op_costs(schedule: Schedule, times: OpTimes, copies: Sequence[float], averag
 
 
 def _average(average: Average, values: Sequence[float]) -> float:
-    """Clocks of two devices may differ by a little, but nothing takes less than no time."""
+    """Clocks of two devices may differ a little, so negative times count as 0."""
     return max(0.0, average(values)) if values else 0.0
 
 

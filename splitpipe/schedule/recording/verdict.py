@@ -1,4 +1,4 @@
-"""A recorded step in words: the stage that holds the others up, the reasons for idle time, and what would help."""
+"""A recorded step in words: the bottleneck, the reasons for idle time, and what would help."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -12,23 +12,23 @@ from splitpipe.schedule.recording.step import OpTimes
 from splitpipe.schedule.timed import TimedSchedule
 
 STAGES, ORDER, COPIES, WAITING = "unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"
-_STANDS_OUT = 1.05  # Times what the others compute.
-_SMALL = 0.005  # The part of a step below which a loss is not worth a word.
-_LARGE = 0.02  # The part of a step from which on a loss is worth advice.
+_STANDS_OUT = 1.05  # A bottleneck computes at least this many times as long as the others.
+_SMALL = 0.005  # The fraction of a step below which lost time isn't reported.
+_LARGE = 0.02  # The fraction of a step from which on lost time gets advice.
 
 ADVICE = {
     ORDER: "It shrinks with more chunks, or in another schedule: splitpipe.schedule.search finds one for "
            "timeline.costs()",
-    COPIES: "Cut where activations are small, or take fewer stages a device",
-    WAITING: "Longer ops outweigh what the host and the copies take: fewer chunks, or a larger batch",
+    COPIES: "Cut where activations are small, or use fewer stages per device",
+    WAITING: "Longer ops outweigh the time that the host and the copies take: use fewer chunks, or a larger batch",
 }
 
 
 def idle_by_reason(step: TimedSchedule, plan: TimedSchedule) -> dict[str, float]:
-    """How long a device of the step is idle on average, by reason; ``plan`` has the same ops, simulated.
+    """How long a device of the step is idle on average, by reason; ``plan`` is the same ops, simulated.
 
-    The plan is played twice more: with as much work on every device, which shows what unequal stages cost; and
-    without copies too, which leaves the order of ops alone. What the step is idle beyond its plan has other reasons.
+    The plan is simulated twice more: with equal work on every device, which shows the cost of unequal stages, and also
+    without copies, which leaves only the order of ops. Idle time of the step beyond the plan has other reasons.
     """
     schedule = plan.schedule
     times = plan.costs().times(schedule)
@@ -36,8 +36,8 @@ def idle_by_reason(step: TimedSchedule, plan: TimedSchedule) -> dict[str, float]
     even = Costs(forward, b, w, plan.costs().copy)
     order, equal = OpOrder(schedule), even.times(schedule)
     balanced, alone = order.makespan(equal, even.hops(schedule)), order.makespan(equal)
-    # Idle time with one reason more each time. None is less than the one before: a step that took less than its plan,
-    # or stages that happen to go well with the order, leave less to the reasons before them.
+    # Idle time with one reason more each time. Each is at least the one before: if a step took less than its plan, or
+    # unequal stages happen to suit the order, less is left for the reasons before them.
     whole = fmean(step.idle)
     planned = max(0.0, min(fmean(plan.idle), whole))
     copied = min(balanced - fmean(plan.work), planned)
@@ -49,7 +49,7 @@ def idle_by_reason(step: TimedSchedule, plan: TimedSchedule) -> dict[str, float]
 def stages(
     schedule: Schedule, times: OpTimes, copies: Sequence[tuple[int, float]], names: Sequence[str]
 ) -> list[str]:
-    """A table with a line a stage: its device, and the median of each kind of op and of its hops to other devices."""
+    """A table with one line per stage: its device, and the median time of each kind of op and of its hops."""
     kinds = [kind for kind in palette.MEANING if any(each == kind for each, _ in times)]
     rows = [["stage", "device", *(f"{kind} ms" for kind in kinds), "copy ms"]]
     for stage, device in enumerate(schedule.placement):
@@ -60,7 +60,7 @@ def stages(
 
 
 def devices(shown: TimedSchedule, memory: Sequence[int | None], names: Sequence[str]) -> list[str]:
-    """A table with a line a device: how much of the step it computes, and the most memory it took."""
+    """A table with one line per device: how much of the step it computes, and its peak memory."""
     rows = [["device", "busy", "bubble", "peak memory"]]
     for name, work, most in zip(names, shown.work, memory):
         busy, size = _part(work, shown), "-" if most is None else measures.size(most)
@@ -69,7 +69,7 @@ def devices(shown: TimedSchedule, memory: Sequence[int | None], names: Sequence[
 
 
 def remarks(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str], lost: Mapping[str, float]) -> list[str]:
-    """The stage that is the bottleneck; how much a device computes; and a line for each reason why it does not."""
+    """The stage that is the bottleneck; how much a device computes; and a line for each reason for idle time."""
     whole = shown.makespan
     parts = sorted(
         ((time, reason) for reason, time in lost.items() if whole and time > _SMALL * whole), reverse=True
@@ -104,12 +104,12 @@ def _bottleneck(shown: TimedSchedule, names: Sequence[str]) -> str:
 
 
 def _move(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str]) -> str:
-    """The advice to move a layer to the least busy of the devices next to the busiest."""
+    """The advice to move a layer to the less busy neighbour of the busiest device."""
     placement, times = plan.schedule.placement, plan.costs().times(plan.schedule)
     took = [forward + backward for forward, backward in zip(times["F"], times["BW"])]
     device = max(range(len(shown.work)), key=lambda each: shown.work[each])
     last = len(placement) - 1
-    ways = [  # Never none: of two devices with stages, one has a stage next to one of the other.
+    ways = [  # Never empty: two devices with stages have adjacent stages.
         (shown.work[placement[target]], -took[stage], stage, target)
         for stage in range(last + 1) if placement[stage] == device
         for target in (stage - 1, stage + 1) if 0 <= target <= last and placement[target] != device

@@ -1,9 +1,9 @@
-"""The steady part of a schedule: what each device does over and over, a period of one or a few microbatches.
+"""The steady state of a schedule: what each device repeats, a period of one or a few microbatches.
 
     device 0    0F 1F 1B 1W 0B 0W | 0F 1F 1B 1W 0B 0W | ...      lags  0F: 0, 1F: 1, 1B: 1, 1W: 1, 0B: 2, 0W: 2
 
-In period j, a letter with lag 2 belongs to microbatch j - 2. Order and lags say everything: how long a period
-takes follows from playing it, and so does how long all microbatches take.
+In period j, a letter with lag 2 belongs to microbatch j - 2. Order and lags define everything: simulating them shows
+how long a period takes, and how long all microbatches take.
 """
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from random import Random
 
 from splitpipe.schedule.search.word import F, Problem, W, Word, ends, latest, peak
 
-_SLOWER = 4  # The work of playing an op here, in ops that are looked at elsewhere in the search.
+_SLOWER = 4  # The cost of simulating an op here, relative to looking at an op elsewhere in the search.
 
 
 @dataclass(frozen=True)
 class Period:
-    """The steady part of a schedule."""
+    """The steady state of a schedule."""
 
     rows: tuple[tuple[int, ...], ...]  # The letters of each device, each as often as the period has microbatches.
-    lags: tuple[int, ...]  # The lag of each letter, in microbatches. On each device, the least is 0.
+    lags: tuple[int, ...]  # The lag of each letter, in microbatches. The smallest on each device is 0.
     size: int = 1  # Number of microbatches.
 
     def times(self, number: int) -> Period:
@@ -30,17 +30,17 @@ class Period:
         return replace(self, rows=tuple(row * number for row in self.rows), size=self.size * number)
 
     def full(self, chunks: int) -> list[range]:
-        """The periods of each device that lack no letter."""
+        """The complete periods of each device."""
         return [
             range(-(-max(self.lags[letter] for letter in row) // self.size), chunks // self.size) for row in self.rows
         ]
 
     def unrolled(self, chunks: int) -> list[Word]:
-        """The words of so many microbatches: whole periods, and parts of periods at both ends."""
+        """The words of ``chunks`` microbatches: whole periods, and parts of periods at both ends."""
         return [[letter for part in self.parts(row, chunks) for letter in part] for row in self.rows]
 
     def parts(self, row: Sequence[int], chunks: int) -> list[Word]:
-        """The letters of one device for so many microbatches: a word for each period."""
+        """The letters of one device for ``chunks`` microbatches: one word per period."""
         seen = {letter: -self.lags[letter] for letter in row}
         parts: list[Word] = []
         for _ in range(-(-(chunks + max(self.lags[letter] for letter in row)) // self.size)):
@@ -53,26 +53,26 @@ class Period:
 
 
 def alive(row: Sequence[int], lags: Sequence[int]) -> int:
-    """The most activations that are alive at once, in a device's period."""
+    """The most activations that are alive at once in a device's period."""
     letters = set(row)
     before = sum(lags[x] for x in letters if x % 3 == W) - sum(lags[x] for x in letters if x % 3 == F)
     return peak(row, before)
 
 
 def fits(problem: Problem, period: Period) -> bool:
-    """True if the memory is enough for the period."""
+    """True if there is enough memory for the period."""
     return all(alive(row, period.lags) <= cap for row, cap in zip(period.rows, problem.caps))
 
 
 def sample(problem: Problem, size: int) -> int:
-    """The number of microbatches that must be played to show the time of a period."""
+    """The number of microbatches that must be simulated to show the time of a period."""
     return min(problem.chunks, 2 * problem.devices + 2 * size + 2)
 
 
 def played(
     problem: Problem, rows: Sequence[Sequence[int]], lags: Sequence[int], size: int
 ) -> tuple[float, float]:
-    """The time that all microbatches take, and one more, from playing some; infinite if devices wait for each other."""
+    """The time of all microbatches, and of one more, estimated from some; infinite if devices wait for each other."""
     chunks = sample(problem, size)
     ended = ends(problem, Period(tuple(map(tuple, rows)), tuple(lags), size).unrolled(chunks))
     if ended is None:
@@ -83,9 +83,9 @@ def played(
 
 
 def improved(problem: Problem, period: Period, work: int, seed: int, heat: float = 0.03) -> tuple[float, Period]:
-    """Swaps neighbours in the rows, at times for the worse, less so as it cools: simulated annealing.
+    """Swaps neighbours in the rows, sometimes for the worse, more rarely as it cools: simulated annealing.
 
-    ``work``: how many ops may be played; ``heat``: the first temperature, in an op's time for each microbatch.
+    ``work``: how many ops may be simulated; ``heat``: the initial temperature, in mean op times per microbatch.
     """
     random = Random(seed)
     rows, lags = [list(row) for row in period.rows], list(period.lags)
@@ -100,7 +100,7 @@ def improved(problem: Problem, period: Period, work: int, seed: int, heat: float
         at = random.randrange(len(row))
         kept = None
         new = list(row)
-        if at + 1 == len(row):  # Across the boundary: the last letter becomes the first one of the next period.
+        if at + 1 == len(row):  # Across the boundary: the last letter becomes the next period's first.
             kept = list(lags)
             new.insert(0, new.pop())
             lags[new[0]] += 1
@@ -124,7 +124,7 @@ def improved(problem: Problem, period: Period, work: int, seed: int, heat: float
 
 
 def _swap(problem: Problem, row: Word, lags: Sequence[int], at: int, cap: int) -> bool:
-    """Swaps two neighbours of a row if they may."""
+    """Swaps two neighbours of a row if that is allowed."""
     a, b = row[at], row[at + 1]
     if a == b:
         return False

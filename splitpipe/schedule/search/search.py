@@ -1,4 +1,4 @@
-"""Searches for the best schedule for given costs, under a cap on memory."""
+"""Searches for the best schedule for given costs, with a limit on memory."""
 from __future__ import annotations
 
 import math
@@ -16,8 +16,8 @@ from splitpipe.schedule.search.steady import periods
 from splitpipe.schedule.search.tighten import tightened
 from splitpipe.schedule.search.word import Problem, Word, length, peak, schedule_of, words_of
 
-_PACE = 10_000_000  # Ops that are looked at in a second, more or less.
-_KEPT = 2  # Periods in the middle that stay as they are, on each device, while both ends are tightened.
+_PACE = 10_000_000  # Roughly the number of ops that are looked at per second.
+_KEPT = 2  # Periods in the middle of each device that stay fixed while both ends are tightened.
 
 #: Span, words and problem.
 Found = tuple[float, list[Word], Problem]
@@ -32,31 +32,31 @@ def search(
     seconds: float = 5.0,
     span: Literal["makespan", "longest"] = "makespan",
 ) -> Schedule:
-    """The shortest schedule that it finds, under a cap on memory.
+    """Returns the shortest schedule that it finds, with a limit on memory.
 
-    First it looks for a steady part: what each device does over and over, in the order and with the lags that give the
-    shortest period, of one, two or three microbatches. Then it tightens the beginning and the end. It also starts from
-    the schedules with a name, so it never gives a longer one than any that fits. The first step is from "Pipeline
-    Parallelism with Controllable Memory" (arXiv 2405.15362, section 3), with real times in place of equal slots.
+    First it searches for a steady state: what each device repeats, in the order and with the lags that make the period
+    of one, two or three microbatches shortest. Then it tightens the beginning and the end. It also starts from the
+    named schedules, so its result is never longer than any of these that fits. The first step is from "Pipeline
+    Parallelism with Controllable Memory" (arXiv 2405.15362, section 3), with real times instead of equal slots.
 
     Args:
-        devices: number of them, at least 1.
+        devices: number of devices, at least 1.
         chunks: number of microbatches, at least 1.
-        costs: of the ops, in any unit; None: F, B and W take 1, copies nothing.
-        memory: how many microbatches' activations, of a device's whole share, may be alive on it at once; a number, or
-            one for each device. None: all.
-        stages_per_device: 1; 2, on a V or a loop; or more, on a loop. None: what the costs are for, or the better of 1
-            and 2.
-        seconds: how hard to look: about so long on one core, for each of the two, and besides what it takes to build
-            the schedules with a name and to rate them once, which for many thousands of ops is longer. It counts work,
-            not time: the same arguments give the same schedule.
-        span: what is to be short: the makespan, or the longest span of a device, where a device needn't wait for the
-            others between steps.
+        costs: of the ops, in any unit. Default: F, B and W take 1, and copies take no time.
+        memory: the number of microbatches whose activations, on all stages of a device, may be alive there at once; a
+            number, or one per device. Default: all.
+        stages_per_device: 1; 2, with V or loop placement; or more, with loop placement. Default: as many as the costs
+            are for, or else the better of 1 and 2.
+        seconds: how long to search, roughly, on one core, for each of the two numbers of stages. Building and rating
+            the named schedules takes additional time, which is longer for many thousands of ops. Work is counted rather
+            than time: the same arguments give the same schedule.
+        span: what to minimise: ``"makespan"``, or ``"longest"``, the longest span of a device, for devices that needn't
+            wait for each other between steps.
 
     Raises:
-        TypeError: the costs are none.
-        ValueError: a number makes no sense, the costs are for another number of stages, or nothing runs under the cap;
-            the costs have a time for each hop, or recompute.
+        TypeError: ``costs`` isn't a Costs.
+        ValueError: a number is invalid, the costs are for another number of stages, nothing fits into the memory, or
+            the costs have a time per hop, or recompute.
 
     Example:
         >>> from splitpipe import schedule
@@ -69,15 +69,15 @@ def search(
             raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
     verify_size(devices, chunks, stages_per_device or 1)
     if not 0 <= real(seconds) < math.inf:
-        raise ValueError(f"seconds={seconds!r}: expected a number, not negative and finite.")
+        raise ValueError(f"seconds={seconds!r}: expected a number, finite and not negative.")
     if not isinstance(span, str) or span not in ("makespan", "longest"):
         raise ValueError(f"span={span!r}: expected 'makespan' or 'longest'.")
     costs = Costs() if costs is None else costs
     verify_costs(costs)
     if any(listed(costs.recompute) or [costs.recompute]):
         raise ValueError(
-            f"recompute={costs.recompute!r}: expected 0, since the search has no time before an op waits for what it "
-            "needs. Add it to backward_input, which it comes before."
+            f"recompute={costs.recompute!r}: expected 0, since the search can't model the time for which an op runs "
+            "before it waits for its gradient. Add it to backward_input instead."
         )
     cap = _caps(memory, devices, chunks)
     places = {place: None for v in _counts(costs, devices, stages_per_device) for place in _placements(devices, v)}
@@ -100,21 +100,21 @@ def _caps(memory: float | Sequence[float] | None, devices: int, chunks: int) -> 
             raise ValueError(f"memory={memory!r}: expected a number of at least 1, or one for each device.")
         if not real(number) >= 1 - 1e-9:
             raise ValueError(
-                f"memory={memory!r}: nothing runs, since when a microbatch turns, all its activations are alive. "
-                "Expected at least 1 for each device."
+                f"memory={memory!r}: nothing fits, since all activations of a microbatch are alive when its backward "
+                "begins. Expected at least 1 for each device."
             )
     return [min(real(number), chunks) for number in given]
 
 
 def _counts(costs: Costs, devices: int, stages_per_device: int | None) -> list[int]:
-    """The numbers of stages that a device may have."""
+    """The possible numbers of stages per device."""
     if stages_per_device is not None:
         return [stages_per_device]
     for each in (costs.forward, costs.backward_input, costs.backward_weight):
         if not isinstance(each, (int, float)):
             if not each or len(each) % devices:
                 raise ValueError(
-                    f"the costs are for {counted(len(each), 'stage')}: expected as many on each of "
+                    f"the costs are for {counted(len(each), 'stage')}: expected the same number of stages on each of "
                     f"{counted(devices, 'device')}."
                 )
             return [len(each) // devices]
@@ -133,18 +133,18 @@ def _problem(placement: tuple[int, ...], chunks: int, costs: Costs, cap: Sequenc
 
 
 def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]:
-    """The schedules with a name that fit."""
+    """The named schedules that fit."""
     devices, chunks, costs = problems[0].devices, problems[0].chunks, problems[0].costs
     counts = {len(problem.placement) // devices for problem in problems}
     for name in SCHEDULES:
         for options in variants(name, devices, sorted(counts)):
             try:
-                stages = build(name, devices, 1, **options).stages  # Quickly found.
+                stages = build(name, devices, 1, **options).stages  # This is fast.
                 if stages % devices or stages // devices not in counts:
                     continue
                 schedule = build(name, devices, chunks, **options)
             except ValueError:
-                continue  # Its own rule does not allow these numbers.
+                continue  # The schedule doesn't support these numbers.
             problem = _problem(schedule.placement, chunks, costs, cap, problems[0].longest)
             words = words_of(schedule)
             if all(peak(word) <= most for word, most in zip(words, problem.caps)):
@@ -169,7 +169,7 @@ def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: floa
 
 
 def finished(problem: Problem, period: Period, work: int, seed: int, goal: float = 0.0) -> tuple[float, list[Word]]:
-    """The span and words of a whole schedule: a short one with tight ends, with whole periods put into its middle."""
+    """The span and words of a whole schedule: a short one with tight ends, and whole periods in its middle."""
     whole = period.unrolled(problem.chunks)
     lead = max(each.start for each in period.full(problem.chunks))
     free = problem.devices // period.size + 1  # Full periods at each end that may change.

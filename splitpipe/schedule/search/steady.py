@@ -1,6 +1,6 @@
-"""The search for good periods: building blocks with real durations, improved; then periods of several microbatches.
+"""Searches for good periods: building blocks with real durations, improved; then periods of several microbatches.
 
-A block says when one microbatch's ops start, so that it can be repeated every period.
+A block specifies when the ops of one microbatch start, so that it can be repeated every period.
 """
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from random import Random
 from splitpipe.schedule.search.period import Period, fits, improved, played, sample
 from splitpipe.schedule.search.word import Problem, W
 
-#: The time that all microbatches take, more or less, and the period.
+#: Roughly the time that all microbatches take, and the period.
 Rated = tuple[float, Period]
-_SLACK = 1e-9  # As a part of a period; rounding is less.
+_SLACK = 1e-9  # As a fraction of a period; rounding errors are smaller.
 
 
 def periods(problem: Problem, work: int) -> list[Rated]:
-    """Periods that fit, with the estimated span, shortest first."""
+    """Periods that fit, with their estimated spans, shortest first."""
     each = sample(problem, 1) * len(problem.device_of)
     starts = [
         (played(problem, period.rows, period.lags, 1)[0], period)
@@ -61,7 +61,7 @@ def blocks(problem: Problem, tries: int, seed: int) -> list[tuple[float, Period]
 
 
 def _starts(problem: Problem, interval: float, random: Random, late: float) -> list[float] | None:
-    """The starts of a microbatch's ops: each as early as it can without a collision, some later by chance."""
+    """The starts of a microbatch's ops: each as early as possible without a collision, some randomly later."""
     starts = [0.0] * len(problem.chain)
     busy: list[list[tuple[float, float]]] = [[] for _ in problem.caps]
     for letter in problem.chain:
@@ -81,7 +81,7 @@ def _starts(problem: Problem, interval: float, random: Random, late: float) -> l
 
 
 def _free(busy: list[tuple[float, float]], start: float, time: float, interval: float) -> float | None:
-    """The first start, not before the given one, at which a device is free for so long, modulo the interval."""
+    """The first start, not before the given one, at which a device is free for ``time``, modulo the interval."""
     last, slack = start + interval * (1 + _SLACK), interval * _SLACK
     while start < last:
         moved = False
@@ -101,13 +101,13 @@ def _free(busy: list[tuple[float, float]], start: float, time: float, interval: 
 
 
 def repeated(problem: Problem, starts: list[float], interval: float) -> Period:
-    """The period that comes from repeating a microbatch."""
+    """The period that results from repeating a microbatch."""
     rows = []
     lags = [0] * len(starts)
     for letters in problem.letters:
         origin = starts[letters[0]] - interval * _SLACK
         placed = []
-        for rank, letter in enumerate(problem.chain):  # Ops that take no time may start at once.
+        for rank, letter in enumerate(problem.chain):  # Ops without duration may start at the same time.
             if letter in letters:
                 lag, phase = divmod(starts[letter] - origin, interval)
                 lags[letter] = int(lag)

@@ -1,12 +1,12 @@
-"""Makes a whole schedule shorter: swaps neighbours on the longest path, as for a job shop, by simulated annealing.
+"""Shortens a whole schedule by swapping neighbours on the longest path, as in job shops, by simulated annealing.
 
 The ops are a graph: each waits for the one before it on its device, and for one on another device. A swap of two
-neighbours changes three arcs of the first sort. Only swaps on the longest path can make it shorter.
+neighbours changes three edges of the first kind. Only swaps on the longest path can shorten it.
 
     device 0    ... a  u  v  b ...    to    ... a  v  u  b ...
 
-What follows the swap is played again, in an order that fits the arcs (van Laarhoven, Aarts and Lenstra, "Job Shop
-Scheduling by Simulated Annealing", 1992). Memory follows from a device's own order, and never goes over its cap.
+The ops after the swap are simulated again, in an order that fits the edges (van Laarhoven, Aarts and Lenstra, "Job Shop
+Scheduling by Simulated Annealing", 1992). Memory follows from a device's own order, and never exceeds its limit.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tightened(
     """The span and words of the shortest schedule that annealing finds, from words that can run and fit into memory.
 
     ``work``: how many ops may be looked at; ``goal``: a span that is short enough; ``fixed``: for each device, places
-    of its word that stay as they are, no swap goes across; ``heat``: a small change at first, in an op's time.
+    of its word that stay as they are, which no swap crosses; ``heat``: the initial temperature, in mean op times.
     """
     random = Random(seed).random
     graph = _Graph(problem, words, fixed)
@@ -60,7 +60,7 @@ def tightened(
 
 @dataclass(slots=True)
 class _Swap:
-    """A swap of u with v, the next one on its device: the order from ``first`` on, and what follows from it."""
+    """A swap of u with v, the next op on its device: the order from ``first`` on, and what follows from it."""
 
     u: int
     v: int
@@ -72,7 +72,7 @@ class _Swap:
 
 
 class _Graph:
-    """The ops, numbered letter * chunks + microbatch, and two more that nothing precedes."""
+    """The ops, numbered letter * chunks + microbatch, and two dummies without predecessors."""
 
     def __init__(self, problem: Problem, words: Sequence[Word], fixed: Sequence[range] | None) -> None:
         chunks = problem.chunks
@@ -80,7 +80,7 @@ class _Graph:
         self.problem, self.count, self.chunks = problem, count, chunks
         self.copy = problem.costs.hop
         self.time = [time for time in problem.times for _ in range(chunks)] + [0.0, 0.0]
-        # Neighbours on the device, and on others; ``count`` where there is none, that the next one for ``source``.
+        # Neighbours on the device, and on others; ``count`` if there is none, or the number after that for ``source``.
         self.before, self.after = [count] * (count + 2), [count] * (count + 2)
         self.source, self.sink = [count + 1] * (count + 2), [count] * (count + 2)
         self.alive, self.zone = [0] * (count + 2), [0] * (count + 2)
@@ -91,7 +91,7 @@ class _Graph:
                 self.sink[other * chunks + k] = letter * chunks + k
         for device, word in enumerate(words):
             self._lay(word, fixed[device] if fixed else range(0))
-        self.order = self._sorted()  # Each op after those that it waits for.
+        self.order = self._sorted()  # Each op comes after those that it waits for.
         self.at = [0] * (count + 2)
         for position, op in enumerate(self.order):
             self.at[op] = position
@@ -139,7 +139,7 @@ class _Graph:
         return max([ends[op] - head for op, head in zip(self.last, self.problem.heads)])
 
     def path(self, random: Callable[[], float]) -> list[int]:
-        """The ops of a longest path that the next one on their device waits for."""
+        """The ops of a longest path for which the next op on their device waits."""
         ends, before, source, copy, count = self.ends, self.before, self.source, self.copy, self.count
         latest = [op for op, head in zip(self.last, self.problem.heads) if ends[op] - head == self.span]
         op = latest[int(random() * len(latest))]
@@ -156,7 +156,7 @@ class _Graph:
         return found
 
     def swapped(self, u: int) -> _Swap | None:
-        """Swaps an op with the next one on its device, if that can be."""
+        """Swaps an op with the next one on its device, if possible."""
         chunks, v = self.chunks, self.after[u]
         a, b = u // chunks, v // chunks
         if a == b or self.zone[u] != self.zone[v] or self.zone[u] < 0:
@@ -180,7 +180,7 @@ class _Graph:
         return swap
 
     def _ordered(self, u: int, v: int) -> _Swap | None:
-        """Puts v, and the ops between that it waits for, before u; None if u is one of these."""
+        """Puts v, and the ops in between that it waits for, before u; None if u is one of these."""
         first, after, sink = self.at[u], self.after, self.sink
         old = self.order[first : self.at[v] + 1]
         needed, early, late = {v}, [v], []
@@ -212,7 +212,7 @@ class _Graph:
             self.last[device] = swap.v
 
     def words(self) -> list[Word]:
-        """The words of the present order."""
+        """The words of the current order."""
         words = []
         for op in self.last:
             word = []

@@ -1,6 +1,6 @@
-"""A schedule as words, one for each device: a list of letters, each a kind of op in one stage.
+"""A schedule as words, one per device: lists of letters, each a kind of op in one stage.
 
-A letter is a number: 3 * stage for F, one more for B, two more for W. Microbatches are alike, so each stage may take
+A letter is a number: 3 * stage for F, one more for B, two more for W. All microbatches are alike, so each stage may run
 them in order: a letter's n-th occurrence is the op of microbatch n. The backward is always split.
 """
 from __future__ import annotations
@@ -22,17 +22,17 @@ KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 @dataclass(frozen=True)
 class Problem:
-    """Stages on devices, microbatches, costs and memory, for which a schedule is searched."""
+    """Stages on devices, microbatches, costs and memory, for which to find a schedule."""
 
     placement: tuple[int, ...]  # The device of each stage.
     chunks: int  # Number of microbatches.
     costs: Costs
     caps: tuple[int, ...]  # For each device, how many of its stages' activations may be alive at once.
-    longest: bool = False  # True: the longest span of a device is to be short, not the makespan.
+    longest: bool = False  # Whether to minimise the longest span of a device instead of the makespan.
 
     @property
     def devices(self) -> int:
-        """Their number."""
+        """The number of devices."""
         return len(self.caps)
 
     @cached_property
@@ -63,13 +63,13 @@ class Problem:
 
     @cached_property
     def chain(self) -> list[int]:
-        """All letters, in the order of a microbatch that is alone: each after what it needs."""
+        """All letters, in the order in which a lone microbatch runs them: each after those that it needs."""
         stages = range(len(self.placement))
         return [3 * stage for stage in stages] + [3 * stage + part for stage in reversed(stages) for part in (B, W)]
 
     @cached_property
     def remote_need(self) -> list[int]:
-        """For each letter, the one that it waits for on another device; else -1."""
+        """For each letter, the one that it waits for on another device, or else -1."""
         return [
             next((need for need in needs if self.device_of[need] != self.device_of[letter]), -1)
             for letter, needs in enumerate(self.needs)
@@ -77,17 +77,17 @@ class Problem:
 
     @cached_property
     def tied(self) -> set[tuple[int, int]]:
-        """Pairs of letters on one device: of one microbatch, the second needs the first."""
+        """Pairs of letters on one device of which, in one microbatch, the second needs the first."""
         return {(a, b) for b, needs in enumerate(self.needs) for a in needs if self.device_of[a] == self.device_of[b]}
 
     @cached_property
     def work(self) -> float:
-        """The time that the device with the most work needs for one microbatch."""
+        """The time per microbatch of the device with the most work."""
         return max(sum(self.times[letter] for letter in letters) for letters in self.letters)
 
     @cached_property
     def goal(self) -> float:
-        """A span that no schedule gets below."""
+        """A lower bound for the span of any schedule."""
         plain = [[letter for letter in letters for _ in range(self.chunks)] for letters in self.letters]
         cap = [stages * 3 / len(letters) for stages, letters in zip(self.caps, self.letters)]
         found = bounds(schedule_of(self, plain), self.costs, cap)
@@ -98,7 +98,7 @@ class Problem:
         """For each device, the time at which its span starts: for the longest span, the start of its first op."""
         if not self.longest:
             return [0.0] * self.devices
-        # The first op is F of the first microbatch in the device's first stage, as soon as it can be.
+        # The first op is F of the first microbatch in the device's first stage, as early as possible.
         heads: list[float] = [math.inf] * self.devices
         start, previous = 0.0, self.placement[0]
         for stage, device in enumerate(self.placement):
@@ -109,12 +109,12 @@ class Problem:
 
     @cached_property
     def pace(self) -> float:
-        """The mean time of an op, by which the search measures changes."""
+        """The mean time of an op, in which the search measures changes."""
         return sum(self.times) / len(self.times)
 
 
 def schedule_of(problem: Problem, words: Iterable[Word], name: str = "") -> Schedule:
-    """The schedule that some words say."""
+    """The schedule that consists of these words."""
     return Schedule([_row(word, [0] * len(problem.device_of)) for word in words], problem.placement, name)
 
 
@@ -131,7 +131,7 @@ def words_of(schedule: Schedule) -> list[Word]:
 
 
 def peak(word: Sequence[int], alive: int = 0) -> int:
-    """The most activations that are alive at once, if so many are at the start."""
+    """The most activations that are alive at once, if ``alive`` are at the start."""
     most = 0
     for letter in word:
         if letter % 3 == F:
@@ -143,10 +143,10 @@ def peak(word: Sequence[int], alive: int = 0) -> int:
 
 
 def ends(problem: Problem, words: Sequence[Sequence[int]]) -> list[list[float]] | None:
-    """The ends of each letter, each time, if all start as soon as they can; None if the devices wait for each other."""
+    """The end of each occurrence of each letter, if all start as early as possible; None in a deadlock."""
     remote_need, times, copy = problem.remote_need, problem.times, problem.costs.hop
     ended: list[list[float]] = [[] for _ in times]
-    waits: list[Any] = [None] * len(times)  # For a letter: the device that does.
+    waits: list[Any] = [None] * len(times)  # The device that waits for a letter.
     at, free, ready = [0] * len(words), [0.0] * len(words), list(range(len(words)))
     while ready:
         device = ready.pop()
@@ -172,11 +172,11 @@ def ends(problem: Problem, words: Sequence[Sequence[int]]) -> list[list[float]] 
 
 
 def length(problem: Problem, words: Sequence[Sequence[int]]) -> float:
-    """The makespan, or the longest span of a device; infinite if the devices wait for each other."""
+    """The makespan, or the longest span of a device; infinite in a deadlock."""
     ended = ends(problem, words)
     return math.inf if ended is None else latest(problem, ended)
 
 
 def latest(problem: Problem, ended: Sequence[Sequence[float]]) -> float:
-    """The same, from the ends of each letter."""
+    """The makespan, or the longest span of a device, from the ends of each letter."""
     return max(each[-1] - problem.heads[device] for each, device in zip(ended, problem.device_of))
