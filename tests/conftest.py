@@ -6,7 +6,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -62,6 +64,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif needs and needs.args[0] > there:
             reason = f"needs {needs.args[0]} CUDA devices, and torch sees {there}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several processes one runs all files that need a World, whose own processes take ten seconds to start."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneWorld(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "world" if _needs_world(config.rootpath / file) else file
+
+    return OneWorld(config, log)
+
+
+@cache
+def _needs_world(file: Path) -> bool:
+    return "from tests.helpers.world import" in file.read_text(encoding="utf-8")
 
 
 if softcuda is not None:

@@ -145,7 +145,8 @@ def test_a_module_in_which_nothing_repeats_is_told_to_name_cuts() -> None:
         splitpipe.attach(Two())
 
 
-def test_a_sample_has_stages_take_the_same_time() -> None:
+@pytest.mark.parametrize("sample", [torch.zeros(4, 4), (torch.zeros(4, 4),)], ids=["a tensor", "the arguments"])
+def test_a_sample_has_stages_take_the_same_time(sample: Any) -> None:
     class Slow(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(300):
@@ -153,7 +154,7 @@ def test_a_sample_has_stages_take_the_same_time() -> None:
             return super().forward(x)
 
     module = nn.Sequential(Slow(4, 4), *layers(5))
-    assert SplitPipe(module, sample=torch.randn(4, 4)).balance == [1, 5]
+    assert SplitPipe(module, sample=sample).balance == [1, 5]
 
 
 def test_a_sample_of_any_module_gives_cuts_by_time(said: list[str]) -> None:

@@ -68,7 +68,9 @@ def chosen_balance(
     rows = _rows(devices, [], schedule)
     places = _stages(rows, schedule)
     if sample is not None:
-        found = balance_by_time(len(places), module, sample, device=rows[0].device)
+        # The arguments of a call: an nn.Sequential takes one.
+        given = sample[0] if type(sample) is tuple and len(sample) == 1 else sample
+        found = balance_by_time(len(places), module, given, device=rows[0].device)
     else:
         names, places = _by_bytes(module, places, [*module._modules], schedule)
         rows = rows if schedule != "gpipe" else places

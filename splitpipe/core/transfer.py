@@ -27,6 +27,7 @@ from torch.autograd import Function
 from splitpipe.core import stream
 from splitpipe.core.graph import FIRST, Cross, Edge, rank, rank_of
 from splitpipe.core.stream import Stream
+from splitpipe.core.tensors import is_plain
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,24 @@ def brought(x: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, copied by the current streams."""
     # A copy from or to the CPU is waited for. Code on the CPU doesn't know about streams: it would read memory that is
     # yet to be written, or refill a pinned buffer that is yet to be read.
-    return x.to(device, non_blocking="cpu" not in (x.device.type, device.type))
+    if "cpu" in (x.device.type, device.type):
+        return x.to(device)
+    if x.device != device and is_plain(x) and not x.is_contiguous() and _has_gaps(x):
+        # Between GPUs without peer access, torch would copy it in two steps. The second one runs on the target's
+        # stream, and in backward nothing would wait for that.
+        x = x.clone()
+    return x.to(device, non_blocking=True)
+
+
+def _has_gaps(x: Tensor) -> bool:
+    """True unless the elements fill one piece of memory, each of them once, in any order."""
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape)):
+        if size != 1:
+            if stride != reach:
+                return True
+            reach *= size
+    return False
 
 
 def move(x: Tensor, source: Port, target: Port) -> Tensor:

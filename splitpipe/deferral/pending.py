@@ -49,14 +49,26 @@ class PendingGrad:
 
     def __init__(self, ctx: Any, grad: Tensor | None = None) -> None:
         self.ctx = ctx
-        self._versions = [None if x is None or type(x) is Parameter else version_of(x) for x in ctx.saved_for_weight]
-        self.arrived(grad)
+        saved = [None if x is None or type(x) is Parameter else x for x in ctx.saved_for_weight]
+        self._versions = [None if x is None else version_of(x) for x in saved]
+        #: The bytes that it keeps alive.
+        self.size = sum([x.nbytes for x in saved if x is not None])
+        self.grad: Tensor | None = None
+        self._version: int | None = None
+        if grad is not None:
+            self.arrived(grad)
 
-    def arrived(self, grad: Tensor | None, version: int | None = None) -> None:
+    def take_on(self, ctx: Any) -> None:
+        """Replaces ``ctx``: the call's own backward has left something else for W."""
+        self.ctx = ctx
+        self.size = sum([x.nbytes for x in self.tensors()])
+
+    def arrived(self, grad: Tensor, version: int | None = None) -> None:
         """Sets the gradient of the output; ``version``: the one that it had when the call's node received it."""
         self.grad = grad
-        self._version = version_of(grad) if version is None and grad is not None else version
-        self.size = sum([x.nbytes for x in self.tensors()])
+        self._version = version_of(grad) if version is None else version
+        if type(grad) is not Parameter:
+            self.size += grad.nbytes
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive, without weights, which live on anyway."""

@@ -76,7 +76,7 @@ def _unfit(raw: Any, weight: Tensor, meshes: bool = False) -> str | None:
     x = raw.data
     if type(x) is not Tensor and under_way(x) and is_plain(weight):
         return None
-    if isinstance(x, Parameter):
+    if type(x) is not Tensor and isinstance(x, Parameter):
         return "its input is a parameter"  # A hook may update it before its value is read.
     if type(x) is not Tensor or not is_plain(x) or not is_plain(weight):
         return None if meshes and meshed(x, weight) else "its input or its weight has a custom class"

@@ -345,6 +345,4 @@ class CodeWalk(Walk):
     def _checkpointed(
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
     ) -> Any:
-        modes = _get_current_function_mode_stack()
-        with thread_state.function_modes(modes, [mode for mode in modes if mode is not self._follow]):
-            return self.run.calls.checkpointed(self, block, call, args, kwargs, follow, self._calls)
+        return self._alone(self.run.calls.checkpointed, (self, block, call, args, kwargs, follow, self._calls), {})

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from splitpipe.batch import outputs
-from splitpipe.core import microbatch, stream, thread_state
+from splitpipe.core import microbatch, thread_state
 from splitpipe.core.graph import rank_of, reached
 from splitpipe.core.microbatch import Flat
 from splitpipe.core.rng import RngMode
@@ -148,9 +148,8 @@ def made_again(
     """
     stage = again.stage
     facts, parameters = stage.facts, stage.parameters.tensors
-    with stream.use(stage.compute):
-        # Before the run, or else a layer that uses another stream would be the first to ask for its weights' nodes.
-        phony, ids = sink.phony((stage.own,), parameters)
+    # Before the run, or else a layer that uses another stream would be the first to ask for its weights' nodes.
+    phony, ids = sink.phony((stage.own,), parameters)
     made, nesting, drew, count = again.first()
     again.call.seeds.drew |= drew
     own = {id(x): x for x in given if isinstance(x, Tensor)}
@@ -166,8 +165,7 @@ def made_again(
         others = _foreign(made, again, parameters)
         facts.foreign = bool(others)
     if others:
-        with stream.use(stage.compute):
-            phony, ids = sink.phony((stage.own, *map(id, others)), [*parameters, *others])
+        phony, ids = sink.phony((stage.own, *map(id, others)), [*parameters, *others])
 
     blocks: list[Dropped] = []
 

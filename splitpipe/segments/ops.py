@@ -71,7 +71,8 @@ class StageOps:
     def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
         """The phony of all blocks, which leads nowhere: B asks for its gradient."""
         if self._phony is None:
-            self._phony = unleaf(torch.empty(0, device=self.stage.device, requires_grad=True))
+            with stream.use(self.stage.compute):
+                self._phony = unleaf(torch.empty(0, device=self.stage.device, requires_grad=True))
         return self._phony, [[*map(id, parameters)]]
 
     def wanted(self, phony: Any, ids: Ids) -> set[int] | None:

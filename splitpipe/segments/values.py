@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import unobserved
-from splitpipe.core.torch_private import tree_map_only
+from splitpipe.core.torch_private import DisableTorchFunction, tree_map_only
 
 
 class Transfer(Protocol):
@@ -128,7 +128,10 @@ class Values:
 
     def note_writes(self) -> None:
         """Called after a function or block that may have written to values."""
-        written = [cell for cell in self._cells.values() if cell.written]
+        if not self._cells:
+            return
+        with DisableTorchFunction():  # Follow would see each question.
+            written = [cell for cell in self._cells.values() if cell.written]
         if written and self._transfer.writing is not None:
             self._transfer.writing()
         if written:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
@@ -145,9 +145,10 @@ class BlockRun:
         if not facts.compared:
             snapshot.compare()
             facts.compared = True
-        if snapshot.grown:
+        grown = snapshot.grown
+        if grown:
             facts.foreign = None  # This call doesn't know parameters that it has made.
-        return made, nesting, drew, None if facts.in_place or snapshot.grown else kinds
+        return made, nesting, drew, None if facts.in_place or grown else kinds
 
     def _keep(self, storages: Collection[int]) -> None:
         """Copies arguments in these storages."""
@@ -199,7 +200,8 @@ class BlockRun:
                     raise RuntimeError(WRITTEN.format(f"input of {self.where}"))
                 if kept.requires_grad:
                     x = enter(x.requires_grad_())
-                    entered.append(get_gradient_edge(x))
+                    # Like get_gradient_edge, which makes a view to keep the node alive. The tensor does so, too.
+                    entered.append(GradientEdge(x.grad_fn, 0, x))  # type: ignore[arg-type]
                 inside[id(kept)] = x
             leaves.append(x)
         before = _get_sequence_nr()

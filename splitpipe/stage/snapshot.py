@@ -119,7 +119,8 @@ class Snapshot:
     @property
     def grown(self) -> bool:
         """True if the forward has made modules or parameters, for whose gradients no other run has a graph."""
-        return any([isinstance(after, (nn.Module, nn.Parameter)) for _, after in self._moved.values()])
+        moved = self._moved
+        return bool(moved) and any([isinstance(after, (nn.Module, nn.Parameter)) for _, after in moved.values()])
 
     def untouched(self) -> bool:
         """True if a run would find the same state as the forward, and writes to no buffer: nothing must be restored."""

@@ -114,7 +114,8 @@ def _leave(owner: Owner, new: PendingGrad, grad: Tensor | None, version: int | N
     if owner.rule.partial:
         leave(owner.group, PendingGrad(ctx))
     elif grad is not None:
-        new.ctx = ctx
+        if ctx is not new.ctx:
+            new.take_on(ctx)
         new.arrived(grad, version)
         leave(owner.group, new)
 
@@ -204,20 +205,22 @@ class Capture:
                 self._hooks.park(leaf)
         large = [] if summed is None else [k for k, leaf in enumerate(leaves) if _is_large(leaf)]
         watched: list[Watch] = []
+        found: list[Tensor | None] = []
         try:
             handles += [summed.hook(leaves[k]) for k in large if summed is not None]
             # At a node that runs, autograd captures the gradient from before hooks on its output have changed it.
-            watched += [_watched(owner.node) for owner in owners]
-            found = list(self._grad(roots, grads, inputs, graph.keep_graph))
+            watched += [_watched(owner.node, graph.custom) for owner in owners]
+            found += self._grad(roots, grads, inputs, graph.keep_graph)
         finally:
-            for handle in (*handles, *[handle for _, handle in watched]):
+            if not found or graph.keep_graph:  # Otherwise, its nodes are about to be freed.
+                handles += [watch.handle for watch in watched]
+            for handle in handles:
                 handle.remove()
         for k in large:
             found[count + k] = None  # What is left of it takes no memory.
-        for number, (owner, new, grad) in enumerate(zip(owners, kept, found[count + len(leaves) :])):
-            seen = watched[number][0]
-            grad, version = seen[0] if seen else (grad, None)
-            _leave(owner, new, grad, version if graph.custom else None, leave)
+        for owner, new, grad, watch in zip(owners, kept, found[count + len(leaves) :], watched):
+            given = watch.seen[0][0] if watch.seen else grad
+            _leave(owner, new, given, watch.versions[0] if watch.versions else None, leave)
         return list(found[:count]), list(found[count : count + len(leaves)])
 
     def backward_views(
@@ -253,22 +256,28 @@ class Capture:
         return found
 
 
-#: A gradient and its version when it arrived, once it is there, and a function that ends the watch.
-Watch = tuple[list[tuple[Tensor | None, int | None]], Any]
+class Watch(NamedTuple):
+    """The gradients that a node has received, their versions at that time, and the handle that ends the watch."""
+
+    seen: list[Sequence[Tensor | None]]
+    versions: list[int | None]
+    handle: Any
 
 
-def _watched(node: Any) -> Watch:
-    """Watches for the gradient of a node's output, as the node receives it.
+def _watched(node: Any, versions: bool) -> Watch:
+    """Watches for the gradient of a node's output, as the node receives it; ``versions``: with its version.
 
     Autograd may pass one gradient to several nodes, and a later one may write to it.
     """
-    seen: list[tuple[Tensor | None, int | None]] = []
+    seen: list[Sequence[Tensor | None]] = []
+    found: list[int | None] = []
 
     def note(grads: Sequence[Tensor | None]) -> None:
         grad = grads[0]
-        seen.append((grad, None if grad is None else version_of(grad)))
+        seen.append(grads)
+        found.append(None if grad is None else version_of(grad))
 
-    return seen, node.register_prehook(note)
+    return Watch(seen, found, node.register_prehook(note if versions else seen.append))
 
 
 def _edge(x: Tensor) -> Edge:

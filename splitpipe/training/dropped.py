@@ -94,8 +94,10 @@ class Dropped(Flight):
 
     def _unknown(self, graph: Graph) -> bool:
         """True for leaves that the run itself has made, like the forward; others would lose their gradients."""
-        leaves = used_by(graph)
         known = {leaf for ids in self._ids for leaf in ids}
+        leaves = used_by(graph)
+        if not self._others and known.issuperset(leaves):
+            return False
         new = [x for key, x in leaves.items() if key not in known and x.requires_grad]
         gone = [x for x, _ in self._others if id(x) not in leaves]
         if new and sorted([tuple(x.shape) for x in new]) != sorted([tuple(x.shape) for x in gone]):

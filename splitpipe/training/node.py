@@ -51,13 +51,14 @@ class Flight:
 
         ``now``: nothing that takes memory should wait for W; ``keep``: the graph isn't freed.
         """
-        entered = [edge for edge, need in zip(graph.entered, needed) if need]
-        leaves, edges = graph.leaves, graph.edges
-        if wanted is not None:
-            places = [k for k, leaf in enumerate(leaves) if id(leaf) in wanted]
-            leaves, edges = [leaves[k] for k in places], [edges[k] for k in places]
-        keep = keep or graph.keep_graph
-        graph = Graph(entered, graph.phonies, graph.owners, graph.custom, leaves, edges, keep)
+        if wanted is not None or keep or not all(needed):  # Usually, all of it is needed.
+            leaves, edges = graph.leaves, graph.edges
+            if wanted is not None:
+                places = [k for k, leaf in enumerate(leaves) if id(leaf) in wanted]
+                leaves, edges = [leaves[k] for k in places], [edges[k] for k in places]
+            entered = [edge for edge, need in zip(graph.entered, needed) if need]
+            keep = keep or graph.keep_graph
+            graph = graph._replace(entered=entered, leaves=leaves, edges=edges, keep_graph=keep)
         with without_autocast():  # The user may call backward under autocast.
             found = iter(self._sink.backward_block(self._i, roots, grads, graph, wanted, now))
         return [next(found) if need else None for need in needed]

@@ -65,9 +65,8 @@ def needs(node: Any) -> bool:
 
 def used_by(graph: Graph) -> dict[int, Tensor]:
     """The leaves that a graph leads to, by identity."""
-    used = {id(x): x for x in graph.leaves}
-    used.update({id(x): x for owner in graph.owners for x in owner.group.parameters})
-    return used
+    every = [*graph.leaves, *[x for owner in graph.owners for x in owner.group.parameters]]
+    return {id(x): x for x in every}
 
 
 class Flushes(Node):

@@ -81,7 +81,7 @@ EXPLAINED: dict[str, str] = {
     "training/ledger.py: Ledger.leave: hold": "What a layer on a stream of its own has saved: in its pool.",
     "deferral/stash.py: Stash.leave: hold": "The same, drop-in.",
     "deferral/stash.py: Stash.gradients: wait": "For a weight whose gradient is B's in another place.",
-    "segments/nodes.py: made_again: use": _OTHERS,
+    "segments/ops.py: StageOps.phony: use": _OTHERS,
     "segments/parts.py: _Cut.join: use": _OTHERS,
     "stage/again.py: BlockRun.__call__: use": "Autograd has its threads on the streams of forward.",
     "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",

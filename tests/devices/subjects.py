@@ -85,6 +85,14 @@ class Residual(Layered):
         return x.tanh() + self.layer(x)
 
 
+class Sliced(Layered):
+    """Its output, and its input's gradient, are slices of transposes: in memory they have gaps, and another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([x, x.detach()])
+        return (self.layer.weight @ both.t().contiguous()).t()[: len(x)]
+
+
 class Elsewhere(Layered):
     """Computes on a stream of its own, where there are streams, as layers with a communication of their own do."""
 
@@ -228,6 +236,7 @@ SUBJECTS = {
         in_each(linear, lambda: nn.BatchNorm1d(WIDTH)), options={"deferred_batch_norm": True}, measure="cpu"
     ),
     "residuals": Subject(in_each(Residual, Residual)),
+    "slices": Subject(in_each(Sliced)),
     "elsewhere": Subject(in_each(Elsewhere)),
     "elsewhere, a batch without grad": Subject(in_each(Elsewhere), differentiable=False),
     "compiled": Subject(in_each(Block, Block), options={"compile": EAGER}),

@@ -14,7 +14,8 @@ from .wheel import ROOT
 
 #: Accesses that nothing orders are looked for. A query is not a wait then, which would hide some.
 WATCHED = {"SOFTCUDA_HAZARDS": "2", "SOFTCUDA_LAG": "1000"}
-FOUR = {**WATCHED, "SOFTCUDA_DEVICES": "4"}
+#: Two of them reach each other's memory.
+FOUR = {**WATCHED, "SOFTCUDA_DEVICES": "4", "SOFTCUDA_PEERS": "2"}
 #: Tests of what the fake hasn't got, and why.
 WITHOUT = {
     **{f"tests/gpu/test_checks_cuda.py::test_ddp_around_a_pipeline_takes_the_mean[{where}-each-nccl-{backward}]":

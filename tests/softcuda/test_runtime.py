@@ -107,6 +107,17 @@ def test_devices_are_as_many_as_are_visible(told: Told) -> None:
     assert told(asked, SOFTCUDA_DEVICES="3", CUDA_VISIBLE_DEVICES="0,2,7").split() == ["0", "0", "101", "101"]
 
 
+def test_the_first_devices_reach_each_others_memory(told: Told) -> None:
+    asked = (
+        "out = ctypes.c_int()\n"
+        "for pair in (0, 1), (2, 0), (1, 1):\n"
+        "    cuda.cudaDeviceCanAccessPeer(ctypes.byref(out), *pair)\n"
+        "    print(out.value)"
+    )
+    assert told(asked, SOFTCUDA_DEVICES="3").split() == ["1", "1", "0"]
+    assert told(asked, SOFTCUDA_DEVICES="3", SOFTCUDA_PEERS="2").split() == ["1", "0", "0"]
+
+
 def test_what_nobody_has_written_says_its_name_and_fails(told: Told) -> None:
     assert told("print(cuda.cudaGraphLaunch())").strip() == "801"
     assert told("cuda.cudaGraphLaunch()", errors=True).strip() == "softcuda: cudaGraphLaunch is a stub"

@@ -83,7 +83,10 @@ API int cudaDeviceSynchronize() {
 }
 API int cudaDriverGetVersion(int* out) { return *out = 13000, kOk; }
 API int cudaRuntimeGetVersion(int* out) { return *out = 13000, kOk; }
-API int cudaDeviceCanAccessPeer(int* out, int device, int peer) { return *out = device != peer, kOk; }
+// The first so many reach each other's memory. Between others torch copies what is not contiguous in two steps.
+API int cudaDeviceCanAccessPeer(int* out, int device, int peer) {
+  return *out = device != peer && std::max(device, peer) < setting("SOFTCUDA_PEERS", kMost), kOk;
+}
 API int cudaDeviceEnablePeerAccess(int, unsigned) { return kOk; }
 // An H100's, by their places in CUDA 13's cudaDeviceProp, whose header is not needed then.
 API int cudaGetDeviceProperties(char* out, int device) {

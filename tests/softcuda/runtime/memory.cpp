@@ -101,5 +101,8 @@ API int cudaMemcpy(void* to, const void* from, size_t size, int) { return copy(t
 API int cudaMemcpyAsync(void* to, const void* from, size_t size, int, Handle stream) {
   return copy(to, from, size, stream, false);
 }
+API int cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, Handle stream) {
+  return copy(to, from, size, stream, false);
+}
 API int cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, int) { return kOk; }
 API int cudaGetSymbolAddress(void** out, const void* symbol) { return *out = const_cast<void*>(symbol), kOk; }
