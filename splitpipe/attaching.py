@@ -47,7 +47,8 @@ def attach(
 
     Only ``forward`` is replaced, on the instance, by one with the same signature. Code that knows the module keeps
     working: ``isinstance``, ``generate``, ``save_pretrained``, transformers' Trainer, PEFT.
-    ``SplitPipe(module, cuts=...)`` does the same in a separate wrapper.
+    ``SplitPipe(module, cuts=...)`` does the same in a separate wrapper, which also has ``record()`` and
+    ``deferral_report()``. Attaching again replaces the pipeline.
 
     Args:
         module: any module. Its parameters are moved to their stages' devices in the first call, or now if ``sample`` is

@@ -130,7 +130,8 @@ def verify_module(module: object) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module is a {type(module).__name__}: expected an nn.Sequential, whose layers can be divided into stages. "
-            "Write the model as nn.Sequential(layer, layer, ...)."
+            "Write the model as nn.Sequential(layer, layer, ...). For any other module, SplitPipe takes "
+            "cuts=[...] instead of balance."
         )
     if getattr(module.forward, "__func__", None) is not nn.Sequential.forward:
         raise TypeError(

@@ -1,6 +1,7 @@
 """A module whose forward runs as a pipeline with cuts: what ``attach`` and ``SplitPipe`` have in common."""
 from __future__ import annotations
 
+import logging
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,8 @@ from splitpipe.segments.stages import Options
 from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
 #: The arguments of one call, for placing the module: keyword arguments, or positional ones.
+_log = logging.getLogger("splitpipe")
+
 Sample = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
 
 
@@ -48,6 +51,11 @@ class Piped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_export()
         return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, args, kwargs)
+
+    def __repr__(self) -> str:
+        options = self.runtime.options
+        devices = [str(place.device) for place in options.places]
+        return f"<pipeline: cuts={[*options.cuts]}, devices={devices}, chunks={options.chunks}>"
 
     @property
     def __code__(self) -> CodeType:
@@ -107,6 +115,8 @@ def options_of(
     verify_split(split)
     compiling, listed = verify_compile(compile), checks.verify_listed(devices, stages)
     count = checks.resolve_chunks(chunks, schedule, listed, stages)
+    if chunks is None:
+        _log.info("chosen: chunks=%d", count)
     drop_in = schedule == "gpipe" and loss_fn is None
     plan, places = checks.resolve_places(schedule, drop_in, listed, stages, count, stages_from=stages_from)
     default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"

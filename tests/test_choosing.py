@@ -88,10 +88,12 @@ def test_splitpipe_needs_no_other_argument() -> None:
 
 def test_what_was_chosen_is_said_in_a_form_to_paste(said: list[str]) -> None:
     model = SplitPipe(layers())
-    assert said == ["chosen: balance=[2, 2], devices=['cpu', 'cpu']"]
+    assert said == ["chosen: balance=[2, 2], devices=['cpu', 'cpu']", "chosen: chunks=8"]
     assert "balance=[2, 2], devices=[cpu, cpu], chunks=8" in repr(model)
     inner = SplitPipe(Stack(), chunks=2)
-    assert said[1:] == [f"chosen: cuts={inner.cuts}, devices=['cpu', 'cpu']"]
+    assert said[2:] == [f"chosen: cuts={inner.cuts}, devices=['cpu', 'cpu']"]
+    module = splitpipe.attach(Stack(), ["layers.1"], chunks=2)
+    assert repr(module.forward) == "<pipeline: cuts=['layers.1'], devices=['cpu', 'cpu'], chunks=2>"
 
 
 def test_what_is_given_stays() -> None:

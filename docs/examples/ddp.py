@@ -54,10 +54,11 @@ def shuffled(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Itera
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(usage="torchrun --nproc-per-node 2 docs/examples/ddp.py [--steps N]")
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
-
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with torchrun, as above")
     first = int(os.environ["LOCAL_RANK"]) * STAGES
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) * STAGES
     devices = [f"cuda:{first + stage}" if on_gpus else "cpu" for stage in range(STAGES)]
@@ -68,8 +69,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(SplitPipe(layers(), BALANCE, devices=devices, chunks=4))  # Without device_ids.
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    data = spirals()
-    sampler = DistributedSampler(data)  # Gives each process its part.
+    sampler = DistributedSampler(data := spirals())  # Gives each process its part.
     loader = DataLoader(data, batch_size=64, sampler=sampler)
     losses = []
     for step, (points, arms) in enumerate(islice(shuffled(loader, sampler), steps), start=1):

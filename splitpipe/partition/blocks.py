@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from splitpipe.batch.division import Division
 from splitpipe.core.tensors import version_of
 from splitpipe.schedule.op import listed
-from splitpipe.schedule.plurals import counted
 
 
 class Blocks:
@@ -115,7 +114,7 @@ def _tensors(part: nn.Module, recurse: bool) -> list[tuple[str, Tensor]]:
     return [*found, *part.named_buffers(recurse=recurse, remove_duplicate=False)]
 
 
-_EXAMPLE = 'such as cuts=["layers.4", "layers.8"], names of module.named_modules()'
+_EXAMPLE = 'such as cuts=["layers.4", "layers.8"], as in module.named_modules()'
 
 
 @contextmanager
@@ -289,7 +288,7 @@ def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
         if not name or part is None:
             near = sorted({*modules} - {""}, key=lambda other: _distance(name, other))[:3]
             faults.append(
-                f"cuts[{number}] is {name!r}, not a submodule of {type(module).__name__}: did you mean {_any(near)}?"
+                f"cuts[{number}] is {name!r}, not a submodule of {type(module).__name__} (did you mean {_any(near)}?)"
             )
         elif not called(part):
             inside = [f"{name}.{own}" for own in part._modules][:3]
@@ -302,7 +301,7 @@ def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
             if same:
                 faults.append(f"cuts[{number}] is {name!r}, the same module as cuts[{same[0]}]")
     if faults:
-        raise ValueError("; ".join(faults) + f". Expected {counted(len(found), 'name')} of modules, {_EXAMPLE}.")
+        raise ValueError("; ".join(faults) + f". Expected names of submodules, {_EXAMPLE}.")
     return [str(name) for name in found]
 
 

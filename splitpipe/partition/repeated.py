@@ -14,8 +14,9 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
 def no_blocks(module: nn.Module) -> ValueError:
     """The error for a module without repeated blocks."""
     return ValueError(
-        f"module, a {type(module).__name__}, has no repeated blocks: expected children of one module, of one class, "
-        "that are called in turn, such as the layers of a transformer. Choose the cuts: SplitPipe(module, cuts=[...])."
+        f"module ({type(module).__name__}) has no repeated blocks: expected children of one module, of one class, "
+        "that are called in turn, such as the layers of a transformer. Choose the cuts: cuts=[...], "
+        "the names of the submodules with which later stages start."
     )
 
 

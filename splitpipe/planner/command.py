@@ -27,10 +27,11 @@ EXAMPLES = """examples:
   python -m splitpipe plan train:llama --sample input_ids=8x512:int64:32000,labels=8x512:int64:32000
 
 MODULE:NAME is a name in a Python module, which is in the working directory or installed; if it is a function, it is
-called, and its result is used. A SAMPLE is such a name too, or a shape: 64x10 is normal random numbers, 64x10:int64:100
-random integers from 0 to 99. For a module that isn't an nn.Sequential, there may be one per argument, NAME=SAMPLE,
-NAME=SAMPLE, or the name of a dict of them. Lists may use spaces instead of commas. The exit code is 0; 1 if no plan
-fits into the memory; 2 if the arguments are wrong.
+called, and its result is used. The module is imported, so its training loop has to be under if __name__ == "__main__".
+A SAMPLE is such a name too, or a shape: 64x10 is normal random numbers, 64x10:int64:100 random integers from 0 to 99.
+For a module that isn't an nn.Sequential, there may be one per argument, NAME=SAMPLE,NAME=SAMPLE, or the name of a dict
+of them. Lists may use spaces instead of commas. The exit code is 0; 1 if no plan fits into the memory; 2 if the
+arguments are wrong.
 """
 
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::([a-z]\w*)(?::(\d+))?)?", re.ASCII)

@@ -245,12 +245,13 @@ def loss_of(output: Any) -> Tensor:
     """The field ``loss`` of a module's output: an attribute, or a key."""
     found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
-        kind = "none" if found is None else f"a {type(found).__name__}"
+        kind = "no" if found is None else f"a {type(found).__name__} as its"
         raise TypeError(
-            f"the module's output, a {type(output).__name__}, has {kind} as its loss: a schedule runs backward inside "
-            "the forward, so it needs the field or key 'loss', a number. Pass the model what it computes the loss "
+            f"the module's output, a {type(output).__name__}, has {kind} loss: a schedule runs backward inside the "
+            "forward, so it needs the field or key 'loss', a number. Pass the model what it computes the loss "
             "from (labels=...), or use SplitPipe(..., loss_fn=criterion) and a target; if you only need outputs, use "
-            "model.eval() or torch.no_grad()."
+            "model.eval() or torch.no_grad(). If the caller computes the loss, as Trainer does for "
+            "label_smoothing_factor, leave out the schedule."
         )
     return found
 

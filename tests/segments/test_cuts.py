@@ -33,7 +33,7 @@ def test_a_sequential_cut_inside_of_a_layer_runs_in_segments() -> None:
 WRONG: list[tuple[Any, type[Exception], str]] = [
     ("layers.1", TypeError, "cuts is 'layers.1': expected a list of names"),
     ([1], TypeError, r"cuts is \[1\]: expected a list of names"),
-    (["layers.9"], ValueError, r"cuts\[0\] is 'layers.9', not a submodule of Stack: did you mean .*'layers.1'"),
+    (["layers.9"], ValueError, r"cuts\[0\] is 'layers.9', not a submodule of Stack \(did you mean .*'layers.1'"),
     ([""], ValueError, r"cuts\[0\] is '', not a submodule of Stack"),
     (["layers"], ValueError, r"cuts\[0\] is 'layers', a ModuleList, which is never called: .*'layers.0' or 'layers.1'"),
     (["layers.1", "layers.1"], ValueError, r"cuts\[1\] is 'layers.1', the same module as cuts\[0\]"),
