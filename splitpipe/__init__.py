@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from splitpipe.attaching import attach, detach
-    from splitpipe.balance.chosen import device_map
+    from splitpipe.balance.defaults import device_map
     from splitpipe.batchnorm import DeferredBatchNorm
     from splitpipe.core.phase import is_checkpointing, is_recomputing
     from splitpipe.deferral.function import SplitFunction
@@ -30,7 +30,7 @@ _OWNERS = {
     "SplitPipe": "splitpipe.pipe",
     "attach": "splitpipe.attaching",
     "detach": "splitpipe.attaching",
-    "device_map": "splitpipe.balance.chosen",
+    "device_map": "splitpipe.balance.defaults",
     "is_checkpointing": "splitpipe.core.phase",
     "is_recomputing": "splitpipe.core.phase",
     "plan": "splitpipe.planner.planning",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import checks
-from splitpipe.balance.chosen import chosen_cuts
+from splitpipe.balance.defaults import chosen_cuts
 from splitpipe.batch.splitting import Split
 from splitpipe.batchnorm import undefer
 from splitpipe.checks import Checkpoint

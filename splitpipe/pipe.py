@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from splitpipe import checks
-from splitpipe.balance.chosen import chosen_balance, chosen_cuts
+from splitpipe.balance.defaults import chosen_balance, chosen_cuts
 from splitpipe.batch.flags import verify_batched
 from splitpipe.batch.layout import warn_of_layout
 from splitpipe.batch.splitting import Split

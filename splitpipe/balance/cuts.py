@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from splitpipe.balance.choose import (
+from splitpipe.balance.balances import (
     Device,
     balance_by_size,
     balance_by_time,

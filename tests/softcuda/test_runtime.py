@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.skipif(
 #: Of the runtime, as far as these tests go, with a function that nobody has written.
 NAMES = {"cudaMalloc", "cudaFree", "cudaMemcpyAsync", "cudaStreamCreateWithFlags", "cudaStreamWaitEvent",
          "cudaEventCreateWithFlags", "cudaEventRecord", "cudaStreamSynchronize", "cudaEventQuery", "cudaGraphLaunch",
-         "cudaSetDevice", "cudaGetErrorString"}
+         "cudaSetDevice", "cudaGetErrorString", "cudaDeviceCanAccessPeer"}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.balance import layers
-from splitpipe.balance.choose import balance_by_size, balance_by_time
+from splitpipe.balance.balances import balance_by_size, balance_by_time
 from tests.helpers.copied import Clock
 
 CHOICES = [balance_by_time, balance_by_size]

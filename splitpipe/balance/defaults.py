@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitpipe.balance.choose import balance_by_time
+from splitpipe.balance.balances import balance_by_time
 from splitpipe.balance.cuts import cuts_by_time
 from splitpipe.checks import accelerators, resolve_devices
 from splitpipe.core.stream import Device, Place
 from splitpipe.partition.blocks import Blocks, called
 from splitpipe.partition.blocks import device_map as map_of
-from splitpipe.partition.choosing import cuts_of_map, divide, memory_of, parts_of, share
+from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of, share
 from splitpipe.partition.dispatched import device_map_of, verify_resident
 from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.schedule.construct.library import build

@@ -7,7 +7,7 @@ from torch import nn
 
 import splitpipe
 from splitpipe import SplitPipe
-from splitpipe.partition.choosing import memory_of
+from splitpipe.partition.by_bytes import memory_of
 from tests.segments.models import Stack
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from splitpipe.partition.choosing import Part, cuts_of_map, divide, parts_of
+from splitpipe.partition.by_bytes import Part, cuts_of_map, divide, parts_of
 from splitpipe.partition.repeated import repeated
 
 A, B, C = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")

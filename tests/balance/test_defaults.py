@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import splitpipe
 from splitpipe import SplitPipe
-from splitpipe.balance import chosen as choosing
+from splitpipe.balance import defaults
 from splitpipe.core.stream import Place
 from splitpipe.schedule import build
 from tests.segments.models import Stack
@@ -48,7 +48,7 @@ def said() -> Iterator[list[str]]:
 @pytest.fixture(autouse=True)
 def _no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that has none."""
-    monkeypatch.setattr(choosing, "accelerators", list[Place])
+    monkeypatch.setattr(defaults, "accelerators", list[Place])
 
 
 def layers(count: int = 4) -> nn.Sequential:
@@ -58,7 +58,7 @@ def layers(count: int = 4) -> nn.Sequential:
 def roomy(monkeypatch: pytest.MonkeyPatch, *rooms: float) -> None:
     """Has the first device seen have so many bytes, and so on."""
     free = iter(rooms)
-    monkeypatch.setattr(choosing, "memory_of", lambda device, module: next(free))
+    monkeypatch.setattr(defaults, "memory_of", lambda device, module: next(free))
 
 
 def test_attach_needs_no_other_argument() -> None:
@@ -168,8 +168,8 @@ def test_unequal_devices_get_unequal_stages(monkeypatch: pytest.MonkeyPatch) -> 
     roomy(monkeypatch, 3e6)  # Both names are one device: halves of its memory.
     assert SplitPipe(layers(6), devices=["cpu", "cpu"]).balance == [3, 3]
     sizes = {"meta": 2e6, "cpu": 1e6}
-    monkeypatch.setattr(choosing, "memory_of", lambda device, module: sizes[device.type])
-    found, _ = choosing._by_bytes(
+    monkeypatch.setattr(defaults, "memory_of", lambda device, module: sizes[device.type])
+    found, _ = defaults._by_bytes(
         layers(6), [Place(torch.device("meta")), Place(CPU)], list("012345"), "gpipe"
     )
     assert found == ["4"]
