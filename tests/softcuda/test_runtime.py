@@ -108,12 +108,8 @@ def test_devices_are_as_many_as_are_visible(told: Told) -> None:
 
 
 def test_the_first_devices_reach_each_others_memory(told: Told) -> None:
-    asked = (
-        "out = ctypes.c_int()\n"
-        "for pair in (0, 1), (2, 0), (1, 1):\n"
-        "    cuda.cudaDeviceCanAccessPeer(ctypes.byref(out), *pair)\n"
-        "    print(out.value)"
-    )
+    each = "cuda.cudaDeviceCanAccessPeer(ctypes.byref(out), *pair); print(out.value)"
+    asked = f"out = ctypes.c_int()\nfor pair in (0, 1), (2, 0), (1, 1): {each}"
     assert told(asked, SOFTCUDA_DEVICES="3").split() == ["1", "1", "0"]
     assert told(asked, SOFTCUDA_DEVICES="3", SOFTCUDA_PEERS="2").split() == ["1", "0", "0"]
 
