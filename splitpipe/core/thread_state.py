@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
-from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -78,21 +77,16 @@ class State(NamedTuple):
 _UNOBSERVED = (None, None, (), ())
 
 
-@cache
-def _kinds() -> tuple[str, ...]:
-    """The types of device that autocast may be on for."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
 def capture() -> State:
     """The state of this thread."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     # If hooks are disabled, there is a message, and the stack can't be read.
     message = _saved_tensors_hooks_get_disabled_error_message()
     return State(  # Positional: each microbatch on each stage makes one, and names would take another microsecond.
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds()]),
+        tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]),
         torch.is_autocast_cache_enabled(),
         _is_torch_function_enabled(),
         _top_saved_tensors_default_hooks(True) if message is None else None,

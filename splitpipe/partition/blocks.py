@@ -60,8 +60,7 @@ class Blocks:
         if missed:
             warnings.warn(
                 f"{', '.join(missed)}: named in cuts=, but not called by the forward, so their stages have nothing to "
-                "do. "
-                "Expected names of modules that it calls.",
+                "do. Expected names of modules that it calls.",
                 stacklevel=2,
             )
 

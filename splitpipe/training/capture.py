@@ -3,8 +3,8 @@
 Autograd would accumulate into ``.grad``, which belongs to the user, and fire hooks once per microbatch.
 
     output ──> layers ──> weight's owner    its output gradient is captured, and left for W with what the node has saved
-                 ├─────> other parameter   captured, and added to the stage's sums; .grad stays, hooks are parked
-                 └─────> stage's input     captured, for the stage that it came from
+                  ├─────> other parameter   captured, and added to the stage's sums; .grad stays, hooks are parked
+                  └─────> stage's input     captured, for the stage that it came from
 
 The graph is freed during backward. It is kept if another microbatch may run through a part of it: a node that this
 forward hasn't made, or a leaf that isn't a parameter of the stage (for example, one in a closure). Nodes of this
@@ -212,9 +212,7 @@ class Capture:
             watched += [_watched(owner.node, graph.custom) for owner in owners]
             found += self._grad(roots, grads, inputs, graph.keep_graph)
         finally:
-            if not found or graph.keep_graph:  # Otherwise, its nodes are about to be freed.
-                handles += [watch.handle for watch in watched]
-            for handle in handles:
+            for handle in (*handles, *[watch.handle for watch in watched]):  # A kept node would keep its gradient.
                 handle.remove()
         for k in large:
             found[count + k] = None  # What is left of it takes no memory.
@@ -248,9 +246,7 @@ class Capture:
                 add_note(
                     error,
                     f"{self._stage} contains a reentrant torch.utils.checkpoint, which accumulates gradients itself, "
-                    "in a schedule: expected use_reentrant=False, or SplitPipe(..., checkpoint='always') instead of "
-                    "that "
-                    "checkpoint.",
+                    "in a schedule: expected use_reentrant=False, or SplitPipe(..., checkpoint='always') instead.",
                 )
             raise
         return found

@@ -156,7 +156,7 @@ def test_an_exception_in_one_process_is_an_error_in_the_other(rank: int, way: Wa
     module.insert(2, Faulty())
     model = pair(module, way, [2, 3])[1]
     dist.barrier()  # From here on both are quick, and the group's time is short.
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=5))
     parallel = DistributedDataParallel(model, process_group=group)
     x = torch.randn(6, 6, dtype=torch.float64)
     if rank == 1:
