@@ -17,6 +17,7 @@ A graph stays whole if cutting it could change what autograd does. Its gradients
     a microbatch returns several outputs, and hooks on one must see what comes from another
     a weight without a rule is also an earlier stage's, or the caller's graph leads to it: B would follow that path
     a value crosses inside an object, unseen, or isn't a plain tensor
+    hardly any weight gradient in it could be left to W, which isn't worth a walk through it
 """
 from __future__ import annotations
 
@@ -82,6 +83,10 @@ class Cutting:
     def end(self) -> bool:
         """Ends the forward; returns True if its graphs stay whole."""
         return not self._several and self._writes.setdefault(self._kind, False)
+
+
+#: Cutting a graph that has more nodes than this for each that owns a weight takes longer than W saves.
+_NODES_AN_OWNER = 100
 
 
 class _Whole(Exception):
@@ -212,10 +217,15 @@ class _Cut:
         assert isinstance(sink, DropinSink)
         return sink
 
-    def note(self) -> None:
+    @property
+    def pays(self) -> bool:
+        """True if enough is left to W to make up for the walks through the graphs of all microbatches."""
+        return len(self.nodes) <= _NODES_AN_OWNER * sum([len(graph.owners) for graph in self._graphs.values()])
+
+    def note(self, pays: bool = True) -> None:
         """Records for the report how the gradients of weights are computed."""
         for note, x, deferred, why in self._notes:
-            note(x, deferred, why)
+            note(x, deferred and pays, why if pays or not deferred else "too few others could be deferred")
 
     def join(self) -> None:
         """Makes the nodes of the surrounding graph."""
@@ -324,6 +334,13 @@ def cut(
             whole = True  # A node that keeps it whole may also be another microbatch's.
         else:
             cuts[i] = each
+            if not each.pays:  # Nor do the others.
+                each.note(pays=False)
+                for stage in run.stages:
+                    stage.facts.whole = False
+                    if not dry:
+                        stage.note()
+                return list[Flat](found), [{**own} for own in numbers]
         whole = whole or not seen.isdisjoint(each.nodes)
         seen |= each.nodes
     for i in range(min(run.call.checkpointed, len(walks)) if seen and not whole else 0):

@@ -214,6 +214,23 @@ def test_a_stage_is_one_node_for_each_microbatch() -> None:
         assert nodes(model(rows())) == expected
 
 
+def long(net: Net, x: Tensor) -> Tensor:
+    """Its weights are few beside what autograd goes through anyway."""
+    x = through(net, x)
+    for _ in range(600):
+        x = x * 0.999
+    return x
+
+
+def test_a_graph_with_hardly_any_weights_stays_whole_and_the_report_says_why() -> None:
+    plain, model = pair(long)
+    for _ in range(3):
+        assert_steps(plain, model)
+        assert not nodes(model(rows()))
+        found = {row.why for row in model.deferral_report() if row.parameter.startswith("blocks")}
+        assert found == {"too few others could be deferred"}
+
+
 def views(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
     y = through(net, x)
     return y, y[:, :2]
