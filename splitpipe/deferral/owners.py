@@ -81,21 +81,6 @@ class Weight(NamedTuple):
         return meta.dtype, None if self.turned else torch.Size(meta.shape)
 
 
-class Owner(NamedTuple):
-    """A node that leaves something for W: its rule, its weights, and the numbers of the edges that lead to them."""
-
-    node: Any
-    rule: Rule
-    group: WeightGroup
-    edges: list[int]
-
-    @property
-    def lone(self) -> bool:
-        """True if no other input needs a gradient: then the node doesn't run in B."""
-        after = self.node.next_functions
-        return all([node is None or number in self.edges for number, (node, _) in enumerate(after)])
-
-
 class Way(NamedTuple):
     """What is known about owners with one rule whose edges lead to the same leaves."""
 
@@ -104,6 +89,23 @@ class Way(NamedTuple):
     #: The first of the leaves, and whether there is a transpose before it.
     leaf: Tensor
     turned: bool
+
+
+class Owner(NamedTuple):
+    """A node that leaves something for W: its rule, its weights, and the numbers of the edges that lead to them."""
+
+    node: Any
+    rule: Rule
+    group: WeightGroup
+    edges: list[int]
+    #: The same for other microbatches; None if that isn't known.
+    way: Way | None = None
+
+    @property
+    def lone(self) -> bool:
+        """True if no other input needs a gradient: then the node doesn't run in B."""
+        after = self.node.next_functions
+        return all([node is None or number in self.edges for number, (node, _) in enumerate(after)])
 
 
 class Groups(Protocol):
@@ -258,7 +260,7 @@ def _owner(
     known = groups.ways.get(way)
     if known is not None:
         why = rule.refuses(node, known.leaf, known.turned, gains)
-        return Owner(node, rule, known.group, known.edges) if why is None else why
+        return Owner(node, rule, known.group, known.edges, known) if why is None else why
     weights: list[Weight | None] = []
     edges: list[int] = []
     key: list[object] = [rule]
@@ -296,9 +298,10 @@ def _owner(
     group = groups.known(own) if alike else None
     if group is None:
         group = groups.make(own, rule.function(node, first.leaf, turned), weights)
+    found = None
     if own is not None and way is not None and _FAR not in way:
-        groups.ways[way] = Way(group, edges, first.leaf, turned)
-    return Owner(node, rule, group, edges)
+        found = groups.ways[way] = Way(group, edges, first.leaf, turned)
+    return Owner(node, rule, group, edges, found)
 
 
 #: A leaf, if there is one, behind nodes that each microbatch runs through separately.

@@ -105,6 +105,10 @@ class ChainWalk(Walk):
                 self._given = self._sent(value, j + 1, frame)
             self._skips.update({key: self._sent(activation, target, frame) for key, target, activation in leaving})
 
+    def span(self, stage: int) -> range:
+        """The numbers of nodes that the segment on a stage has made, once it has ended."""
+        return range(self.firsts[stage], self._ends[stage])
+
     def _made(self, number: int, likely: int) -> int | None:
         stages: list[int] = [likely, *range(len(self._ends))]
         for stage in stages:

@@ -145,6 +145,10 @@ class CodeWalk(Walk):
         packs = [hooks[0] for hooks in counting if hooks is not None]
         return lambda x: packs[self.stage](x), thread_state.unchanged
 
+    def span(self, stage: int) -> range:
+        """The numbers of nodes that the segment on a stage has made, once all have ended."""
+        return range(self.firsts[stage], (*self.firsts, self._ends[-1])[stage + 1])
+
     def _made(self, number: int, likely: int) -> int | None:
         if number < self.firsts[0] or len(self._ends) == len(self.run.stages) and number >= self._ends[-1]:
             return None

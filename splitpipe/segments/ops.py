@@ -80,10 +80,11 @@ class StageOps:
         return None
 
     def graph(
-        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
+        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
+        block: object = None,
     ) -> Graph:
-        """The graph of a microbatch on a block."""
-        return self._capture.graph(roots, entered, numbers, **self._deferring(i))
+        """The graph of a microbatch on a block; None: the whole stage."""
+        return self._capture.graph(roots, entered, numbers, block=block, **self._deferring(i))
 
     def _phonies(self) -> list[GradientEdge]:
         """Edges through which autograd must run although nothing needs their gradients."""

@@ -21,7 +21,7 @@ A graph stays whole if cutting it could change what autograd does. Its gradients
 """
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class _Whole(Exception):
 class _Ends:
     """The edges at which a stage's part ends. Looking one up records it, or the node that it leads to."""
 
-    def __init__(self, walk: Walk, around: Container[Edge], stage: int, dry: bool) -> None:
+    def __init__(self, walk: Walk, around: Mapping[Edge, Tensor], stage: int, dry: bool) -> None:
         self._walk, self._around, self._stage, self._dry = walk, around, stage, dry
         self.edges: dict[Edge, None] = {}
         #: The nodes of the part.
@@ -106,6 +106,17 @@ class _Ends:
         if not self._ends(edge):
             return False
         self.edges[edge] = None
+        return True
+
+    def within(self, nodes: Sequence[Any]) -> bool:
+        """True if the walk has made all nodes on this stage; records them."""
+        walk, span = self._walk, self._walk.span(self._stage)
+        others = [node for node in nodes if node._sequence_nr() not in span]
+        if not all([walk.maker(node, self._stage) == self._stage or _may_be_shared(node) for node in others]):
+            return False
+        if not walk.crossed.keys().isdisjoint(nodes) or not {node for node, _ in self._around}.isdisjoint(nodes):
+            return False
+        self.nodes.update([node for node in nodes if not _may_be_shared(node)])
         return True
 
     def _ends(self, edge: Edge) -> bool:
@@ -172,7 +183,7 @@ class _Cut:
         sink = self._sink(k)
         ends, seen = _Ends(self._walk, self._given, k, self._dry), list[tuple[Tensor, bool, str]]()
         # With any numbers: ``ends`` knows the part's own nodes.
-        graph = sink.graph(self._walk.i, _edges(self._roots[k]), (), range(2**64), seen, ends)
+        graph = sink.graph(self._walk.i, _edges(self._roots[k]), (), range(2**64), seen=seen, ends=ends)
         if sink.note is not None:
             self._notes += [(sink.note, *each) for each in seen]
         self._used[k] = used_by(graph)

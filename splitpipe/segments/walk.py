@@ -101,6 +101,10 @@ class Walk:
         number: int = node._sequence_nr()
         return self._made(number, self.stage if likely is None else likely)
 
+    def span(self, stage: int) -> range:
+        """The numbers of nodes that the segment on a stage has made."""
+        raise NotImplementedError
+
     def _made(self, number: int, likely: int) -> int | None:
         """The stage whose segment has made the node with a number."""
         raise NotImplementedError

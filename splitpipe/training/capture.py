@@ -13,7 +13,7 @@ same number by chance; running through it twice is then an error of torch's.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core import stream
-from splitpipe.core.graph import Edge, leading
+from splitpipe.core.graph import Edge, leading, pairs_of
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import is_plain, version_of
@@ -32,6 +32,7 @@ from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.owners import Groups, Note, Owner, survey
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.deferral.rules import GainsOf
+from splitpipe.deferral.shape import Ends, Entered, Shape
 from splitpipe.stage.layers import StageLayers
 
 #: Takes what an owner leaves for W.
@@ -147,6 +148,8 @@ class Capture:
         self._hooks = hooks
         self._own = own.identities
         self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
+        #: Those of the graphs that microbatches make, by block and kind of microbatch; None: they differ.
+        self._shapes: dict[Any, Shape | None] = {}
 
     def graph(
         self,
@@ -157,7 +160,8 @@ class Capture:
         groups: Groups | None = None,
         gains: GainsOf = (True, True),
         note: Note | None = None,
-        ends: Container[Edge] | None = None,
+        ends: Ends | None = None,
+        block: object = None,
     ) -> Graph:
         """The graph that a forward has made, searched from its outputs' edges.
 
@@ -170,11 +174,20 @@ class Capture:
             gains: those of the microbatch.
             note: called with the ways to parameters.
             ends: where the search ends; None: at ``entered`` and ``phonies``.
+            block: what has made it, if it isn't the whole stage; graphs of one block usually have the same shape.
         """
         if ends is None:
-            ends = {(edge.node, edge.output_nr) for edge in (*entered, *phonies)}
-        starts = ((edge.node, edge.output_nr) for edge in roots)
-        found = survey(starts, ends, numbers, self._computed, groups, gains, note)
+            ends = Entered(pairs_of((*entered, *phonies)), numbers)
+        starts, kind = pairs_of(roots), (block, groups is None, gains)
+        alike = note is None and not self._computed and bool(numbers)
+        shape = self._shapes.get(kind) if alike else None
+        found = None if shape is None else shape.match(starts, ends, gains)
+        if found is None:
+            found = survey(starts, ends, numbers, self._computed, groups, gains, note)
+            if alike and kind not in self._shapes and Shape.known(found):
+                self._shapes[kind] = Shape(starts, ends, found)
+            elif shape is not None:
+                self._shapes[kind] = None
         # Each leaf once, however many paths lead to it: the engine returns its whole gradient each time it is listed.
         keep_graph = found.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in found.leaves])
         return Graph(

@@ -13,18 +13,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.core.graph import Edge, kind_of, reached
-from splitpipe.core.torch_private import (
-    _current_graph_task_id,
-)
+from splitpipe.core.torch_private import _current_graph_task_id
 from splitpipe.deferral.owners import about
-from splitpipe.stage.again import Made
+from splitpipe.stage.again import BlockRun, Made
 from splitpipe.stage.saved import Record, load, made_other, recomputation_error
 from splitpipe.training.capture import Graph
 from splitpipe.training.node import BlockNode, Flight
 from splitpipe.training.sink import Ids, Sink, used_by
 
-#: Runs a block or a stage again.
-Rerun = Callable[[], Made]
 #: Used instead of a graph task's number.
 _BEFORE = -1
 
@@ -35,7 +31,7 @@ class Dropped(Flight):
     __slots__ = ("_again", "_kinds", "_lock", "_others", "_places", "_ready")
 
     def __init__(
-        self, again: Rerun, sink: Sink, i: int, ids: Ids, places: list[tuple[int, Any]], kinds: Any, where: str,
+        self, again: BlockRun, sink: Sink, i: int, ids: Ids, places: list[tuple[int, Any]], kinds: Any, where: str,
         others: Sequence[Tensor] = (),
     ) -> None:
         super().__init__(sink, i, ids, where)
@@ -75,7 +71,7 @@ class Dropped(Flight):
                 used.append(grad)
         entered, numbers, x = made.entered, made.numbers, None
         del made
-        graph = self._sink.graph(self._i, roots, entered, numbers)
+        graph = self._sink.graph(self._i, roots, entered, numbers, block=self._again.stage.own)
         wanted = self._wanted(phony)
         if self._unknown(graph) and wanted is None:
             wanted = {leaf for ids in self._ids for leaf in ids}

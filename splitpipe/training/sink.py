@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from splitpipe.core.graph import Edge
 from splitpipe.core.torch_private import AccumulateGrad, _will_engine_execute_node
 from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
+from splitpipe.deferral.shape import Ends
 from splitpipe.deferral.stash import Stashes
 from splitpipe.training.capture import Capture, Grads, Graph, ParkedHooks
 from splitpipe.training.flush import Flush
@@ -38,9 +38,10 @@ class Sink(Protocol):
         """A tensor through whose node autograd runs if it needs the gradients of a block's parameters."""
 
     def graph(
-        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range
+        self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
+        block: object = None,
     ) -> Graph:
-        """The graph of a microbatch on a block."""
+        """The graph of a microbatch on a block; None: the whole stage."""
 
     def made(self, i: int, block: Prepared) -> None:
         """Called with each checkpointed block that has run and is a whole stage."""
@@ -147,13 +148,13 @@ class DropinSink:
 
     def graph(
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
-        seen: list[tuple[Tensor, bool, str]] | None = None, ends: Container[Edge] | None = None,
+        block: object = None, seen: list[tuple[Tensor, bool, str]] | None = None, ends: Ends | None = None,
     ) -> Graph:
         """The graph, with the weights whose gradients wait; notes for the report go to ``seen``, if given."""
         stashes = self.stashes
         note = self.note if seen is None or self.note is None else lambda *each: seen.append(each)
         return self._capture.graph(
-            roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=note, ends=ends
+            roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=note, ends=ends, block=block
         )
 
     def backward_block(

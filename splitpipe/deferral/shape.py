@@ -1,0 +1,154 @@
+"""The shape of one microbatch's graph, to recognise that of another one without looking at each node again.
+
+The graphs that microbatches make on one stage usually have the same nodes in the same places, leading to the same
+leaves. Then the owners of weights are in the same places, too, and a survey (``owners``) of the first graph is one of
+the others. A graph of another shape is surveyed itself, so a wrong guess costs only time.
+"""
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from splitpipe.core.graph import Edge
+from splitpipe.core.torch_private import AccumulateGrad
+from splitpipe.deferral.owners import Owner, Survey
+from splitpipe.deferral.rules import GainsOf
+
+
+class Ends(Protocol):
+    """The edges at which a graph ends."""
+
+    def __contains__(self, edge: Any) -> bool:
+        """True for such an edge."""
+
+    def within(self, nodes: Sequence[Any]) -> bool:
+        """True if all of these nodes belong to the graph, and none is at its end."""
+
+
+class Entered:
+    """The edges at which a stage's inputs enter, and the sequence numbers of the nodes that its forward has made."""
+
+    def __init__(self, edges: Iterable[Edge], numbers: Container[int]) -> None:
+        self._edges = {*edges}
+        self._numbers = numbers
+
+    def __contains__(self, edge: Any) -> bool:
+        return edge in self._edges
+
+    def within(self, nodes: Sequence[Any]) -> bool:
+        """True if this forward has made all nodes, and none is an input's."""
+        numbers = self._numbers
+        if not all([node._sequence_nr() in numbers for node in nodes]):
+            return False
+        return {node for node, _ in self._edges}.isdisjoint(nodes)
+
+
+class _Tail(NamedTuple):
+    """An edge from an owner to a leaf, through nodes of these kinds."""
+
+    kinds: tuple[Any, ...]
+    leaf: Any
+
+
+class _End:
+    """An edge at which the graph ends."""
+
+
+#: What an edge leads to: the node with a number, the node of a leaf, nothing, or one of the above.
+_Link = Any
+
+
+class Shape:
+    """The places of nodes and leaves in a graph, numbered in the order of a walk."""
+
+    def __init__(self, roots: Sequence[Edge], ends: Ends, found: Survey) -> None:
+        self._found = found
+        self._kinds: list[Any] = []
+        self._links: list[list[_Link]] = []
+        owners = {owner.node: number for number, owner in enumerate(found.owners)}
+        numbers: dict[Any, int] = {}
+        nodes: list[Any] = []
+
+        def link(edge: Edge) -> _Link:
+            node = edge[0]
+            if node is None:
+                return None
+            if edge in ends:
+                return _End
+            if type(node) is AccumulateGrad:
+                return node  # It stays the same object as long as somebody has it.
+            if node not in numbers:
+                numbers[node] = len(nodes)
+                nodes.append(node)
+            return numbers[node]
+
+        self._roots = [link(edge) for edge in roots]
+        self._owners: list[tuple[int, Owner]] = []
+        for node in nodes:  # It grows.
+            own = owners.get(node)
+            after = node.next_functions
+            tails = () if own is None else found.owners[own].edges
+            self._kinds.append(type(node))
+            self._links.append([_tail(edge) if k in tails else link(edge) for k, edge in enumerate(after)])
+            if own is not None:
+                self._owners.append((numbers[node], found.owners[own]._replace(node=None)))
+        self._found = found._replace(owners=[])
+
+    @staticmethod
+    def known(found: Survey) -> bool:
+        """True if a graph of the same shape has the same owners."""
+        return not found.others and all([owner.way is not None for owner in found.owners])
+
+    def match(self, roots: Sequence[Edge], ends: Ends, gains: GainsOf) -> Survey | None:
+        """What a survey of a graph with these roots finds; None if it has another shape."""
+        nodes: list[Any] = []
+        if not _same(roots, self._roots, nodes, ends):
+            return None
+        kinds, links = self._kinds, self._links
+        for number, node in enumerate(nodes):  # It grows.
+            if type(node) is not kinds[number] or not _same(node.next_functions, links[number], nodes, ends):
+                return None
+        if len({*nodes}) < len(nodes) or not ends.within(nodes):
+            return None
+        owners: list[Owner] = []
+        for number, owner in self._owners:
+            node, way = nodes[number], owner.way
+            assert way is not None
+            if owner.rule.refuses(node, way.leaf, way.turned, gains) is not None:
+                return None
+            owners.append(Owner(node, owner.rule, owner.group, owner.edges, way))
+        return self._found._replace(owners=owners)
+
+
+def _same(after: Sequence[Edge], links: Sequence[_Link], nodes: list[Any], ends: Ends) -> bool:
+    """True if edges lead where they should; adds nodes that are reached for the first time."""
+    if len(after) != len(links):
+        return False
+    for edge, link in zip(after, links):
+        node = edge[0]
+        if type(link) is int:
+            if link == len(nodes):
+                nodes.append(node)
+            elif nodes[link] is not node:
+                return False
+        elif link is _End:
+            if edge not in ends:
+                return False
+        elif type(link) is _Tail:
+            for kind in link.kinds:
+                if type(node) is not kind:
+                    return False
+                ((node, _),) = node.next_functions
+            if node is not link.leaf:
+                return False
+        elif node is not link:
+            return False
+    return True
+
+
+def _tail(edge: Edge) -> _Tail:
+    node, kinds = edge[0], list[Any]()
+    while type(node) is not AccumulateGrad:
+        kinds.append(type(node))
+        ((node, _),) = node.next_functions
+    return _Tail(tuple(kinds), node)
