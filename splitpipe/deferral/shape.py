@@ -21,8 +21,8 @@ class Ends(Protocol):
     def __contains__(self, edge: Any) -> bool:
         """True for such an edge."""
 
-    def within(self, nodes: Sequence[Any]) -> bool:
-        """True if all of these nodes belong to the graph, and none is at its end."""
+    def within(self, nodes: Sequence[Any], tails: Sequence[Any]) -> bool:
+        """True if these nodes belong to the graph, and none is at its end; ``tails``: nodes from owners to weights."""
 
 
 class Entered:
@@ -35,8 +35,8 @@ class Entered:
     def __contains__(self, edge: Any) -> bool:
         return edge in self._edges
 
-    def within(self, nodes: Sequence[Any]) -> bool:
-        """True if this forward has made all nodes, and none is an input's."""
+    def within(self, nodes: Sequence[Any], tails: Sequence[Any]) -> bool:
+        """True if this forward has made all nodes but those of tails, and none is an input's."""
         numbers = self._numbers
         if not all([node._sequence_nr() in numbers for node in nodes]):
             return False
@@ -102,44 +102,47 @@ class Shape:
     def match(self, roots: Sequence[Edge], ends: Ends, gains: GainsOf) -> Survey | None:
         """What a survey of a graph with these roots finds; None if it has another shape."""
         nodes: list[Any] = []
-        if not _same(roots, self._roots, nodes, ends):
+        tails: list[Any] = []
+        if not _same(roots, self._roots, nodes, tails, ends):
             return None
-        kinds, links = self._kinds, self._links
-        for number, node in enumerate(nodes):  # It grows.
-            if type(node) is not kinds[number] or not _same(node.next_functions, links[number], nodes, ends):
+        for node, kind, links in zip(nodes, self._kinds, self._links):  # The nodes grow.
+            if type(node) is not kind or not _same(node.next_functions, links, nodes, tails, ends):
                 return None
-        if len({*nodes}) < len(nodes) or not ends.within(nodes):
+        if len({*nodes}) < len(self._kinds) or not ends.within(nodes, tails):
             return None
         owners: list[Owner] = []
         for number, owner in self._owners:
-            node, way = nodes[number], owner.way
+            _, rule, group, edges, way = owner
             assert way is not None
-            if owner.rule.refuses(node, way.leaf, way.turned, gains) is not None:
+            node = nodes[number]
+            if rule.refuses(node, way.leaf, way.turned, gains) is not None:
                 return None
-            owners.append(Owner(node, owner.rule, owner.group, owner.edges, way))
+            owners.append(Owner(node, rule, group, edges, way))
         return self._found._replace(owners=owners)
 
 
-def _same(after: Sequence[Edge], links: Sequence[_Link], nodes: list[Any], ends: Ends) -> bool:
-    """True if edges lead where they should; adds nodes that are reached for the first time."""
+def _same(after: Sequence[Edge], links: Sequence[_Link], nodes: list[Any], tails: list[Any], ends: Ends) -> bool:
+    """True if edges lead where they should; adds the nodes that are reached for the first time, and those of tails."""
     if len(after) != len(links):
         return False
     for edge, link in zip(after, links):
         node = edge[0]
-        if type(link) is int:
+        kind = type(link)
+        if kind is int:
             if link == len(nodes):
                 nodes.append(node)
             elif nodes[link] is not node:
                 return False
-        elif link is _End:
-            if edge not in ends:
-                return False
-        elif type(link) is _Tail:
-            for kind in link.kinds:
-                if type(node) is not kind:
+        elif kind is _Tail:
+            for expected in link.kinds:
+                if type(node) is not expected:
                     return False
+                tails.append(node)
                 ((node, _),) = node.next_functions
             if node is not link.leaf:
+                return False
+        elif link is _End:
+            if edge not in ends:
                 return False
         elif node is not link:
             return False

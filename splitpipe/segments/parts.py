@@ -101,6 +101,8 @@ class _Ends:
         self.edges: dict[Edge, None] = {}
         #: The nodes of the part.
         self.nodes: set[Any] = set()
+        #: True if those between owners and weights are known to have been made here.
+        self.owned = False
 
     def __contains__(self, edge: Any) -> bool:
         if not self._ends(edge):
@@ -108,14 +110,16 @@ class _Ends:
         self.edges[edge] = None
         return True
 
-    def within(self, nodes: Sequence[Any]) -> bool:
-        """True if the walk has made all nodes on this stage; records them."""
-        walk, span = self._walk, self._walk.span(self._stage)
-        others = [node for node in nodes if node._sequence_nr() not in span]
-        if not all([walk.maker(node, self._stage) == self._stage or _may_be_shared(node) for node in others]):
+    def within(self, nodes: Sequence[Any], tails: Sequence[Any]) -> bool:
+        """True if the walk has made all nodes on this stage, except for casts of leaves; records them."""
+        walk, k = self._walk, self._stage
+        span, crossed = walk.span(k), walk.crossed
+        if not crossed.keys().isdisjoint(nodes) or not {node for node, _ in self._around}.isdisjoint(nodes):
             return False
-        if not walk.crossed.keys().isdisjoint(nodes) or not {node for node, _ in self._around}.isdisjoint(nodes):
+        others = [node for node in (*nodes, *tails) if node._sequence_nr() not in span]
+        if not all([_may_be_shared(node) or walk.maker(node, k) == k for node in others]):
             return False
+        self.owned = True
         self.nodes.update([node for node in nodes if not _may_be_shared(node)])
         return True
 
@@ -188,7 +192,7 @@ class _Cut:
             self._notes += [(sink.note, *each) for each in seen]
         self._used[k] = used_by(graph)
         here = all([x.device == sink.device for x in self._used[k].values()])
-        if graph.bound or graph.keep_graph or not here or not self._owns_tails(graph, k):
+        if graph.bound or graph.keep_graph or not here or not (ends.owned or self._owns_tails(graph, k)):
             raise _Whole
         for edge in ends.edges:
             if edge not in self._given:

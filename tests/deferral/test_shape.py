@@ -1,0 +1,117 @@
+"""Graphs of one shape are surveyed once; any other graph is surveyed itself."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from splitpipe.training import capture
+from tests.helpers.twin import assert_same_tensors
+
+ROWS, CHUNKS = 8, 4
+
+
+class Choosing(nn.Module):
+    """Runs each microbatch in its own way: the rows' first number says which microbatch it is."""
+
+    def __init__(self, *ways: Callable[[Choosing, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.ways = ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.ways[int(part[0, 0]) % len(self.ways)](self, part) for part in x.split(ROWS // CHUNKS)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def usual(net: Choosing, x: Tensor) -> Tensor:
+    return net.norm(net.two(net.one(x).tanh()))
+
+
+def swapped(net: Choosing, x: Tensor) -> Tensor:
+    """The same nodes, which lead to other weights."""
+    return net.norm(net.one(net.two(x).tanh()))
+
+
+def longer(net: Choosing, x: Tensor) -> Tensor:
+    return net.norm(net.two(net.one(x).tanh()).tanh())
+
+
+def joined(net: Choosing, x: Tensor) -> Tensor:
+    """One node where ``parted`` has two."""
+    y = net.one(x).tanh()
+    return net.norm(y + y)
+
+
+def parted(net: Choosing, x: Tensor) -> Tensor:
+    y = net.one(x)
+    return net.norm(y.tanh() + y.tanh())
+
+
+def frozen(net: Choosing, x: Tensor) -> Tensor:
+    return net.norm(nn.functional.linear(net.one(x).tanh(), net.two.weight.detach(), net.two.bias))
+
+
+def twice(net: Choosing, x: Tensor) -> Tensor:
+    """A weight without a rule for one of its uses: none of its gradient waits."""
+    return usual(net, x) + net.two.weight.sum()
+
+
+def detached(net: Choosing, x: Tensor) -> Tensor:
+    return net.norm(net.two(net.one(x).tanh().detach()))
+
+
+WAYS = usual, swapped, longer, joined, parted, frozen, twice, detached
+STYLES: dict[str, dict[str, Any]] = {
+    "never": {"checkpoint": "never"},
+    "always": {"checkpoint": "always"},
+    "zb-h1": {"schedule": "zb-h1", "loss_fn": nn.MSELoss()},
+}
+
+
+def rows() -> Tensor:
+    x = torch.randn(ROWS, 4, dtype=torch.float64)
+    x[:, 0] = torch.arange(ROWS) // (ROWS // CHUNKS)
+    return x
+
+
+def assert_step(plain: nn.Module, model: SplitPipe, scheduled: bool) -> None:
+    x, y = rows(), torch.randn(ROWS, 4, dtype=torch.float64)
+    for each in (plain, model):
+        each.zero_grad()
+    loss = nn.functional.mse_loss(plain(x), y)
+    loss.backward()
+    found = model(x, target=y) if scheduled else nn.functional.mse_loss(model(x), y)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss.detach())
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("other", WAYS, ids=lambda way: way.__name__)
+def test_a_microbatch_with_another_graph_has_its_own_gradients(
+    other: Callable[[Choosing, Tensor], Tensor], style: str
+) -> None:
+    for ways in ((usual, usual, other, usual), (parted, other, parted, other)):
+        plain = nn.Sequential(Choosing(*ways), nn.Linear(4, 4), Choosing(*ways[:1])).double()
+        model = SplitPipe(copy.deepcopy(plain), [2, 1], devices=["cpu"] * 2, chunks=CHUNKS, **STYLES[style])
+        for _ in range(3):
+            assert_step(plain, model, style == "zb-h1")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_microbatches_with_one_graph_are_surveyed_once(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)).double()
+    model = SplitPipe(copy.deepcopy(plain), [2, 2], devices=["cpu"] * 2, chunks=CHUNKS, **STYLES[style])
+    for _ in range(2):  # What the report needs is noted then.
+        assert_step(plain, model, style == "zb-h1")
+    surveys = list[object]()
+    survey = capture.survey
+    monkeypatch.setattr(capture, "survey", lambda *args: surveys.append(args) or survey(*args))
+    assert_step(plain, model, style == "zb-h1")
+    assert len(surveys) == 2
