@@ -21,7 +21,8 @@ class Choosing(nn.Module):
 
     def __init__(self, *ways: Callable[[Choosing, Tensor], Tensor]) -> None:
         super().__init__()
-        self.one, self.two, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm, self.other = nn.LayerNorm(4), nn.LayerNorm(4)
         self.ways = ways
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,8 +50,25 @@ def joined(net: Choosing, x: Tensor) -> Tensor:
 
 
 def parted(net: Choosing, x: Tensor) -> Tensor:
-    y = net.one(x)
-    return net.norm(y.tanh() + y.tanh())
+    return net.norm(net.one(x).tanh() + net.one(x).tanh())
+
+
+def renormed(net: Choosing, x: Tensor) -> Tensor:
+    """The same nodes, which lead to another weight without a rule."""
+    return net.other(net.two(net.one(x).tanh()))
+
+
+def hooked(net: Choosing, x: Tensor) -> Tensor:
+    """What is saved is packed: it may be unpacked only once."""
+    unpacked: list[int] = []
+
+    def unpack(packed: list[Tensor]) -> Tensor:
+        assert len(unpacked) < 20, "unpacked too often"
+        unpacked.append(1)
+        return packed.pop()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: [y], unpack):
+        return usual(net, x)
 
 
 def frozen(net: Choosing, x: Tensor) -> Tensor:
@@ -66,7 +84,7 @@ def detached(net: Choosing, x: Tensor) -> Tensor:
     return net.norm(net.two(net.one(x).tanh().detach()))
 
 
-WAYS = usual, swapped, longer, joined, parted, frozen, twice, detached
+WAYS = usual, swapped, longer, joined, parted, frozen, twice, detached, renormed, hooked
 STYLES: dict[str, dict[str, Any]] = {
     "never": {"checkpoint": "never"},
     "always": {"checkpoint": "always"},
@@ -97,7 +115,7 @@ def assert_step(plain: nn.Module, model: SplitPipe, scheduled: bool) -> None:
 def test_a_microbatch_with_another_graph_has_its_own_gradients(
     other: Callable[[Choosing, Tensor], Tensor], style: str
 ) -> None:
-    for ways in ((usual, usual, other, usual), (parted, other, parted, other)):
+    for ways in ((usual, usual, other, usual), (parted, other, parted, other), (joined, other, joined, other)):
         plain = nn.Sequential(Choosing(*ways), nn.Linear(4, 4), Choosing(*ways[:1])).double()
         model = SplitPipe(copy.deepcopy(plain), [2, 1], devices=["cpu"] * 2, chunks=CHUNKS, **STYLES[style])
         for _ in range(3):
