@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from splitpipe.core.graph import Edge
+from splitpipe.core.torch_private import _get_sequence_nr
+from splitpipe.deferral.owners import survey
+from splitpipe.deferral.shape import Entered, Shape
 from splitpipe.training import capture
 from tests.helpers.twin import assert_same_tensors
 
@@ -133,3 +137,38 @@ def test_microbatches_with_one_graph_are_surveyed_once(style: str, monkeypatch: 
     monkeypatch.setattr(capture, "survey", lambda *args: surveys.append(args) or survey(*args))
     assert_step(plain, model, style == "zb-h1")
     assert len(surveys) == 2
+
+
+def test_a_value_from_outside_may_replace_what_other_microbatches_make() -> None:
+    outside: list[Tensor] = []
+
+    def inside(net: Choosing, x: Tensor) -> Tensor:
+        return usual(net, x) * net.one.bias.exp()
+
+    def given(net: Choosing, x: Tensor) -> Tensor:
+        return usual(net, x) * outside[0] if outside else inside(net, x)
+
+    plain = nn.Sequential(Choosing(inside, given, inside, inside), nn.Linear(4, 4)).double()
+    model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=["cpu"] * 2, chunks=CHUNKS, checkpoint="never")
+    for _ in range(2):
+        assert_step(plain, model, scheduled=False)
+    x, found = rows(), list[Tensor]()
+    for each in (plain, model):
+        outside[:] = [each[0].one.bias.exp()]
+        found += torch.autograd.grad(each(x).square().sum(), outside)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_node_from_elsewhere_is_not_that_of_a_microbatch() -> None:
+    layer = nn.Linear(4, 4)
+    graphs: list[tuple[list[Edge], Edge, range]] = []
+    for _ in range(2):
+        x, first = torch.randn(2, 4, requires_grad=True).clone(), _get_sequence_nr()
+        y = layer(x)
+        graphs.append(([(y.grad_fn, 0)], (x.grad_fn, 0), range(first, _get_sequence_nr())))
+    (roots, end, numbers), (others, other, more) = graphs
+    found = survey(roots, Entered([end], numbers), numbers, {})
+    shape = Shape(roots, Entered([end], numbers), found)
+    assert shape.match(others, Entered([other], more), (True, True)) == found
+    assert shape.match(others, Entered([other], numbers), (True, True)) is None
+    assert shape.match(others, Entered([other, others[0]], more), (True, True)) is None
