@@ -190,7 +190,7 @@ class Reached(NamedTuple):
     nodes: set[Any]
 
 
-def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Container[int] = range(2**64)) -> Reached:
+def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Container[int] | None = None) -> Reached:
     """Walks a graph from the roots to its leaves, or to ``ends``; ``numbers``: those of one forward's nodes."""
     leaves: list[Tensor] = []
     stopped: list[Edge] = []
@@ -209,6 +209,6 @@ def reached(roots: Iterable[Edge], ends: Container[Edge] = (), numbers: Containe
         if type(node) is AccumulateGrad:
             leaves.append(node.variable)
             continue
-        others = others or node._sequence_nr() not in numbers
+        others = others or numbers is not None and node._sequence_nr() not in numbers
         stack += node.next_functions
     return Reached(leaves, stopped, others, seen)
