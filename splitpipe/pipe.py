@@ -24,11 +24,11 @@ from splitpipe.partition.blocks import balance_of
 from splitpipe.partition.homes import verify_filled
 from splitpipe.partition.resident import Shell
 from splitpipe.piped import Sample, options_of, piped
-from splitpipe.runtime import Runtime
+from splitpipe.runtime.chain import ChainRuntime
+from splitpipe.runtime.code import CodeRuntime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
@@ -111,7 +111,7 @@ class SplitPipe(Shell):
         >>> model(torch.randn(10, 4), target=torch.randn(10, 2)).backward()
     """
 
-    _runtime: Runtime | SegmentRuntime
+    _runtime: ChainRuntime | CodeRuntime
 
     def __init__(
         self,
@@ -187,13 +187,13 @@ class SplitPipe(Shell):
         self._places = options.places
         # Not by nn.Module's __setattr__, which would register a loss as a layer, with its parameters in the state_dict.
         self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
-        self._runtime = Runtime(spans, options._replace(loss_fn=None, grad_scaler=None), deferred_batch_norm)
+        self._runtime = ChainRuntime(spans, options._replace(loss_fn=None, grad_scaler=None), deferred_batch_norm)
         self._runtime.layers(module)
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
         """The devices of layers, or of a module's blocks, by name, for accelerate and transformers' Trainer."""
-        if isinstance(self._runtime, SegmentRuntime):
+        if isinstance(self._runtime, CodeRuntime):
             return self._runtime.device_map()
         stages = [device for device, count in zip(self.devices, self._balance) for _ in range(count)]
         return dict(zip(self._modules, stages))
@@ -201,7 +201,7 @@ class SplitPipe(Shell):
     @property
     def cuts(self) -> list[str]:
         """The names of the modules with whose calls stages 1, 2, ... start; empty for an nn.Sequential."""
-        return list(self._runtime.options.cuts) if isinstance(self._runtime, SegmentRuntime) else []
+        return list(self._runtime.options.cuts) if isinstance(self._runtime, CodeRuntime) else []
 
     @property
     def balance(self) -> list[int]:
@@ -261,7 +261,7 @@ class SplitPipe(Shell):
         if "torch.distributed.fsdp" in sys.modules:
             checks.verify_ungathered(self)
         runtime = self._runtime
-        assert isinstance(runtime, Runtime)
+        assert isinstance(runtime, ChainRuntime)
         layers = runtime.layers(self)
         if target is None:
             return runtime.forward(layers, input, self.training)

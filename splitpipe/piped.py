@@ -23,8 +23,8 @@ from splitpipe.loss.reducing import Reduce, verify_reduction
 from splitpipe.partition import dispatched
 from splitpipe.partition.blocks import verify_cuts
 from splitpipe.partition.homes import verify_filled
+from splitpipe.runtime.code import CodeRuntime
 from splitpipe.schedule.op import Schedule
-from splitpipe.segments.runtime import SegmentRuntime
 from splitpipe.segments.stages import Options
 from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
@@ -37,7 +37,7 @@ Sample = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
 class Piped:
     """A module's forward, run as a pipeline, with the same signature."""
 
-    def __init__(self, runtime: SegmentRuntime, name: str) -> None:
+    def __init__(self, runtime: CodeRuntime, name: str) -> None:
         self.runtime = runtime
         self.attached = False  #: Whether the module has an ``hf_device_map``.
         #: accelerate's hooks that were removed, and the module's previous map.
@@ -169,7 +169,7 @@ def piped(
     again = before if isinstance(before, Piped) else None
     hooks = [] if again else dispatched.take_off(module)
     own = again.runtime.own if again else vars(module).get("forward")
-    made = Piped(SegmentRuntime(module, own, options), "forward")
+    made = Piped(CodeRuntime(module, own, options), "forward")
     made.hooks = again.hooks if again else hooks
     made.map_before = again.map_before if again else vars(module).get("hf_device_map")
     try:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from splitpipe import schedule
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
-from splitpipe.runtime import Runtime
+from splitpipe.runtime.chain import ChainRuntime
 from splitpipe.segments.stages import Options
 from tests.helpers.scheduled import twins
 from tests.helpers.twin import assert_same_tensors
@@ -28,19 +28,19 @@ CPU = Place(torch.device("cpu"))
 def runtime(
     chunks: int = 2, uncheckpointed: int | None = None, plan: schedule.Schedule | None = None,
     places: Sequence[Place] = (CPU, CPU),
-) -> Runtime:
+) -> ChainRuntime:
     """One layer a stage."""
     options = Options(
         (), tuple(places), chunks, "never", uncheckpointed, True, None, plan, None, None, None, None, None, None
     )
-    return Runtime([(number, number + 1) for number in range(len(places))], options)
+    return ChainRuntime([(number, number + 1) for number in range(len(places))], options)
 
 
 def layers(*modules: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(str(number), module) for number, module in enumerate(modules)]
 
 
-def modes(found: Runtime) -> list[RngMode]:
+def modes(found: ChainRuntime) -> list[RngMode]:
     return [facts.rng for cache in found._resources.caches for facts in cache.facts.values()]
 
 

@@ -82,12 +82,12 @@ class DropinWork:
             walk.pause = partial(executor.pause, i)
         executor.run(threads)
 
-    def found(self, compiled: bool) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
+    def found(self) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
         """The flat outputs, their graphs cut into those of stages, and what numbers among them consist of."""
         walks, cutting = self.walks, self._cutting
         found, numbers = [walk.taken() for walk in walks], [walk.numbers for walk in walks]
         call = self._run.call
-        if compiled and call.state.grad:
+        if call.state.grad and any([stage.compiled for stage in self._run.stages]):
             contexts.part(call.computes, call.leaves, [leaf for leaves, _ in found for leaf in leaves])
         if cutting.known:
             found, numbers = cut(self._run, walks, found, numbers, cutting.watched, cutting.end())

@@ -132,6 +132,11 @@ class RunningStage(Protocol):
     facts: StageFacts
     sightings: Sightings
     pending: PendingStore | None
+
+    @property
+    def compiled(self) -> bool:
+        """True if a layer is compiled."""
+
     #: Takes gradients of blocks that have separate graphs; None: everything is in one graph.
     sink: Any
 

@@ -64,6 +64,11 @@ class Stage(ReportedStage):
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *self.inventory.modes), StageFacts())
         self.look()
 
+    @property
+    def compiled(self) -> bool:
+        """True if a layer is compiled."""
+        return self.inventory.compiled
+
 
 @dataclass
 class Result:

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-import splitpipe.runtime  # noqa: F401 - every module that uses a mechanism is there by now
+import splitpipe.runtime.code  # noqa: F401 - every module that uses a mechanism is there by now
 from splitpipe import SplitPipe, schedule
 from splitpipe.core import transfer
 from splitpipe.core.stream import Stream

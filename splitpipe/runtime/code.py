@@ -1,9 +1,9 @@
-"""One call of any module, drop-in or scheduled, on threads and streams of this process."""
+"""Calls of any module, by the code of its own forward, drop-in or scheduled."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +15,6 @@ from splitpipe.batch import arguments, outputs
 from splitpipe.batch.division import Division, absent
 from splitpipe.batch.outputs import Joiner
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.compiled.layers import Compiler
 from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core import thread_state
 from splitpipe.core.note import add_note
@@ -23,48 +22,39 @@ from splitpipe.core.torch_private import tree_map_only
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
-from splitpipe.loss.reducing import AS_FUNCTION, NO_FUNCTION, Reducer, Told
+from splitpipe.loss.reducing import AS_FUNCTION, Reducer
 from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
 from splitpipe.loss.tracing import Numbers, Tracing
 from splitpipe.partition.blocks import Attributes, Blocks, device_map, noted
 from splitpipe.partition.call_hook import surround
-from splitpipe.partition.homes import Homes, buffer_versions, rehearse, without_trace
-from splitpipe.schedule.recording.recording import Recording
+from splitpipe.partition.homes import Homes, buffer_versions, rehearse
+from splitpipe.runtime.base import Runtime, forgetting
 from splitpipe.segments.code import CodeWalk
 from splitpipe.segments.forward import DropinWork
 from splitpipe.segments.nodes import BlockNodes
 from splitpipe.segments.parts import Cutting
 from splitpipe.segments.stages import CodeRun, ModuleLayers, Options, SegmentStage, report
 from splitpipe.segments.step import CodeStep, with_loss
-from splitpipe.segments.walk import Walk
-from splitpipe.stage.call import Call, begin
+from splitpipe.stage.call import Call
 from splitpipe.stage.layers import StageCache
-from splitpipe.stage.resources import Resources
-from splitpipe.training.engine import Engine, defers, inner_state
-from splitpipe.training.loss import Losses, Objective, begun
+from splitpipe.training.engine import inner_state
+from splitpipe.training.loss import Losses
 
 
-class SegmentRuntime:
-    """Runs one module in segments, scheduled or drop-in."""
+class CodeRuntime(Runtime):
+    """Runs one module, each stage on its place, scheduled or drop-in."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, options: Options) -> None:
+        super().__init__(options)
         self._module_of = weakref.ref(module)  # The module refers to this, as its forward.
         #: The instance's previous forward, if it had one.
         self.own = own
-        self.options = options
-        schedule = options.schedule
-        rows = range(len(options.places)) if schedule is None else schedule.placement
-        self._resources = Resources(options.places, [], rows)
-        self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
         self._homes = Homes(options.places, module)
         self.stage_of = self._homes.stage_of  #: The stage of each module that was called.
         self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
-        self._compiler = Compiler(options.compiling, defers(options.split, schedule))
-        self._told = Told()
         self._numbers = Numbers()
-        self._objective: Objective | None = None
         self.signature = arguments.parameters_of(self._forward)
-        limit = None if schedule is None else options.chunks
+        limit = None if options.schedule is None else options.chunks
         self._divider = arguments.Divider(self.signature, options.batched, options.splitting, options.chunks, limit)
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
         self._attributes = Attributes()
@@ -73,8 +63,8 @@ class SegmentRuntime:
         self._writes: dict[Any, bool] = {}  # By kind of call, if there is one device; see Cutting.
         self._block_caches: WeakKeyDictionary[nn.Module, dict[int, StageCache]] = WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[SegmentRuntime], tuple[Any, ...]]:
-        return SegmentRuntime, (self.module, self.own, self.options)
+    def __reduce__(self) -> tuple[type[CodeRuntime], tuple[Any, ...]]:
+        return CodeRuntime, (self.module, self.own, self.options)
 
     @property
     def module(self) -> nn.Module:
@@ -130,14 +120,8 @@ class SegmentRuntime:
         return outputs.separable(*one, *two)
 
     def _begin(self, input: Division, state: thread_state.State, layers: ModuleLayers) -> Call:
-        options, resources = self.options, self._resources
-        computes, callers = resources.streams(layers)
-        return begin(
-            input, options.uncheckpointed if self.module.training and state.grad else None, state,
-            devices=resources.devices, computes=computes, callers=callers,
-            collects=any(isinstance(part, DeferredBatchNorm) for part in self.module.modules()),
-            anywhere=True,
-        )
+        collects = any(isinstance(part, DeferredBatchNorm) for part in self.module.modules())
+        return self._call(input, state, layers, self.module.training, collects, anywhere=True)
 
     def _prepare(self, blocks: Blocks) -> None:
         if not self._homes.trained and not self._versions:
@@ -203,8 +187,8 @@ class SegmentRuntime:
         return found
 
     @contextmanager
-    def _walking(self, call: Call, threads: Pool, walks: Sequence[Walk]) -> Iterator[None]:
-        """Ensures that no microbatch's thread works afterwards, unless a second interrupt ends the wait for that."""
+    def _watched(self, call: Call) -> Iterator[None]:
+        """Watches what microbatches leave in the module's attributes, and adds a hint to their errors."""
         try:
             with self._attributes.watched(self.module, [count for _, count in call.rows]):
                 yield
@@ -212,10 +196,6 @@ class SegmentRuntime:
             if call.input.hint and len(call.rows) > 1:
                 add_note(error, call.input.hint)
             raise
-        finally:
-            if not threads.left:
-                for walk in walks:
-                    walk.forget()
 
     def _ended(self) -> None:
         """Ends a call that completed."""
@@ -239,24 +219,14 @@ class SegmentRuntime:
         call = self._begin(division, state, layers)
         threads = self._threads_for(layers, call)
         modes = tuple([part.training for part in self.module.modules()])
-        sinks = self._engine.sinks(call, layers.stages)
-        stages = [
-            self._stage(call, layers, modes, j, None if sink is None else sink.stashes) for j, sink in enumerate(sinks)
-        ]
-        for stage, sink in zip(stages, sinks):
-            stage.sink = sink
-            if sink is not None:
-                sink.note = stage.note(done=False)
+        stages = self._stages(call, layers, partial(self._stage, call, layers, modes))
         kind = self._kind(args, kwargs, False, state.grad)
-        cutting = Cutting(None not in sinks, self._homes.several, self._writes, kind)
+        cutting = Cutting(stages[0].sink is not None, self._homes.several, self._writes, kind)
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
         work = DropinWork(run, cutting, self._resources.routes(call.computes))
         for i, activation in enumerate(call.cut(call.input, 0)):
             work.add_code(CodeWalk(run, i, activation), self._homes)
-        with self._walking(call, threads, work.walks):
-            work.run(threads, self._resources.workers)
-            found, numbers = work.found(layers.compiled)
-        work.rejoin()
+        found, numbers = self._found(work, threads, self._watched(call))
         if len(work.walks) > 1:
             self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers))
         run.verify_copies()
@@ -285,14 +255,8 @@ class SegmentRuntime:
             return None
         # It may be written to.
         args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), division.first(rows))
-        try:
-            with without_trace(self.module, self._resources.devices, hooks=False), inside or nullcontext():
-                return (self._outputs(args, kwargs, thread_state.capture(), whole=True),)
-        except torch.OutOfMemoryError:  # This says nothing about the module.
-            raise
-        except Exception as error:  # For example, it may need more rows.
-            error.__traceback__ = None  # Its frames keep the run's tensors alive.
-            return None
+        output = lambda: self._outputs(args, kwargs, thread_state.capture(), whole=True)  # noqa: E731
+        return self._tried(self.module, output, inside)
 
     def _losses(self, value: Tensor, made: Number | Unknown | None) -> Losses:
         """The module's own loss of a microbatch."""
@@ -306,15 +270,12 @@ class SegmentRuntime:
     # With a schedule.
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: thread_state.State) -> Any:
-        trainer, options = self._engine.trainer, self.options
-        if callable(options.reduction):
-            raise ValueError(NO_FUNCTION)
+        trainer, options = self._trainer(), self.options
         if target is not None and options.loss_fn is None:
             raise ValueError(
                 "target= was given, but the model has no loss_fn to pass it to: expected SplitPipe(..., "
                 "loss_fn=criterion), or labels for the module's own loss."
             )
-        assert trainer is not None
         scale, inner = self._engine.scale(state, options.grad_scaler), inner_state(state)
         blocks = Blocks(self.module, options.cuts)
         division, targets = self._divided(args, kwargs, target, inner, blocks)
@@ -323,7 +284,7 @@ class SegmentRuntime:
         objective = None
         if target is not None:
             assert options.loss_fn is not None
-            objective = self._objective = begun(self._objective, options.loss_fn, options.reduction, self._told)
+            objective = self._objective_of(options.loss_fn)
             layers = layers.with_loss(objective)
         call = self._begin(division, inner, layers)
         threads = self._threads_for(layers, call)
@@ -342,7 +303,7 @@ class SegmentRuntime:
             objective=objective,
             losses=self._losses,
         )
-        with self._walking(call, threads, step.walks):
+        with forgetting(threads, step.walks), self._watched(call):
             loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._homes.in_turn)
             numbers = [walk.numbers for walk in step.walks]
         step.leave()
@@ -355,10 +316,6 @@ class SegmentRuntime:
         made = [step.outputs.pop(i) for i in range(len(call.rows))]
         reducer = Reducer(options.reduction, numbers, self._told)
         return with_loss(self._joined(call, made, reducer), loss)
-
-    def recording(self) -> AbstractContextManager[Recording]:
-        """Records the steps of the block."""
-        return self._engine.recording()
 
     def report(self, module: object = None) -> DeferralReport:
         """The report on deferral, from the uses of parameters seen in the stages' forwards."""

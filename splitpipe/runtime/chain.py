@@ -1,13 +1,12 @@
-"""The forward of a model, drop-in or scheduled, on threads and streams of this process."""
+"""Calls of an nn.Sequential, drop-in or scheduled."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from functools import partial
 from operator import is_
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from splitpipe.batch.division import Division, collected, undivided
@@ -16,58 +15,49 @@ from splitpipe.batch.joining import Joiner, Parts
 from splitpipe.batch.reading import Memory
 from splitpipe.batch.splitting import Split, parts_of
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.compiled.layers import Compiler
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import tree_map_only
+from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
-from splitpipe.loss.reducing import NO_FUNCTION, Reducer, Told
+from splitpipe.loss.reducing import Reducer
 from splitpipe.partition import placing
-from splitpipe.partition.homes import verify_filled, without_trace
+from splitpipe.partition.homes import verify_filled
+from splitpipe.runtime.base import Runtime, forgetting
 from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.recording.recording import Recording
 from splitpipe.segments.chain import ChainRun, ChainStep, ChainWalk
 from splitpipe.segments.forward import DropinWork
 from splitpipe.segments.parts import Cutting
 from splitpipe.segments.stages import Options, report
 from splitpipe.skip.pairs import verify_skippables
-from splitpipe.stage.call import Call, begin
+from splitpipe.stage.call import Call
 from splitpipe.stage.layers import ModelLayers, Named
-from splitpipe.stage.resources import Resources
 from splitpipe.stage.stage import Stage
-from splitpipe.training.engine import Engine, defers, inner_state
-from splitpipe.training.loss import Objective, begun
+from splitpipe.training.engine import inner_state
 
 T = TypeVar("T")
 
 
-class Runtime:
+class ChainRuntime(Runtime):
     """Runs an nn.Sequential: each span of layers on its place, scheduled or drop-in."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], options: Options, deferred: bool = False) -> None:
-        self.options = options
+        # With a schedule the loss is the last layer.
+        whole = spans if options.schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
+        super().__init__(options, whole)
         self._spans = spans
         self._deferred = deferred
-        schedule, places = options.schedule, options.places
-        self._compiler = Compiler(options.compiling, defers(options.split, schedule))
         #: The flags of the input and of the target.
         self._batched: tuple[Any, Any] = (None, None) if options.batched is None else options.batched
         self._memory = Memory()
         self._joiner = Joiner()
         self._known: list[nn.Module] = []  # The layers that have been placed.
-        rows = range(len(places)) if schedule is None else schedule.placement
-        # With a schedule the loss is the last layer.
-        whole = spans if schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
-        self._resources = Resources(places, whole, rows)
-        self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
-        self._told = Told()
-        self._objective: Objective | None = None
 
-    def __deepcopy__(self, memo: object) -> Runtime:
-        return Runtime(self._spans, self.options, self._deferred)
+    def __deepcopy__(self, memo: object) -> ChainRuntime:
+        return ChainRuntime(self._spans, self.options, self._deferred)
 
-    def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
-        return Runtime, (self._spans, self.options, self._deferred)
+    def __reduce__(self) -> tuple[type[ChainRuntime], tuple[Any, ...]]:
+        return ChainRuntime, (self._spans, self.options, self._deferred)
 
     def layers(self, module: nn.Module) -> list[Named]:
         """The module's current layers, each on its stage's device."""
@@ -113,8 +103,7 @@ class Runtime:
             self._compiler.compile(layer for _, layer in layers)
             found = self._resources.layers(layers)
             division, _ = self._divided(input, None)
-            uncheckpointed = self.options.uncheckpointed if training and state.grad else None
-            call, parts = self._outputs(found, division, uncheckpointed, state)
+            call, parts = self._outputs(found, division, training, state)
             whole = self._joiner.joined(parts, division, partial(self._rehearsed, found, division))
             if self.options.reduction is not None:
                 whole = self._reduced(whole, parts, [count for _, count in division.rows])
@@ -138,38 +127,26 @@ class Runtime:
         return microbatch.unflatten(leaves, spec)
 
     def _outputs(
-        self, layers: ModelLayers, input: Division, uncheckpointed: int | None, state: State
+        self, layers: ModelLayers, input: Division, training: bool, state: State
     ) -> tuple[Call, Parts]:
         """The output of each microbatch, on the caller's streams."""
         resources = self._resources
-        call = self._begin(layers, input, uncheckpointed, state)
+        call = self._call(input, state, layers, training, layers.collects)
         if state.grad and layers.sharded:
             resources.verify_groups(layers)
-        threads = resources.pool(layers)
-        sinks = self._engine.sinks(call, layers.stages)
-        stages = [
-            Stage(part, cache, call, None if sink is None else sink.stashes)
-            for part, cache, sink in zip(layers.stages, resources.caches, sinks)
-        ]
-        for stage, sink in zip(stages, sinks):
-            stage.sink = sink
-            if sink is not None:
-                sink.note = stage.note(done=False)
-        run = ChainRun(call, stages, ranked=state.grad)
-        work = DropinWork(run, Cutting(None not in sinks), resources.routes(call.computes))
+
+        def stage(j: int, pending: PendingStore | None) -> Stage:
+            return Stage(layers.stages[j], resources.caches[j], call, pending)
+
+        threads, stages = resources.pool(layers), self._stages(call, layers, stage)
+        run, cutting = ChainRun(call, stages, ranked=state.grad), Cutting(stages[0].sink is not None)
+        work = DropinWork(run, cutting, resources.routes(call.computes))
         for i, activation in enumerate(call.cut(call.input, 0)):
             work.add(ChainWalk(run, i, activation, inside=not state.function_modes))
-        try:
-            work.run(threads, resources.workers)
-            found, _ = work.found(any(stage.inventory.compiled for stage in stages))
-        finally:
-            if not threads.left:
-                for each in work.walks:
-                    each.forget()
-        work.rejoin()
-        for stage in stages:
-            if stage.sink is not None and call.checkpointed:
-                stage.note()
+        found, _ = self._found(work, threads, nullcontext())
+        for each in stages:
+            if each.sink is not None and call.checkpointed:
+                each.note()
         return call, [(call.handed_back(leaves), spec) for leaves, spec in found]
 
     def _rehearsed(self, layers: ModelLayers, input: Division, rows: int) -> tuple[Any] | None:
@@ -180,16 +157,13 @@ class Runtime:
         module._modules.update({name: layer for stage in layers.stages for name, layer in stage.layers})
         value = tree_map_only(Tensor, lambda x: x.detach().clone(), input.first(rows))  # It may be written to.
         whole = undivided(value, rows)
-        try:
-            with without_trace(module, self._resources.devices, hooks=False):
-                call, [part] = self._outputs(layers, whole, None, thread_state.capture())
-                call.end()
-                return (microbatch.unflatten(*part),)
-        except torch.OutOfMemoryError:  # This says nothing about the layers.
-            raise
-        except Exception as error:  # For example, they may need more rows.
-            error.__traceback__ = None  # Its frames keep the run's tensors alive.
-            return None
+
+        def output() -> Any:
+            call, [part] = self._outputs(layers, whole, False, thread_state.capture())
+            call.end()
+            return microbatch.unflatten(*part)
+
+        return self._tried(module, output)
 
     def _divided(self, input: Any, target: Any) -> tuple[Division, Division | None]:
         """The input and the target, if there is one, divided into microbatches."""
@@ -225,52 +199,27 @@ class Runtime:
         grad_scaler: Any,
     ) -> Tensor:
         """Runs forward and backward, and returns the loss of the batch."""
-        if callable(self.options.reduction):
-            raise ValueError(NO_FUNCTION)
-        trainer, state = self._engine.trainer, thread_state.capture()
-        assert trainer is not None
+        trainer, state = self._trainer(), thread_state.capture()
         scale = self._engine.scale(state, grad_scaler)
         inner = inner_state(state)
 
         def loss() -> Tensor:
-            objective = self._objective = begun(self._objective, loss_fn, self.options.reduction, self._told)
+            objective = self._objective_of(loss_fn)
             self._compiler.compile(layer for _, layer in layers)
             found = self._resources.layers([*layers, ("loss_fn", objective)])
             division, targets = self._divided(input, target)
             assert targets is not None
-            uncheckpointed = self.options.uncheckpointed if training and state.grad else None
-            call = self._begin(found, division, uncheckpointed, inner)
+            call = self._call(division, inner, found, training, found.collects)
             objective.begin([count for _, count in call.rows], division.dims, targets.dims)
             resources = self._resources
             threads = resources.pool(found)
             step = ChainStep(found, resources.caches, call, resources.routes(call.computes), threads)
-            try:
+            with forgetting(threads, step.walks):
                 value = trainer.train(found, call, targets, scale, step)
-            finally:
-                if not threads.left:
-                    for walk in step.walks:
-                        walk.forget()
             step.leave()
             return value
 
         return self._engine.guarded(state, loss)
-
-    def _begin(self, layers: ModelLayers, input: Division, uncheckpointed: int | None, state: State) -> Call:
-        resources = self._resources
-        computes, callers = resources.streams(layers)
-        return begin(
-            input,
-            uncheckpointed,
-            state,
-            devices=resources.devices,
-            computes=computes,
-            callers=callers,
-            collects=layers.collects,
-        )
-
-    def recording(self) -> AbstractContextManager[Recording]:
-        """Records the steps of the block."""
-        return self._engine.recording()
 
     def report(self, module: nn.Module) -> DeferralReport:
         """The report on deferral, from the uses of parameters seen in the stages' forwards."""
