@@ -1,4 +1,4 @@
-"""Calls of any module, by the code of its own forward, drop-in or scheduled."""
+"""Calls of any module through its forward, drop-in or scheduled."""
 from __future__ import annotations
 
 import weakref
