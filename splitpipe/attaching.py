@@ -18,7 +18,7 @@ from splitpipe.partition import dispatched
 from splitpipe.partition.call_hook import expose
 from splitpipe.partition.moving import moved
 from splitpipe.partition.resident import Shell, plain
-from splitpipe.piped import Piped, Sample, piped
+from splitpipe.piped import Given, Piped, Sample, piped
 from splitpipe.schedule.op import Schedule
 
 M = TypeVar("M", bound=nn.Module)
@@ -102,11 +102,12 @@ def attach(
         torch.Size([4, 2])
     """
     names, devices = chosen_cuts(module, cuts, devices, schedule, sample)
-    made = piped(
-        module, names, devices=devices, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm,
+    given = Given(
+        devices=devices, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm,
         backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
-        batched=batched, split=split, reduction=reduction, sample=sample, compile=compile,
+        split=split, reduction=reduction, compile=compile,
     )
+    made = piped(module, names, given, batched=batched, sample=sample)
     made.write_map()
     return module
 

@@ -23,7 +23,7 @@ from splitpipe.partition import placing
 from splitpipe.partition.blocks import balance_of
 from splitpipe.partition.homes import verify_filled
 from splitpipe.partition.resident import Shell
-from splitpipe.piped import Sample, options_of, piped
+from splitpipe.piped import Given, Sample, options_of, piped
 from splitpipe.runtime.chain import ChainRuntime
 from splitpipe.runtime.code import CodeRuntime
 from splitpipe.schedule.construct.library import build
@@ -140,17 +140,18 @@ class SplitPipe(Shell):
             raise ValueError(
                 "both balance and cuts are given: expected one of them, numbers of layers or names of submodules."
             )
+        given = Given(
+            devices=devices, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm,
+            backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
+            split=split, reduction=reduction, compile=compile,
+        )
         if cuts is not None or balance is None and not checks.is_layered(module) and isinstance(module, nn.Module):
-            cuts, devices = chosen_cuts(module, cuts, devices, schedule, sample)
+            cuts, given["devices"] = chosen_cuts(module, cuts, devices, schedule, sample)
             plain = sample is None and not isinstance(batched, dict)
             balance = balance_of(module, cuts) if plain else None
             if balance is None:
-                self.wrap(module, forward := piped(
-                    module, cuts, devices=devices, chunks=chunks, checkpoint=checkpoint, backward=backward,
-                    deferred_batch_norm=deferred_batch_norm, schedule=schedule, loss_fn=loss_fn, sample=sample,
-                    grad_scaler=grad_scaler, stash_limit=stash_limit, batched=batched, split=split, reduction=reduction,
-                    compile=compile,
-                ))
+                forward = piped(module, cuts, given, batched=batched, sample=sample)
+                self.wrap(module, forward)
                 self._balance, self._runtime = list[int](), forward.runtime
                 self._places = self._runtime.options.places
                 return
@@ -159,13 +160,9 @@ class SplitPipe(Shell):
         checks.verify_ungathered(module)
         verify_filled(module)
         if balance is None:
-            balance, devices = chosen_balance(module, devices, schedule, sample)
+            balance, given["devices"] = chosen_balance(module, devices, schedule, sample)
         numbers = checks.verify_balance(balance, len(module))
-        options = options_of(
-            len(numbers), "balance", (), verify_batched(batched), devices=devices, chunks=chunks, checkpoint=checkpoint,
-            deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,
-            grad_scaler=grad_scaler, stash_limit=stash_limit, split=split, reduction=reduction, compile=compile,
-        )
+        options = options_of(given, len(numbers), "balance", (), verify_batched(batched))
         if batched is None and split is None and options.chunks > 1:
             warn_of_layout(module)
         verify_skippables(module)

@@ -6,7 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -28,9 +28,9 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.segments.stages import Options
 from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
-#: The arguments of one call, for placing the module: keyword arguments, or positional ones.
 _log = logging.getLogger("splitpipe")
 
+#: The arguments of one call, for placing the module: keyword arguments, or positional ones.
 Sample = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
 
 
@@ -83,37 +83,40 @@ class Piped:
         vars(runtime.module)["hf_device_map"] = runtime.device_map()
 
 
+class Given(TypedDict):
+    """The arguments that SplitPipe and attach have in common, as they were given."""
+
+    devices: Iterable[Device] | None
+    chunks: int | None
+    checkpoint: Checkpoint | None
+    deferred_batch_norm: bool
+    backward: Literal["split", "autograd"]
+    schedule: str | Schedule
+    loss_fn: Callable[..., Any] | None
+    grad_scaler: object | None
+    stash_limit: int | None
+    split: Split | None
+    reduction: Literal["mean", "sum"] | Reduce | None
+    compile: bool | Mapping[str, Any]
+
+
 def options_of(
-    stages: int,
-    stages_from: Literal["balance", "cuts"],
-    cuts: Iterable[str] = (),
-    batched: Any = None,
-    *,
-    devices: Iterable[Device] | None,
-    chunks: int | None,
-    checkpoint: Checkpoint | None,
-    deferred_batch_norm: bool,
-    backward: Literal["split", "autograd"],
-    schedule: str | Schedule,
-    loss_fn: Callable[..., Any] | None,
-    grad_scaler: object | None,
-    stash_limit: int | None,
-    split: Split | None,
-    reduction: Literal["mean", "sum"] | Reduce | None,
-    compile: bool | Mapping[str, Any],
+    given: Given, stages: int, stages_from: Literal["balance", "cuts"], cuts: Iterable[str] = (), batched: Any = None
 ) -> Options:
-    """Checks the arguments that SplitPipe and attach have in common, and returns the options of a run.
+    """Checks these arguments, and returns the options of a run.
 
     ``stages_from``: the argument that determines the number of stages.
     """
+    chunks, schedule, loss_fn, reduction = given["chunks"], given["schedule"], given["loss_fn"], given["reduction"]
+    checkpoint, backward, limit = given["checkpoint"], given["backward"], given["stash_limit"]
     verify_options(
-        chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm, backward=backward,
-        schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
+        chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=given["deferred_batch_norm"], backward=backward,
+        schedule=schedule, loss_fn=loss_fn, grad_scaler=given["grad_scaler"], stash_limit=limit,
         own_loss=stages_from == "cuts", chosen=True,
     )
     verify_reduction(reduction)
-    verify_split(split)
-    compiling, listed = verify_compile(compile), checks.verify_listed(devices, stages)
+    verify_split(given["split"])
+    compiling, listed = verify_compile(given["compile"]), checks.verify_listed(given["devices"], stages)
     count = checks.resolve_chunks(chunks, schedule, listed, stages)
     if chunks is None:
         _log.info("chosen: chunks=%d", count)
@@ -121,31 +124,16 @@ def options_of(
     plan, places = checks.resolve_places(schedule, drop_in, listed, stages, count, stages_from=stages_from)
     default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
     kept = default if checkpoint is None else checkpoint
-    limit = None if stash_limit is None else operator.index(stash_limit)
     return Options(
-        tuple(cuts), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split", limit, plan, batched,
-        reduction, loss_fn, grad_scaler, compiling, split,
+        tuple(cuts), tuple(places), count, kept, UNCHECKPOINTED_TAIL[kept], backward == "split",
+        None if limit is None else operator.index(limit), plan, batched, reduction, loss_fn, given["grad_scaler"],
+        compiling, given["split"],
     )
 
 
 def piped(
-    module: nn.Module,
-    cuts: Iterable[str],
-    *,
-    devices: Iterable[Device] | None,
-    chunks: int | None,
-    checkpoint: Checkpoint | None,
-    deferred_batch_norm: bool,
-    backward: Literal["split", "autograd"],
-    schedule: str | Schedule,
-    loss_fn: Callable[..., Any] | None,
-    grad_scaler: object | None,
-    stash_limit: int | None,
-    batched: Mapping[str, Any] | None,
-    split: Split | None,
-    reduction: Literal["mean", "sum"] | Reduce | None,
-    sample: Sample | None,
-    compile: bool | Mapping[str, Any],
+    module: nn.Module, cuts: Iterable[str], given: Given, *, batched: Mapping[str, Any] | None = None,
+    sample: Sample | None = None,
 ) -> Piped:
     """Checks all arguments, and makes the module's forward run as a pipeline."""
     if not isinstance(module, nn.Module):
@@ -156,11 +144,7 @@ def piped(
     names = verify_cuts(module, cuts)
     dispatched.verify_resident(module)
     verify_filled(module)
-    options = options_of(
-        len(names) + 1, "cuts", names, verify_named(batched), devices=devices, chunks=chunks, checkpoint=checkpoint,
-        deferred_batch_norm=deferred_batch_norm, backward=backward, schedule=schedule, loss_fn=loss_fn,
-        grad_scaler=grad_scaler, stash_limit=stash_limit, split=split, reduction=reduction, compile=compile,
-    )
+    options = options_of(given, len(names) + 1, "cuts", names, verify_named(batched))
     if any(place.stream is not None for place in options.places):
         raise TypeError(
             "devices names a torch.Stream: with cuts=, expected devices, since their current streams are used."
@@ -178,7 +162,7 @@ def piped(
     except BaseException:
         dispatched.put_back(hooks)
         raise
-    if deferred_batch_norm:
+    if given["deferred_batch_norm"]:
         DeferredBatchNorm.convert_deferred_batch_norm(module)
     vars(module)["forward"] = made
     if again is not None and again.attached:

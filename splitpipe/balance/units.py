@@ -22,7 +22,7 @@ from splitpipe.core.stream import Place
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Bound
 from splitpipe.core.torch_private import tree_leaves
-from splitpipe.piped import piped
+from splitpipe.piped import Given, piped
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
 
@@ -71,13 +71,13 @@ class Units:
         half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         self._cuts = list(cuts)
         self._module = module
-        self._runtime = piped(
-            module, cuts, devices=[place.device for place, row in zip(places, rows) if row], chunks=chunks,
-            schedule=self.schedule, loss_fn=loss_fn, grad_scaler=torch.amp.GradScaler(kind) if half else None,
-            compile=compile, reduction="mean",  # Only times are used.
-            checkpoint=None, deferred_batch_norm=False, backward="split", stash_limit=None, batched=None, split=None,
-            sample=None,
-        ).runtime
+        given = Given(
+            devices=[place.device for place, row in zip(places, rows) if row], chunks=chunks, schedule=self.schedule,
+            loss_fn=loss_fn, grad_scaler=torch.amp.GradScaler(kind) if half else None, compile=compile,
+            reduction="mean",  # Only times are used.
+            checkpoint=None, deferred_batch_norm=False, backward="split", stash_limit=None, split=None,
+        )
+        self._runtime = piped(module, cuts, given).runtime
 
     def step(self, batch: Batch, rows: int, target: object = None) -> Callable[[], None]:
         """Makes a step with the first rows of a batch; ``target`` has as many, and is made here for a free loss."""
