@@ -61,11 +61,10 @@ _Link = Any
 class Shape:
     """The places of nodes and leaves in a graph, numbered in the order of a walk."""
 
-    def __init__(self, roots: Sequence[Edge], ends: Ends, found: Survey) -> None:
-        self._found = found
+    def __init__(self, roots: Sequence[Edge], ends: Ends, found: Sequence[Owner]) -> None:
         self._kinds: list[Any] = []
         self._links: list[list[_Link]] = []
-        owners = {owner.node: number for number, owner in enumerate(found.owners)}
+        owners = {owner.node: owner for owner in found}
         numbers: dict[Any, int] = {}
         nodes: list[Any] = []
 
@@ -86,21 +85,20 @@ class Shape:
         self._owners: list[tuple[int, Owner]] = []
         for node in nodes:  # It grows.
             own = owners.get(node)
-            after = node.next_functions
-            tails = () if own is None else found.owners[own].edges
+            tails = () if own is None else own.edges
             self._kinds.append(type(node))
-            self._links.append([_tail(edge) if k in tails else link(edge) for k, edge in enumerate(after)])
+            after = enumerate(node.next_functions)
+            self._links.append([_tail(edge) if k in tails else link(edge) for k, edge in after])
             if own is not None:
-                self._owners.append((numbers[node], found.owners[own]._replace(node=None)))
-        self._found = found._replace(owners=[])
+                self._owners.append((numbers[node], own._replace(node=None)))
 
     @staticmethod
     def known(found: Survey) -> bool:
         """True if a graph of the same shape has the same owners."""
         return not found.others and all([owner.way is not None for owner in found.owners])
 
-    def match(self, roots: Sequence[Edge], ends: Ends, gains: GainsOf) -> Survey | None:
-        """What a survey of a graph with these roots finds; None if it has another shape."""
+    def match(self, roots: Sequence[Edge], ends: Ends, gains: GainsOf) -> list[Owner] | None:
+        """The owners in a graph with these roots; None if it has another shape."""
         nodes: list[Any] = []
         tails: list[Any] = []
         if not _same(roots, self._roots, nodes, tails, ends):
@@ -118,7 +116,7 @@ class Shape:
             if rule.refuses(node, way.leaf, way.turned, gains) is not None:
                 return None
             owners.append(Owner(node, rule, group, edges, way))
-        return self._found._replace(owners=owners)
+        return owners
 
 
 def _same(after: Sequence[Edge], links: Sequence[_Link], nodes: list[Any], tails: list[Any], ends: Ends) -> bool:

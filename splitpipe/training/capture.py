@@ -59,6 +59,8 @@ class Graph(NamedTuple):
     keep_graph: bool
     #: True if a node needs the surrounding graph.
     bound: bool = False
+    #: The places of leaves whose gradients are large.
+    large: Sequence[int] = ()
 
 
 #: Size in bytes from which on a leaf's gradient is added to its sum before the others are computed.
@@ -66,7 +68,7 @@ _LARGE = 2**15
 
 
 def _is_large(leaf: Tensor) -> bool:
-    return leaf.is_leaf and leaf.requires_grad and is_plain(leaf) and leaf.nbytes >= _LARGE
+    return leaf.is_leaf and is_plain(leaf) and leaf.nbytes >= _LARGE
 
 
 class Summed:
@@ -149,7 +151,7 @@ class Capture:
         self._own = own.identities
         self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
         #: Those of the graphs that microbatches make, by block and kind of microbatch; None: they differ.
-        self._shapes: dict[Any, Shape | None] = {}
+        self._shapes: dict[Any, tuple[Shape, Graph] | None] = {}
 
     def graph(
         self,
@@ -180,19 +182,21 @@ class Capture:
             ends = Entered(pairs_of((*entered, *phonies)), numbers)
         starts, kind = pairs_of(roots), (block, groups is None, gains)
         alike = note is None and not self._computed and bool(numbers)
-        shape = self._shapes.get(kind) if alike else None
-        found = None if shape is None else shape.match(starts, ends, gains)
-        if found is None:
-            found = survey(starts, ends, numbers, self._computed, groups, gains, note)
-            if alike and kind not in self._shapes and Shape.known(found):
-                self._shapes[kind] = Shape(starts, ends, found)
-            elif shape is not None:
-                self._shapes[kind] = None
+        known = self._shapes.get(kind) if alike else None
+        found = None if known is None else known[0].match(starts, ends, gains)
+        if known is not None and found is not None:
+            return known[1]._replace(entered=entered, phonies=phonies, owners=found)
+        every = survey(starts, ends, numbers, self._computed, groups, gains, note)
+        leaves = every.leaves
         # Each leaf once, however many paths lead to it: the engine returns its whole gradient each time it is listed.
-        keep_graph = found.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in found.leaves])
-        return Graph(
-            entered, phonies, found.owners, found.custom, found.leaves, found.edges, keep_graph, found.bound
-        )
+        keep_graph = every.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in leaves])
+        large = [k for k, leaf in enumerate(leaves) if _is_large(leaf)]
+        graph = Graph(entered, phonies, every.owners, every.custom, leaves, every.edges, keep_graph, every.bound, large)
+        if alike and kind not in self._shapes and Shape.known(every):
+            self._shapes[kind] = Shape(starts, ends, every.owners), graph._replace(entered=(), phonies=(), owners=())
+        elif known is not None:
+            self._shapes[kind] = None
+        return graph
 
     def backward(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, leave: Leave | None = None,
@@ -216,7 +220,7 @@ class Capture:
         for leaf in leaves:
             if leaf._backward_hooks:
                 self._hooks.park(leaf)
-        large = [] if summed is None else [k for k, leaf in enumerate(leaves) if _is_large(leaf)]
+        large = [] if summed is None else [k for k in graph.large if leaves[k].requires_grad]
         watched: list[Watch] = []
         found: list[Tensor | None] = []
         try:
