@@ -30,21 +30,14 @@ from torch.overrides import TorchFunctionMode
 from splitpipe.core import stream
 from splitpipe.core.microbatch import flatten
 from splitpipe.core.note import add_note
-from splitpipe.core.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map_only
+from splitpipe.core.tensors import Address, memory_of
+from splitpipe.core.torch_private import tree_leaves, tree_map_only
 from splitpipe.skip.box import Key, opened
 from splitpipe.skip.pairs import pops
 
 T = TypeVar("T")
-Address = tuple[torch.device, int]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 
 
 @dataclass(frozen=True)
@@ -250,18 +243,6 @@ def repeated_state(module: nn.Sequential) -> list[set[str]]:
 
 def state_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
-
-
-def memory_of(tensor: Tensor) -> dict[Address, int]:
-    """The storages behind a tensor: their addresses and bytes."""
-    if is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    elif tensor.layout in _PARTS:
-        parts = [getattr(tensor, name)() for name in _PARTS[tensor.layout]]
-    else:
-        storage = tensor.untyped_storage()
-        return {(tensor.device, storage.data_ptr()): storage.nbytes()}
-    return {address: size for part in parts for address, size in memory_of(part).items()}
 
 
 def _origins(entered: Flow, arriving: Flow) -> dict[Address, Address]:

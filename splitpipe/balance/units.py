@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from splitpipe.balance.layers import Flow, memory_of
+from splitpipe.balance.layers import Flow
 from splitpipe.balance.survey import Batch, batch_of
 from splitpipe.batch import outputs
 from splitpipe.compiled.layers import rehearsing
 from splitpipe.core.stream import Place
-from splitpipe.core.tensors import storage_of
+from splitpipe.core.tensors import memory_of, storage_of
 from splitpipe.core.thread_state import Bound
 from splitpipe.core.torch_private import tree_leaves
 from splitpipe.piped import piped

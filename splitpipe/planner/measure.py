@@ -25,6 +25,7 @@ from splitpipe.compiled.layers import Compiler
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten
 from splitpipe.core.stream import Place
+from splitpipe.core.tensors import memory_of
 from splitpipe.planner.machine import gap, kinds_of, link, shared_threads, usable_bytes, workspace
 from splitpipe.planner.probe import Loss, Probe
 from splitpipe.planner.profile import Device, Kind, Layer, Link, Profile
@@ -134,7 +135,7 @@ class _LayersWork(Work):
             sizes = [0, 0]
             for own, tensor in layers.state_of(copied):
                 if own not in self._repeated[at]:
-                    sizes[not tensor.requires_grad] += sum(layers.memory_of(tensor).values())
+                    sizes[not tensor.requires_grad] += sum(memory_of(tensor).values())
             return Measured(layer, *sizes), layers.output_flow(flow, arriving, probe.after)
 
         sample = self._part(self._sample, chunks)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.balance.layers import Flow, detached_as, memory_of, synchronize
+from splitpipe.balance.layers import Flow, detached_as, synchronize
 from splitpipe.balance.units import FreeLoss, Times, times_of
 from splitpipe.core.stream import Place
-from splitpipe.core.tensors import storage_of
+from splitpipe.core.tensors import memory_of, storage_of
 from splitpipe.core.torch_private import tree_flatten, tree_unflatten
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Layer
