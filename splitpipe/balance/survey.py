@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from splitpipe.balance.layers import copy_of, measuring
+from splitpipe.balance.copies import copy_of, measuring
 from splitpipe.batch import arguments
 from splitpipe.batch.division import Division
 from splitpipe.batch.reading import Memory

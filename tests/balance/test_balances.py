@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe.balance import layers
 from splitpipe.balance.balances import balance_by_size, balance_by_time
-from tests.helpers.copied import Clock
+from tests.helpers.copied import Clock, turned
 
 CHOICES = [balance_by_time, balance_by_size]
 
@@ -45,9 +44,7 @@ class Save(nn.Module):
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(layers, "perf_counter", clock)
-    return clock
+    return turned(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
