@@ -87,6 +87,8 @@ class Units:
             checkpoint=None, deferred_batch_norm=False, backward="split", stash_limit=None, batched=None,
             split=self.call.split, sample=None,
         ).runtime
+        # A layer of an nn.Sequential may keep what it computed in attributes.
+        self._runtime.attributes.looked = not cuts
 
     def run(self, rows: int = 1) -> None:
         """Runs ``rows`` microbatches."""

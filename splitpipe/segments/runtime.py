@@ -67,7 +67,7 @@ class SegmentRuntime:
         limit = None if schedule is None else options.chunks
         self._divider = arguments.Divider(self.signature, options.batched, options.splitting, options.chunks, limit)
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
-        self._attributes = Attributes()
+        self.attributes = Attributes()  #: What modules may not keep in attributes.
         self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # From before the first call.
         self._joiner = Joiner()
         self._writes: dict[Any, bool] = {}  # By kind of call, if there is one device; see Cutting.
@@ -206,7 +206,7 @@ class SegmentRuntime:
     def _walking(self, call: Call, threads: Pool, walks: Sequence[Walk]) -> Iterator[None]:
         """Ensures that no microbatch's thread works afterwards, unless a second interrupt ends the wait for that."""
         try:
-            with self._attributes.watched(self.module, [count for _, count in call.rows]):
+            with self.attributes.watched(self.module, [count for _, count in call.rows]):
                 yield
         except Exception as error:
             if call.input.hint and len(call.rows) > 1:
@@ -268,7 +268,7 @@ class SegmentRuntime:
         self._resources.settle_rng_modes(call.end())
         self._ended()
         if not whole:
-            self._attributes.settle(division, self._rehearsed)
+            self.attributes.settle(division, self._rehearsed)
         return output
 
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reducer: Reducer) -> Any:
@@ -349,7 +349,7 @@ class SegmentRuntime:
         if tracing is not None:
             self._numbers.end(kind, True)
         self._ended()
-        self._attributes.settle(division, self._rehearsed)
+        self.attributes.settle(division, self._rehearsed)
         if objective is not None:
             return loss
         made = [step.outputs.pop(i) for i in range(len(call.rows))]

@@ -170,6 +170,15 @@ def test_skips_reach_the_layer_that_pops_them(rows: int) -> None:
     assert found[2].input == 2 * 4 * 4 * FLOAT
 
 
+def test_a_layer_may_keep_what_it_computed() -> None:
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    assert len(layers(profiled(nn.Sequential(Keeping(4, 4)), torch.randn(8, 4), seconds=1.0))) == 1
+
+
 def test_a_skip_inside_a_layer_is_its_own() -> None:
     module = nn.Sequential(nn.Sequential(Inner(), Outer()), nn.Linear(4, 4))
     assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
