@@ -21,7 +21,7 @@ from splitpipe.balance.balances import (
 from splitpipe.balance.copies import measuring
 from splitpipe.balance.layers import held
 from splitpipe.balance.solver import solve
-from splitpipe.balance.survey import has_loss, surveyed
+from splitpipe.balance.survey import surveyed
 from splitpipe.balance.units import FreeLoss, Units, overhead, times_of
 from splitpipe.checks import is_layered, resolve_device
 from splitpipe.core import microbatch
@@ -84,9 +84,8 @@ def cuts_by_time(
     def costs(units: Units) -> list[float]:
         units.run()
         end = perf_counter() + timeout
-        empty = overhead(place)
-        recording = units.recorded(lambda done: not done or perf_counter() < end)
-        return [sum(each.less(empty)) for each in times_of(recording)]
+        found = times_of(units.recorded(lambda done: not done or perf_counter() < end))
+        return [sum(each.less(empty)) for each, empty in zip(found, overhead(place, len(found)))]
 
     return _cuts(number, module, sample, "sample", place, costs)
 
@@ -162,12 +161,12 @@ def _cuts(
     partitions: int, module: object, sample: object, whose: str, place: Place,
     costs: Callable[[Units], list[float]], chunks: int = 1,
 ) -> list[str]:
-    copied, batch, found = surveyed(module, sample, whose)
+    found = surveyed(module, sample, whose)
     refuse(too_many(partitions, len(found.cuts) + 1, "a block"))
     with measuring(place.device):
-        loss_fn = None if has_loss(found.output) else FreeLoss()
-        call = batch.first(microbatch.cuts(batch.rows, chunks)[0][1], place.device)
-        sizes = costs(Units(copied.train(), found.cuts, [place], loss_fn, call, None if loss_fn is None else 0))
+        loss_fn, target = (None, None) if found.has_loss else (FreeLoss(), 0)
+        call = found.call(microbatch.cuts(found.rows, chunks)[0][1], place.device)
+        sizes = costs(Units(found.module.train(), found.cuts, [place], loss_fn, call, target))
     if math.inf in sizes:
         refuse(["param_scale makes sizes infinite: expected one for which they fit into a float. Leave it out for 2."])
     return _at(found.cuts, solve(sizes, partitions), 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.balance.copies import copy_of, has_hooks, measuring
-from splitpipe.balance.units import ROWS, FreeLoss, Times, Units, state_bytes, times_of
+from splitpipe.balance.units import FreeLoss, Times, Units, state_bytes
+from splitpipe.core import stream
 from splitpipe.core.microbatch import flatten, unflatten
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
@@ -59,6 +61,8 @@ class Single(nn.Module):
         taken = {key: flow.skips[key] for key in pops(layer) if key in flow.skips}
         #: What it is given.
         self.arriving = Flow(flow.value, taken)
+        #: The arguments for a call.
+        self.args = torch.zeros(1, 0), self.arriving.value, *taken.values()
         #: What passes it.
         self._passing = {key: skip for key, skip in flow.skips.items() if key not in taken}
         #: The values after it, in its first run.
@@ -75,10 +79,9 @@ class Single(nn.Module):
 
     def units(self, place: Place, loss_fn: Callable[..., Any] | None = None, target: Any = None) -> Units:
         """The layer as a single unit; without ``loss_fn``, the loss costs nothing."""
-        args = torch.zeros(1, 0, device=place.device), self.arriving.value, *self.arriving.skips.values()
         if loss_fn is None:
             loss_fn, target = FreeLoss(), 0
-        return Units(self, [], [place], loss_fn, (args, {}), target)
+        return Units(self, [], [place], loss_fn, (self.args, {}), target)
 
     def left(self) -> Flow:
         """The layer's output, and the skips that it stashed."""
@@ -134,39 +137,47 @@ def measure_layers(
     return done
 
 
-def empty_layer(place: Place) -> Times:
-    """The times of a layer that computes nothing."""
-    with measuring(place.device):
-        single = Single(nn.Identity(), Flow(torch.zeros(1, device=place.device, requires_grad=True), {}))
-        units = single.units(place)
-        units.run()
-        return times_of(units.recorded(lambda done: done < 6 * ROWS, ROWS))[0]
-
-
 def times(module: nn.Sequential, sample: object, timeout: float, device: torch.device) -> list[float]:
-    """Milliseconds of each layer's forward and backward: the medians of all runs but the first, which is a warm-up.
+    """Seconds of each layer's forward and backward: the median of all runs but the first, which is a warm-up.
 
-    Layers share the timeout equally; time that a layer doesn't use goes to those after it. If none is left, the first
-    run counts.
+    Layers run by themselves, as an op of the pipeline takes longer than a small layer. They share the timeout equally;
+    time that a layer doesn't use goes to those after it. If none is left, the first run counts.
     """
-    left, place = timeout, Place(device)
+    left = timeout
     if device.type != "cpu":
         # Autograd's thread gets the device's context with its first kernel; if that were a product, cuBLAS would warn.
         with torch.enable_grad():
             torch.ones((), device=device, requires_grad=True).mul(2).backward()
-    base = empty_layer(place)
 
     def measure(at: int, single: Single) -> float:
         nonlocal left
-        units = single.units(place)
-        first = units.recorded()
+        first = _step(single, device)
         begun = perf_counter()
-        end = begun + left / (len(module) - at)
-        more = units.recorded(lambda done: perf_counter() < end)
-        left -= perf_counter() - begun
-        return sum(single.trained(times_of(more if more.steps else first)[0].less(base)))
+        runs = []
+        while (spent := perf_counter() - begun) < left / (len(module) - at):
+            runs.append(_step(single, device))
+        left -= spent
+        return median(runs or [first])
 
     return measure_layers(module, sample, device, measure)
+
+
+def _step(single: Single, device: torch.device) -> float:
+    """Seconds of one forward and backward."""
+    # Clones aren't leaves, so a layer may write to them in place, as to an output.
+    args = tree_map_only(Tensor, lambda x: x.clone(), detached(single.args))
+    _synchronize(device)
+    begun = perf_counter()
+    roots = [x for x in tree_leaves(single(*args)) if isinstance(x, Tensor) and x.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [x.detach() for x in roots])
+    _synchronize(device)
+    return perf_counter() - begun
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        stream.synchronize(device)
 
 
 def sizes(module: nn.Sequential, input: object, param_scale: float, device: torch.device) -> list[float]:

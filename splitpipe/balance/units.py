@@ -26,6 +26,8 @@ from splitpipe.schedule.recording.recording import Recording
 
 #: The most microbatches of one run. As in training, the first one's W makes the gradient and the others add to it.
 ROWS = 4
+#: Runs without anything to compute, to measure what a unit costs anyway.
+EMPTY = 30
 
 
 class Times(NamedTuple):
@@ -124,11 +126,11 @@ class Units:
         """What F of each unit saved for backward in the first recorded run, other than parameters and buffers."""
         return [*map(self._passing, recording.saved)]
 
-    def bytes(self, recording: Recording, left: Mapping[Address, int] | None = None) -> list[UnitBytes]:
+    def bytes(self, recording: Recording, left: Iterable[Address] = ()) -> list[UnitBytes]:
         """The bytes of each unit in the first recorded run; ``left``: the memory of the last one's output."""
         given = [*map(self._passing, [memory_of(*self.call.latest), *self._entered])]
         saved = self.saved(recording)
-        last = (left or {}).keys() - given[-1].keys()
+        last = {*left} - given[-1].keys()
         before = [_common(saved[0], given[0]), *(_common(two, one) for one, two in pairwise(saved))]
         after = [*before[1:], _common(saved[-1], last)]
         return [
@@ -198,12 +200,15 @@ def times_of(recording: Recording) -> list[Times]:
     return [Times(*each) for each in zip(times["F"], times["B"], times["W"])]
 
 
-def overhead(place: Place) -> Times:
-    """The times of a unit that computes nothing."""
-    chain = Chain(*(nn.Identity() for _ in range(5)))
+def overhead(place: Place, count: int, rows: int = 1) -> list[Times]:
+    """The times of ``count`` units that compute nothing, in runs of ``rows`` microbatches."""
+    few = min(count, 5)  # Units in the middle take equally long.
     x = torch.zeros(1, 1, device=place.device, requires_grad=True)
-    units = Units(chain, ["1", "2", "3", "4"], [place], FreeLoss(), ((x,), {}), target=0)
-    return times_of(units.recorded(lambda done: done < 6 * ROWS, ROWS))[2]
+    chain = Chain(*(nn.Identity() for _ in range(few)))
+    units = Units(chain, [*map(str, range(1, few))], [place], FreeLoss(), ((x,), {}), target=0)
+    units.run()
+    first, *middle = times_of(units.recorded(lambda done: done < EMPTY * rows, rows))
+    return [first, *middle[1:2] * (count - few), *middle]
 
 
 class Chain(nn.Sequential):

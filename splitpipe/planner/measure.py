@@ -14,10 +14,11 @@ from torch import nn
 
 from splitpipe.balance.copies import measuring
 from splitpipe.balance.layers import state_of
+from splitpipe.balance.survey import Surveyed
 from splitpipe.core.stream import Place
 from splitpipe.planner.machine import gap, kinds_of, link, shared_threads, usable_bytes, workspace
 from splitpipe.planner.profile import Device, Kind, Link, Profile
-from splitpipe.planner.work import Cuttable, LayersWork, Measured, ModuleWork, Progress, Settings, Work
+from splitpipe.planner.work import LayersWork, Measured, ModuleWork, Progress, Settings, Work
 
 # Columns of the progress bar.
 _WIDTH = 12
@@ -31,7 +32,7 @@ def profile(
     places: Sequence[Place],
     chunks: Sequence[int],
     *,
-    cuttable: Cuttable | None = None,
+    cuttable: Surveyed | None = None,
     compile: bool | Mapping[str, Any] = False,
     memory: Sequence[float] | None,
     optimizer_state: float,

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from splitpipe.balance.copies import copy_of, measuring
-from splitpipe.balance.layers import Single, detached, empty_layer, first_rows, measure_layers
-from splitpipe.balance.survey import Batch
+from splitpipe.balance.layers import Single, detached, first_rows, measure_layers
+from splitpipe.balance.survey import Surveyed
 from splitpipe.balance.units import ROWS, FreeLoss, Times, UnitBytes, Units, overhead, times_of
 from splitpipe.compiled.layers import Compiler, release
 from splitpipe.compiled.options import verify_compile
@@ -108,9 +108,9 @@ class Work:
         return took <= self.settings.seconds / 2 / len(self.names) * layers  # Or else it would take half of the time.
 
     def measured(
-        self, units: Units, chunks: int, base: Times, left: Callable[[], Mapping[Address, int] | None] = lambda: None
+        self, units: Units, chunks: int, empty: Sequence[Times], left: Callable[[], Mapping[Address, int]] = dict
     ) -> list[tuple[Times, UnitBytes]]:
-        """The times and bytes of units: of one run, or of as many as there is time for."""
+        """The times and bytes of units, compared with empty ones: of one run, or of as many as there is time for."""
         begun = perf_counter()
         recording = units.recorded()
         took = perf_counter() - begun
@@ -120,7 +120,7 @@ class Work:
             end = now + max(0.0, self.end - now) * len(sizes) / (self.total - self.done)
             recording = units.recorded(lambda done: done < RUNS or perf_counter() < end, min(chunks, ROWS))
         self.done += len(sizes)
-        return [(times.less(base), size) for times, size in zip(times_of(recording), sizes)]
+        return [(times.less(base), size) for times, base, size in zip(times_of(recording), empty, sizes)]
 
 
 class LayersWork(Work):
@@ -135,7 +135,8 @@ class LayersWork(Work):
         """The costs for one number of chunks."""
         place, rows = places[0], cuts(self.rows, chunks)[0][1]
         loss_fn, target = self.loss(place.device, rows)
-        base = empty_layer(place)
+        with measuring(place.device):
+            empty = overhead(place, 1, min(chunks, ROWS))
         compiler = Compiler(self._options)  # Copies of equal layers share compiled code, for these sizes.
 
         def measure(at: int, single: Single) -> Measured:
@@ -147,28 +148,19 @@ class LayersWork(Work):
                 with self.compiling():
                     units.run()
                 single.leaving = None
-            [(times, size)] = self.measured(units, chunks, base, lambda: single.left().memory())
+            [(times, size)] = self.measured(units, chunks, empty, lambda: single.left().memory())
             return Measured(Layer(*single.trained(times), **size._asdict()), *single.state())
 
         sample = first_rows(self._sample, rows, "the sample")
         return measure_layers(self._module, sample, place.device, measure, f", with {counted(chunks, 'chunk')}")
 
 
-class Cuttable(NamedTuple):
-    """A copy of a module that is cut by name."""
-
-    module: nn.Module
-    batch: Batch
-    blocks: Sequence[str]
-    dropin: bool
-
-
 class ModuleWork(Work):
     """Measures a copy of a module with all possible cuts, on one device, or, if it doesn't fit, on all of a kind."""
 
-    def __init__(self, cuttable: Cuttable, settings: Settings) -> None:
-        super().__init__([START, *cuttable.blocks], cuttable.batch.rows, settings)
-        self._of, self._module = cuttable, cuttable.module.train()
+    def __init__(self, found: Surveyed, settings: Settings) -> None:
+        super().__init__([START, *found.cuts], found.rows, settings)
+        self._of, self._module = found, found.module.train()
 
     def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
         """The costs for one number of chunks."""
@@ -190,13 +182,15 @@ class ModuleWork(Work):
 
     def _measured(self, places: Sequence[Place], chunks: int) -> list[Measured]:
         rows = cuts(self.rows, chunks)[0][1]
-        loss_fn, target = (FreeLoss(), 0) if self._of.dropin else self.loss(places[-1].device, rows)
-        call = self._of.batch.first(rows, places[0].device)
-        units = Units(self._module, self._of.blocks, places, loss_fn, call, target, self.settings.compile)
+        loss_fn, target = self.loss(places[-1].device, rows)
+        if loss_fn is None and not self._of.has_loss:
+            loss_fn, target = FreeLoss(), 0
+        call = self._of.call(rows, places[0].device)
+        units = Units(self._module, self._of.cuts, places, loss_fn, call, target, self.settings.compile)
         with self.compiling():
             units.discover()
             units.run()
-        found = self.measured(units, chunks, overhead(places[0]))
+        found = self.measured(units, chunks, overhead(places[0], len(self.names), min(chunks, ROWS)))
         return [
             Measured(Layer(*times, **size._asdict()), *state) for (times, size), state in zip(found, units.state())
         ]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from splitpipe.balance import layers
 from splitpipe.balance.balances import balance_by_size, balance_by_time
-from tests.helpers.copied import Clock, turned
+from tests.helpers.copied import Clock
 
 CHOICES = [balance_by_time, balance_by_size]
 
@@ -44,7 +45,9 @@ class Save(nn.Module):
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return turned(monkeypatch)
+    clock = Clock()
+    monkeypatch.setattr(layers, "perf_counter", clock)
+    return clock
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ def test_the_fullest_stage_is_as_small_as_can_be() -> None:
 
 def test_the_slowest_stage_is_as_fast_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "times_of", lambda _: [Times(1, 2, 0), Times(1, 1, 0), Times(2, 3, 0), Times(3, 3, 3)])
-    monkeypatch.setattr(cuts, "overhead", lambda *_: Times(0.5, 0.5, 0.5))
+    monkeypatch.setattr(cuts, "overhead", lambda *_: [Times(0.5, 0.5, 0.5)] * 4)
     assert cuts_by_time(2, Net(), batch(), timeout=1e-9) == ["blocks.2"]
     assert cuts_by_time(3, Net(), batch(), timeout=1e-9) == ["blocks.1", "blocks.2"]
 

@@ -3,11 +3,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from splitpipe.balance import layers
-from splitpipe.training import record
-
 TICK = 2.0**-6
 
 
@@ -23,14 +18,6 @@ class Clock:
 
     def __deepcopy__(self, memo: object) -> Clock:
         return self
-
-
-def turned(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock by which layers are measured."""
-    clock = Clock()
-    for file in layers, record:
-        monkeypatch.setattr(file, "perf_counter", clock)
-    return clock
 
 
 class Log(list[Any]):

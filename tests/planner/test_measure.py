@@ -89,7 +89,7 @@ def test_each_number_of_chunks_has_each_layer() -> None:
 @pytest.mark.usefixtures("quick")
 def test_forward_backward_and_weight_gradient_have_times_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "times_of", lambda _: [Times(9.0, 7.0, 5.0)])
-    monkeypatch.setattr(work, "empty_layer", lambda _: Times(1.0, 8.0, 0.5))
+    monkeypatch.setattr(work, "overhead", lambda *_: [Times(1.0, 8.0, 0.5)])
     assert {times(layer) for layer in layers(profiled(mlp(), torch.randn(8, 64)))} == {(8.0, 0.0, 4.5)}
 
 

@@ -20,7 +20,7 @@ from splitpipe.planner import measure
 from splitpipe.planner.costs import LayerSums, StageBytes
 from splitpipe.planner.planning import chosen
 from splitpipe.planner.profile import Profile
-from splitpipe.planner.work import Cuttable, ModuleWork, Settings
+from splitpipe.planner.work import ModuleWork, Settings
 from splitpipe.schedule import build
 from tests.clients.tiny import FOUR, MORE
 from tests.doors.test_bad_input import of_module
@@ -140,11 +140,9 @@ def test_what_a_block_raises_says_that_it_was_measured() -> None:
 
 
 def profiled(chunks: Sequence[int] = (2,), rows: int = 1, **options: Any) -> Profile:
-    copied, given, found = surveyed(Net(), batch())
     places = verify_devices(["cpu"] * rows, rows)
     more = {"memory": None, "optimizer_state": 2.0, "seconds": 0.01, "progress": lambda *_: None, **options}
-    cuttable = Cuttable(copied, given, found.cuts, dropin=False)
-    return measure.profile(Net(), None, None, None, places, chunks, cuttable=cuttable, **more)
+    return measure.profile(Net(), None, None, None, places, chunks, cuttable=surveyed(Net(), batch()), **more)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["once", "again"])
@@ -170,8 +168,7 @@ def test_a_module_that_does_not_fit_on_a_device_is_measured_on_all_of_them(monke
         return []
 
     monkeypatch.setattr(ModuleWork, "_measured", measured)
-    copied, given, found = surveyed(Net(), batch())
-    units = ModuleWork(Cuttable(copied, given, found.cuts, False), Settings(None, None, 0.0, 1, lambda *_: None))
+    units = ModuleWork(surveyed(Net(), batch()), Settings(None, None, 0.0, 1, lambda *_: None))
     here, there = Place(torch.device("cpu")), Place(torch.device("meta"))
     assert units.walk([here, there], 2) == [] and seen == [1, 2]
     with pytest.raises(torch.OutOfMemoryError):
