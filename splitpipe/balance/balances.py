@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitpipe.balance.layers import first_rows, sizes, times
+from splitpipe.balance.layers import first_rows, rows_of, sizes, times
 from splitpipe.balance.solver import solve
 from splitpipe.checks import finite, is_integer, resolve_device, verify_module
-from splitpipe.core.microbatch import batch_size, cuts, flatten, verify_filled
+from splitpipe.core.microbatch import cuts
 
 Device = torch.device | int | str
 
@@ -59,9 +59,7 @@ def balance_by_time(
     verify_module(module)
     number = integer("partitions", partitions, "the number of stages")
     refuse(_too_many(number, module) + timeout_faults(timeout))
-    leaves, _ = flatten(sample, "sample", batch=True)
-    batch_size(leaves, "sample")
-    verify_filled(leaves, "sample")
+    rows_of(sample, "sample")
     return solve(times(module, sample, timeout, resolve_device(device)), number)
 
 
@@ -110,9 +108,7 @@ def balance_by_size(
     number = integer("partitions", partitions, "the number of stages")
     pieces = integer("chunks", chunks, "the number of microbatches")
     refuse(_too_many(number, module) + size_faults(pieces, param_scale))
-    leaves, _ = flatten(input, "input", batch=True)
-    verify_filled(leaves, "input")
-    microbatch = first_rows(input, cuts(batch_size(leaves, "input"), pieces)[0][1], "input")
+    microbatch = first_rows(input, cuts(rows_of(input, "input"), pieces)[0][1], "input")
     costs = sizes(module, microbatch, param_scale, resolve_device(device))
     if math.inf in costs:
         raise ValueError(

@@ -76,7 +76,8 @@ def cuts_by_time(
     """
     if is_layered(module):
         assert isinstance(module, nn.Sequential)
-        return _names(module, balance_by_time(partitions, module, sample, timeout=timeout, device=device))
+        found = balance_by_time(partitions, module, sample, timeout=timeout, device=device)
+        return _starts([*module._modules], found)
     number = integer("partitions", partitions, "the number of stages")
     refuse(timeout_faults(timeout))
     place = Place(resolve_device(device))
@@ -140,7 +141,7 @@ def cuts_by_size(
     if is_layered(module):
         assert isinstance(module, nn.Sequential)
         found = balance_by_size(partitions, module, input, chunks=chunks, param_scale=param_scale, device=device)
-        return _names(module, found)
+        return _starts([*module._modules], found)
     number = integer("partitions", partitions, "the number of stages")
     pieces = integer("chunks", chunks, "the number of microbatches")
     refuse(size_faults(pieces, param_scale))
@@ -169,13 +170,9 @@ def _cuts(
         sizes = costs(Units(found.module.train(), found.cuts, [place], loss_fn, call, target))
     if math.inf in sizes:
         refuse(["param_scale makes sizes infinite: expected one for which they fit into a float. Leave it out for 2."])
-    return _at(found.cuts, solve(sizes, partitions), 1)
+    return _starts(["", *found.cuts], solve(sizes, partitions))
 
 
-def _names(module: nn.Sequential, balance: Sequence[int]) -> list[str]:
-    return _at(list(module._modules), balance, 0)
-
-
-def _at(names: Sequence[str], balance: Sequence[int], before: int) -> list[str]:
-    """The names with which stages 1, 2, ... start; ``before``: how many parts come before the first name."""
-    return [names[start - before] for start in accumulate(balance[:-1])]
+def _starts(names: Sequence[str], balance: Sequence[int]) -> list[str]:
+    """The names of the parts with which stages 1, 2, ... start."""
+    return [names[start] for start in accumulate(balance[:-1])]

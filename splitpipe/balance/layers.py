@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from splitpipe.balance.copies import copy_of, has_hooks, measuring
 from splitpipe.balance.units import FreeLoss, Times, Units, state_bytes
 from splitpipe.core import stream
-from splitpipe.core.microbatch import flatten, unflatten
+from splitpipe.core.microbatch import batch_size, flatten, unflatten, verify_filled
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import Address, memory_of
@@ -230,6 +230,14 @@ def repeated_state(module: nn.Sequential) -> list[set[str]]:
 def state_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers of a layer by name."""
     return [*layer.named_parameters(), *layer.named_buffers()]
+
+
+def rows_of(batch: Any, whose: str) -> int:
+    """The rows of a batch for an nn.Sequential."""
+    leaves, _ = flatten(batch, whose, batch=True)
+    rows = batch_size(leaves, whose)
+    verify_filled(leaves, whose)
+    return rows
 
 
 def first_rows(value: Any, rows: int, whose: str) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from splitpipe import checks
+from splitpipe.balance.layers import rows_of
 from splitpipe.balance.survey import surveyed
 from splitpipe.compiled.options import verify_compile
-from splitpipe.core.microbatch import batch_size, flatten, verify_filled
 from splitpipe.core.stream import Device
 from splitpipe.core.worker import ProcessLock
 from splitpipe.planner import arguments
@@ -172,9 +172,7 @@ def _rows(module: nn.Sequential, sample: Any) -> int:
     verify_skippables(module)
     if not len(module):
         raise ValueError("the module has no layers: expected at least one.")
-    leaves, _ = flatten(sample, "the sample", batch=True)
-    rows = batch_size(leaves, "the sample")
-    verify_filled(leaves, "the sample")
+    rows = rows_of(sample, "the sample")
     if not rows:
         raise ValueError("the sample has no rows: expected a whole batch.")
     return rows

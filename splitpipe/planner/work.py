@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from splitpipe.balance.copies import copy_of, measuring
-from splitpipe.balance.layers import Single, detached, first_rows, measure_layers
+from splitpipe.balance.layers import Single, detached, first_rows, measure_layers, rows_of
 from splitpipe.balance.survey import Surveyed
 from splitpipe.balance.units import ROWS, FreeLoss, Times, UnitBytes, Units, overhead, times_of
 from splitpipe.compiled.layers import Compiler, release
 from splitpipe.compiled.options import verify_compile
-from splitpipe.core.microbatch import batch_size, cuts, flatten
+from splitpipe.core.microbatch import cuts
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import Address
@@ -105,7 +105,8 @@ class Work:
 
     def again(self, took: float, layers: int) -> bool:
         """True if a run of some layers, which took ``took`` seconds, is short enough to be repeated."""
-        return took <= self.settings.seconds / 2 / len(self.names) * layers  # Or else it would take half of the time.
+        # If all took longer, running all of them a second time would take half of the time.
+        return took <= self.settings.seconds / 2 / len(self.names) * layers
 
     def measured(
         self, units: Units, chunks: int, empty: Sequence[Times], left: Callable[[], Mapping[Address, int]] = dict
@@ -127,7 +128,7 @@ class LayersWork(Work):
     """Measures copies of the layers of an nn.Sequential, one at a time."""
 
     def __init__(self, module: nn.Sequential, sample: Any, settings: Settings) -> None:
-        super().__init__(list(module._modules), batch_size(flatten(sample, "the sample", batch=True)[0]), settings)
+        super().__init__(list(module._modules), rows_of(sample, "the sample"), settings)
         self._options = verify_compile(settings.compile)
         self._module, self._sample = module, sample
 
