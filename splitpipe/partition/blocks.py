@@ -273,7 +273,8 @@ def _warn(suspects: list[Suspect], rows: int) -> None:
 
 def called(module: nn.Module) -> bool:
     """False for a container, which has no forward; torch.compile's wrapper has one on the instance."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    own = getattr(type(module), "forward", None)  # A scripted module's can't be read.
+    return own is not nn.Module.forward or "forward" in vars(module)
 
 
 def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
