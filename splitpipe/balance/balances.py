@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitpipe.balance.layers import sizes, times
+from splitpipe.balance.layers import first_rows, rows_of, sizes, times
 from splitpipe.balance.solver import solve
 from splitpipe.checks import finite, is_integer, resolve_device, verify_module
-from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten, verify_filled
+from splitpipe.core.microbatch import cuts
 
 Device = torch.device | int | str
 
@@ -58,13 +58,8 @@ def balance_by_time(
     """
     verify_module(module)
     number = integer("partitions", partitions, "the number of stages")
-    faults = _too_many(number, module)
-    if not 0 < real("timeout", timeout) < math.inf:
-        faults.append(f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second.")
-    refuse(faults)
-    leaves, _ = flatten(sample, "sample", batch=True)
-    batch_size(leaves, "sample")
-    verify_filled(leaves, "sample")
+    refuse(_too_many(number, module) + timeout_faults(timeout))
+    rows_of(sample, "sample")
     return solve(times(module, sample, timeout, resolve_device(device)), number)
 
 
@@ -112,17 +107,8 @@ def balance_by_size(
     verify_module(module)
     number = integer("partitions", partitions, "the number of stages")
     pieces = integer("chunks", chunks, "the number of microbatches")
-    faults = _too_many(number, module)
-    if pieces < 1:
-        faults.append(f"chunks is {pieces}: expected 1 or more. Give the same number as to SplitPipe.")
-    if not 0 <= real("param_scale", param_scale) < math.inf:
-        faults.append(f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2.")
-    refuse(faults)
-    leaves, spec = flatten(input, "input", batch=True)
-    verify_filled(leaves, "input")
-    rows = cuts(batch_size(leaves, "input"), pieces)[0][1]
-    parts = [leaf[:rows] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
-    microbatch = unflatten(parts, spec)
+    refuse(_too_many(number, module) + size_faults(pieces, param_scale))
+    microbatch = first_rows(input, cuts(rows_of(input, "input"), pieces)[0][1], "input")
     costs = sizes(module, microbatch, param_scale, resolve_device(device))
     if math.inf in costs:
         raise ValueError(
@@ -144,6 +130,23 @@ def real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}: expected a number. Leave it out for the default.")
     return finite(value)
+
+
+def timeout_faults(timeout: float) -> list[str]:
+    """What is wrong with a timeout."""
+    if 0 < real("timeout", timeout) < math.inf:
+        return []
+    return [f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second."]
+
+
+def size_faults(chunks: int, param_scale: float) -> list[str]:
+    """What is wrong with the arguments of a measurement of sizes."""
+    faults = []
+    if chunks < 1:
+        faults.append(f"chunks is {chunks}: expected 1 or more. Give the same number as to SplitPipe.")
+    if not 0 <= real("param_scale", param_scale) < math.inf:
+        faults.append(f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2.")
+    return faults
 
 
 def _too_many(partitions: int, module: nn.Sequential) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from time import perf_counter
 
-import torch
 from torch import nn
 
 from splitpipe.balance.balances import (
@@ -14,20 +13,20 @@ from splitpipe.balance.balances import (
     balance_by_size,
     balance_by_time,
     integer,
-    real,
     refuse,
+    size_faults,
+    timeout_faults,
     too_many,
 )
-from splitpipe.balance.layers import measuring
+from splitpipe.balance.copies import measuring
+from splitpipe.balance.layers import held
 from splitpipe.balance.solver import solve
-from splitpipe.balance.survey import Batch, has_loss, surveyed
+from splitpipe.balance.survey import surveyed
 from splitpipe.balance.units import FreeLoss, Units, overhead, times_of
 from splitpipe.checks import is_layered, resolve_device
 from splitpipe.core import microbatch
 from splitpipe.core.stream import Place
-
-#: Steps of a stage that computes nothing, to measure the cost of having a stage.
-_EMPTY = 12
+from splitpipe.core.tensors import Address
 
 
 def cuts_by_time(
@@ -77,20 +76,17 @@ def cuts_by_time(
     """
     if is_layered(module):
         assert isinstance(module, nn.Sequential)
-        return _names(module, balance_by_time(partitions, module, sample, timeout=timeout, device=device))
+        found = balance_by_time(partitions, module, sample, timeout=timeout, device=device)
+        return _starts([*module._modules], found)
     number = integer("partitions", partitions, "the number of stages")
-    if not 0 < real("timeout", timeout) < math.inf:
-        refuse([f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second."])
+    refuse(timeout_faults(timeout))
     place = Place(resolve_device(device))
 
-    def costs(units: Units, batch: Batch) -> list[float]:
-        run = units.step(batch, batch.rows)
-        run()
+    def costs(units: Units) -> list[float]:
+        units.run()
         end = perf_counter() + timeout
-        empty = overhead(place, _EMPTY)
-        return [sum(each.less(empty)) for each in times_of(
-            units.recorded(run, lambda done: not done or perf_counter() < end)
-        )]
+        found = times_of(units.recorded(lambda done: not done or perf_counter() < end))
+        return [sum(each.less(empty)) for each, empty in zip(found, overhead(place, len(found)))]
 
     return _cuts(number, module, sample, "sample", place, costs)
 
@@ -144,49 +140,39 @@ def cuts_by_size(
     """
     if is_layered(module):
         assert isinstance(module, nn.Sequential)
-        found = balance_by_size(
-            partitions, module, input, chunks=chunks, param_scale=param_scale, device=device
-        )
-        return _names(module, found)
+        found = balance_by_size(partitions, module, input, chunks=chunks, param_scale=param_scale, device=device)
+        return _starts([*module._modules], found)
     number = integer("partitions", partitions, "the number of stages")
     pieces = integer("chunks", chunks, "the number of microbatches")
-    if pieces < 1:
-        refuse([f"chunks is {pieces}: expected 1 or more. Give the same number as to SplitPipe."])
-    if not 0 <= real("param_scale", param_scale) < math.inf:
-        refuse([f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2."])
+    refuse(size_faults(pieces, param_scale))
 
-    def costs(units: Units, batch: Batch) -> list[float]:
-        run = units.step(batch, microbatch.cuts(batch.rows, pieces)[0][1])
-        run()
-        return [
-            size.saved - size.shared + param_scale * size.trained + min(param_scale, 1) * size.state
-            for size in units.bytes(units.recorded(run, lambda done: not done), run)
-        ]
+    def costs(units: Units) -> list[float]:
+        units.run()
+        counted: set[Address] = set()
+        found = []
+        for saved, state in zip(units.saved(units.recorded()), units.state()):
+            found.append(sum(saved[key] for key in saved.keys() - counted) + held(state, param_scale))
+            counted |= saved.keys()
+        return found
 
-    return _cuts(number, module, input, "input", Place(resolve_device(device)), costs)
+    return _cuts(number, module, input, "input", Place(resolve_device(device)), costs, pieces)
 
 
 def _cuts(
     partitions: int, module: object, sample: object, whose: str, place: Place,
-    costs: Callable[[Units, Batch], list[float]],
+    costs: Callable[[Units], list[float]], chunks: int = 1,
 ) -> list[str]:
-    copied, batch, found = surveyed(module, sample, whose)
+    found = surveyed(module, sample, whose)
     refuse(too_many(partitions, len(found.cuts) + 1, "a block"))
     with measuring(place.device):
-        try:
-            units = Units(copied.train(), found.cuts, [place], 1, None if has_loss(found.output) else FreeLoss())
-            sizes = costs(units, batch)
-        finally:
-            torch.clear_autocast_cache()
+        loss_fn, target = (None, None) if found.has_loss else (FreeLoss(), 0)
+        call = found.call(microbatch.cuts(found.rows, chunks)[0][1], place.device)
+        sizes = costs(Units(found.module.train(), found.cuts, [place], loss_fn, call, target))
     if math.inf in sizes:
         refuse(["param_scale makes sizes infinite: expected one for which they fit into a float. Leave it out for 2."])
-    return _at(found.cuts, solve(sizes, partitions), 1)
+    return _starts(["", *found.cuts], solve(sizes, partitions))
 
 
-def _names(module: nn.Sequential, balance: Sequence[int]) -> list[str]:
-    return _at(list(module._modules), balance, 0)
-
-
-def _at(names: Sequence[str], balance: Sequence[int], before: int) -> list[str]:
-    """The names with which stages 1, 2, ... start; ``before``: how many parts come before the first name."""
-    return [names[start - before] for start in accumulate(balance[:-1])]
+def _starts(names: Sequence[str], balance: Sequence[int]) -> list[str]:
+    """The names of the parts with which stages 1, 2, ... start."""
+    return [names[start] for start in accumulate(balance[:-1])]

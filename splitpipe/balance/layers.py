@@ -1,50 +1,32 @@
-"""Measures each layer of an nn.Sequential in training, on one copy at a time, for balance and planner.
+"""Measures the layers of an nn.Sequential separately, one at a time, for balance and planner.
 
     sample ─> [copy of layer 0] ─> value, skips ─> [copy of layer 1] ─> value, skips ─> ...
-                forward, backward     detached       forward, backward
 
-A copy is deleted before the next one is made, so a model that is too large for any device can be measured too. The
-model, its gradients and buffers, the sample and the random state are only read.
-
-A copy has everything that its layer has except gradients and the user's hooks: a hook that counts or records would
-notice the runs. Hooks that torch itself installs are kept, since they compute: the hooks of the old weight_norm and
-spectral_norm, of pruning, and of lazy layers.
+A copy is deleted before the next one is made, so a model that is too large for any device can be measured too.
 """
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer
-from torch.overrides import TorchFunctionMode
 
+from splitpipe.balance.copies import copy_of, has_hooks, measuring
+from splitpipe.balance.units import FreeLoss, Times, Units, state_bytes
 from splitpipe.core import stream
-from splitpipe.core.microbatch import flatten
+from splitpipe.core.microbatch import batch_size, flatten, unflatten, verify_filled
 from splitpipe.core.note import add_note
-from splitpipe.core.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map_only
+from splitpipe.core.stream import Place
+from splitpipe.core.tensors import Address, memory_of
+from splitpipe.core.torch_private import tree_leaves, tree_map_only
 from splitpipe.skip.box import Key, opened
 from splitpipe.skip.pairs import pops
 
 T = TypeVar("T")
-Address = tuple[torch.device, int]
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 
 
 @dataclass(frozen=True)
@@ -54,28 +36,112 @@ class Flow:
     value: Any
     skips: Mapping[Key, Any]
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Flow:
-        """The same flow, with ``function`` applied to each tensor."""
-        skips = {key: tree_map_only(Tensor, function, skip) for key, skip in self.skips.items()}
-        return Flow(tree_map_only(Tensor, function, self.value), skips)
-
     def tensors(self) -> list[Tensor]:
         """All tensors of the value and the skips."""
         return [leaf for leaf in tree_leaves([self.value, *self.skips.values()]) if isinstance(leaf, Tensor)]
 
+    def memory(self) -> dict[Address, int]:
+        """The storages of its tensors."""
+        return memory_of(*self.tensors())
 
-@dataclass(frozen=True, eq=False)
-class _Saved:
-    """A placeholder for a saved tensor, deleted once autograd no longer needs the tensor."""
 
-    tensor: Tensor
+class Single(nn.Module):
+    """A layer as a module of one unit, which takes the skips that it pops, and returns those that it stashes.
+
+    Args:
+        layer: a copy of the layer.
+        flow: the values before it.
+        shared: the names of its parameters and buffers that an earlier layer has too.
+    """
+
+    def __init__(self, layer: nn.Module, flow: Flow, shared: Collection[str] = ()) -> None:
+        super().__init__()
+        self.layer = layer
+        self._shared = shared
+        taken = {key: flow.skips[key] for key in pops(layer) if key in flow.skips}
+        #: What it is given.
+        self.arriving = Flow(flow.value, taken)
+        #: The arguments for a call.
+        self.args = torch.zeros(1, 0), self.arriving.value, *taken.values()
+        #: What passes it.
+        self._passing = {key: skip for key, skip in flow.skips.items() if key not in taken}
+        #: The values after it, in its first run.
+        self.leaving: Flow | None = None
+
+    def forward(self, row: Tensor, value: Any, *skips: Any) -> Any:
+        """The layer's output, with its skips, if it stashes any. ``row`` shows that there is one row."""
+        box = dict(zip(self.arriving.skips, skips))
+        with opened(box):
+            value = self.layer(value)
+        if self.leaving is None:
+            self.leaving = Flow(detached(value), {key: detached(skip) for key, skip in box.items()})
+        return (value, list(box.values())) if box else value
+
+    def units(self, place: Place, loss_fn: Callable[..., Any] | None = None, target: Any = None) -> Units:
+        """The layer as a single unit; without ``loss_fn``, the loss costs nothing."""
+        if loss_fn is None:
+            loss_fn, target = FreeLoss(), 0
+        return Units(self, [], [place], loss_fn, (self.args, {}), target)
+
+    def left(self) -> Flow:
+        """The layer's output, and the skips that it stashed."""
+        assert self.leaving is not None
+        return self.leaving
+
+    def after(self) -> Flow:
+        """The flow after the layer, with the skips that passed it."""
+        left = self.left()
+        flatten(left.value, "the output")
+        for (_, name), skip in left.skips.items():
+            flatten(skip, f"skip {name!r}")
+        return Flow(left.value, {**self._passing, **left.skips})
+
+    def trained(self, times: Times) -> Times:
+        """The times, without those of a backward that computes nothing."""
+        trains = any(x.requires_grad for x in self.left().tensors())
+        return times if trains else Times(times.forward, 0.0, 0.0)
+
+    def state(self) -> tuple[int, int]:
+        """The bytes of its trained parameters, and of its other state, unless an earlier layer has them."""
+        return state_bytes(x for name, x in state_of(self.layer) if name not in self._shared)
+
+
+#: What is measured of a layer, given its number.
+Measure = Callable[[int, Single], T]
+
+
+def measure_layers(
+    module: nn.Sequential, sample: object, device: torch.device, measure: Measure[T], size: str = ""
+) -> list[T]:
+    """Measures copies of layers one after another, each on the output of the previous one."""
+    done: list[T] = []
+    shared = repeated_state(module)
+
+    def run(at: int, layer: nn.Module, flow: Flow) -> Flow:
+        single = Single(copy_of(layer).to(device), flow, shared[at]).train()
+        done.append(measure(at, single))
+        return single.after()
+
+    with measuring(device):
+        flow = Flow(detached(sample, device), {})
+        for at, (name, layer) in enumerate(zip(module._modules, module, strict=True)):
+            try:
+                flow = run(at, layer, flow)
+            except BaseException as error:
+                where = f"layer {at} ({name!r}, {type(layer).__name__}), in a copy on {device}{size}"
+                hooks = ", whose hooks don't run" if has_hooks(layer) else ""
+                add_note(error, f"Raised while profiling {where}{hooks}. The model is unchanged.")
+                raise
+            finally:
+                torch.clear_autocast_cache()  # Cast weights would outlive the copy.
+    return done
 
 
 def times(module: nn.Sequential, sample: object, timeout: float, device: torch.device) -> list[float]:
     """Seconds of each layer's forward and backward: the median of all runs but the first, which is a warm-up.
 
-    Layers share the timeout equally; time that a layer doesn't use goes to those after it. If none is left, the first
-    run counts.
+    Layers run by themselves, as an op of the pipeline takes longer than a small layer. They share the timeout equally;
+    time that a layer doesn't use goes to those after it. If none is left, the first run counts.
     """
     left = timeout
     if device.type != "cpu":
@@ -83,18 +149,35 @@ def times(module: nn.Sequential, sample: object, timeout: float, device: torch.d
         with torch.enable_grad():
             torch.ones((), device=device, requires_grad=True).mul(2).backward()
 
-    def measure(done: list[float], copied: nn.Module, flow: Flow) -> tuple[float, Flow]:
+    def measure(at: int, single: Single) -> float:
         nonlocal left
-        arriving = input_flow(copied, flow)
-        first, after = _step(copied, arriving, device)
+        first = _step(single, device)
         begun = perf_counter()
         runs = []
-        while (spent := perf_counter() - begun) < left / (len(module) - len(done)):
-            runs.append(_step(copied, arriving, device)[0])
+        while (spent := perf_counter() - begun) < left / (len(module) - at):
+            runs.append(_step(single, device))
         left -= spent
-        return median(runs or [first]), output_flow(flow, arriving, after)
+        return median(runs or [first])
 
     return measure_layers(module, sample, device, measure)
+
+
+def _step(single: Single, device: torch.device) -> float:
+    """Seconds of one forward and backward."""
+    # Clones aren't leaves, so a layer may write to them in place, as to an output.
+    args = tree_map_only(Tensor, lambda x: x.clone(), detached(single.args))
+    _synchronize(device)
+    begun = perf_counter()
+    roots = [x for x in tree_leaves(single(*args)) if isinstance(x, Tensor) and x.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [x.detach() for x in roots])
+    _synchronize(device)
+    return perf_counter() - begun
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        stream.synchronize(device)
 
 
 def sizes(module: nn.Sequential, input: object, param_scale: float, device: torch.device) -> list[float]:
@@ -108,134 +191,30 @@ def sizes(module: nn.Sequential, input: object, param_scale: float, device: torc
     Parameters count ``param_scale`` times. Frozen parameters and buffers, which need no gradient and no optimizer
     state, count at most once. State that several layers share counts for the first of them.
     """
-    shared = repeated_state(module)
     counted: frozenset[Address] = frozenset()  # Storages that are alive and have been counted.
 
-    def measure(done: list[float], copied: nn.Module, flow: Flow) -> tuple[float, Flow]:
+    def measure(at: int, single: Single) -> float:
         nonlocal counted
-        if not done:
-            counted = _addresses(flow)
-        arriving = input_flow(copied, flow)
-        entered = arriving.map(_fresh)
-        origin = _origins(entered, arriving)
-        after, saved = _saved(copied, entered)
+        arriving = single.arriving.tensors()
+        if not at:
+            counted = frozenset(memory_of(*arriving))
+        units = single.units(Place(device))
+        [saved] = units.saved(units.recorded())
+        # The storages that the run was given, each with the one of which it is a copy.
+        copies = zip(units.call.latest[1:], arriving, strict=True)
+        origin = {own: other for copy, x in copies for own, other in zip(memory_of(copy), memory_of(x), strict=False)}
         known = {address for address in origin if origin[address] in counted}
-        known |= {address for _, tensor in state_of(copied) for address in memory_of(tensor)}
         new = saved.keys() - known
-        state = 0.0
-        for name, tensor in state_of(copied):
-            if name not in shared[len(done)]:
-                scale = param_scale if tensor.requires_grad else min(param_scale, 1)
-                state += scale * sum(memory_of(tensor).values())
-        following = output_flow(flow, arriving, after)
         counted |= known | new | {origin[address] for address in new & origin.keys()}
-        counted &= _addresses(following)  # An address means nothing once its memory is freed.
-        return sum(saved[address] for address in new) + state, following
+        counted &= single.after().memory().keys()  # An address means nothing once its memory is freed.
+        return sum(saved[address] for address in new) + held(single.state(), param_scale)
 
     return measure_layers(module, input, device, measure)
 
 
-Measure = Callable[[list[T], nn.Module, Flow], tuple[T, Flow]]
-
-
-def measure_layers(
-    module: nn.Sequential, sample: object, device: torch.device, measure: Measure[T], size: str = ""
-) -> list[T]:
-    """Measures a copy of one layer after the other, each on the output of the one before it."""
-    done: list[T] = []
-    with measuring(device):
-        flow = Flow(sample, {}).map(lambda tensor: detached_as(tensor, tensor.to(device)))
-        for name, layer in zip(module._modules, module, strict=True):
-            try:
-                result, flow = measure(done, copy_of(layer).to(device).train(), flow)
-            except BaseException as error:
-                where = f"layer {len(done)} ({name!r}, {type(layer).__name__}), in a copy on {device}{size}"
-                foreign = any(_is_foreign(hook) for table in _tables(layer) for hook in table.values())
-                hooks = ", whose hooks don't run" if foreign else ""
-                add_note(error, f"Raised while profiling {where}{hooks}. The model is unchanged.")
-                raise
-            finally:
-                # Under the caller's autocast, cast weights would be cached, and outlive the copy.
-                torch.clear_autocast_cache()
-            done.append(result)
-    return done
-
-
-@contextmanager
-def measuring(device: torch.device) -> Iterator[None]:
-    """Turns autograd on, makes the device the current one, and restores the random state after the block."""
-    numbered = [] if device.type == "cpu" else [device]
-    # No type is passed for the CPU: None is a type since torch 2.13, and the default was another one before that.
-    kind: dict[str, Any] = {} if device.type == "cpu" else {"device_type": device.type}
-    # Leaving inference mode turns gradients on, even if the caller had turned them off.
-    with torch.inference_mode(False), torch.accelerator.device_index(device.index):
-        with torch.random.fork_rng(devices=numbered, **kind):
-            yield
-
-
-def input_flow(layer: nn.Module, flow: Flow) -> Flow:
-    """The part of a flow that a layer takes."""
-    return Flow(flow.value, {key: flow.skips[key] for key in pops(layer) if key in flow.skips})
-
-
-def output_flow(flow: Flow, arriving: Flow, after: Flow) -> Flow:
-    """The flow after a layer: its output, the skips that it stashed, and those that bypassed it."""
-    flatten(after.value, "the output")
-    for (_, name), skip in after.skips.items():
-        flatten(skip, f"skip {name!r}")
-    left = after.map(lambda tensor: detached_as(tensor, tensor))
-    passed = {key: skip for key, skip in flow.skips.items() if key not in arriving.skips}
-    return Flow(left.value, {**passed, **left.skips})
-
-
-def detached_as(tensor: Tensor, value: Tensor) -> Tensor:
-    """The value as a leaf that requires grad if the tensor does."""
-    return value.detach().requires_grad_(tensor.requires_grad)
-
-
-def _fresh(tensor: Tensor) -> Tensor:
-    """A clone for one run. It isn't a leaf, so a layer may write to it in place, as to an output."""
-    return detached_as(tensor, tensor).clone()
-
-
-def _forward(layer: nn.Module, entered: Flow) -> Flow:
-    box = dict(entered.skips)
-    with opened(box):
-        return Flow(layer(entered.value), box)
-
-
-def _step(layer: nn.Module, arriving: Flow, device: torch.device) -> tuple[float, Flow]:
-    """Seconds of one forward and backward, and the output flow of the forward."""
-    entered = arriving.map(_fresh)
-    synchronize(device)
-    begun = perf_counter()
-    after = _forward(layer, entered)
-    roots = [tensor for tensor in after.tensors() if tensor.requires_grad]
-    if roots:
-        torch.autograd.backward(roots, [tensor.detach() for tensor in roots])
-    synchronize(device)
-    return perf_counter() - begun, after
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for an accelerator."""
-    if device.type != "cpu":
-        stream.synchronize(device)
-
-
-def _saved(layer: nn.Module, entered: Flow) -> tuple[Flow, dict[Address, int]]:
-    """The flow out of a layer, and the storages, with their bytes, that autograd keeps for backward."""
-    saved: WeakSet[_Saved] = WeakSet()
-
-    def pack(tensor: Tensor) -> _Saved:
-        # Detached: a saved output would otherwise keep its grad_fn, which keeps it, so it would never be freed.
-        holder = _Saved(tensor.detach())
-        saved.add(holder)
-        return holder
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        after = _forward(layer, entered)
-    return after, {address: size for holder in saved for address, size in memory_of(holder.tensor).items()}
+def held(state: tuple[int, int], param_scale: float) -> float:
+    """The bytes that training holds of parameters and other state; the latter counts at most once."""
+    return param_scale * state[0] + min(param_scale, 1) * state[1]
 
 
 def repeated_state(module: nn.Sequential) -> list[set[str]]:
@@ -249,70 +228,24 @@ def repeated_state(module: nn.Sequential) -> list[set[str]]:
 
 
 def state_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a layer by name."""
     return [*layer.named_parameters(), *layer.named_buffers()]
 
 
-def memory_of(tensor: Tensor) -> dict[Address, int]:
-    """The storages behind a tensor: their addresses and bytes."""
-    if is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    elif tensor.layout in _PARTS:
-        parts = [getattr(tensor, name)() for name in _PARTS[tensor.layout]]
-    else:
-        storage = tensor.untyped_storage()
-        return {(tensor.device, storage.data_ptr()): storage.nbytes()}
-    return {address: size for part in parts for address, size in memory_of(part).items()}
+def rows_of(batch: Any, whose: str) -> int:
+    """The rows of a batch for an nn.Sequential."""
+    leaves, _ = flatten(batch, whose, batch=True)
+    rows = batch_size(leaves, whose)
+    verify_filled(leaves, whose)
+    return rows
 
 
-def _origins(entered: Flow, arriving: Flow) -> dict[Address, Address]:
-    """The storages that a run was given, each with the one it was cloned from."""
-    return {
-        own: other
-        for clone, tensor in zip(entered.tensors(), arriving.tensors(), strict=True)
-        for own, other in zip(memory_of(clone), memory_of(tensor), strict=False)
-    }
+def first_rows(value: Any, rows: int, whose: str) -> Any:
+    """The first rows of a batch's tensors; what has no rows stays whole."""
+    leaves, spec = flatten(value, whose, batch=True)
+    return unflatten([leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves], spec)
 
 
-def _addresses(flow: Flow) -> frozenset[Address]:
-    return frozenset(address for tensor in flow.tensors() for address in memory_of(tensor))
-
-
-def _tables(layer: nn.Module) -> list[dict[int, Any]]:
-    """The non-empty dicts of hooks of a layer and all its submodules."""
-    return [table for part in layer.modules() for name in _HOOKS if (table := getattr(part, name, None))]
-
-
-def _is_foreign(hook: object) -> bool:
-    """True for hooks that were written outside torch."""
-    return str(getattr(hook, "__module__", None)).partition(".")[0] != "torch"
-
-
-def copy_of(layer: nn.Module) -> nn.Module:
-    """A copy without gradients and without the user's hooks."""
-    tables = _tables(layer)
-    memo: dict[int, Any] = {id(table): OrderedDict() for table in tables}
-    with _Detaching():
-        copied = copy.deepcopy(layer, memo)
-        for table in tables:
-            kept = {key: copy.deepcopy(hook, memo) for key, hook in table.items() if not _is_foreign(hook)}
-            memo[id(table)].update(kept)
-    return copied
-
-
-class _Detaching(TorchFunctionMode):
-    """Lets deepcopy copy tensors that it rejects (non-leaf and uninitialised ones), without gradients."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and id(args[0]) not in args[1]:
-            tensor, memo = args
-            kind: Any = type(tensor)
-            if issubclass(kind, UninitializedBuffer):
-                memo[id(tensor)] = kind(device=tensor.device, dtype=tensor.dtype)
-            elif not tensor.is_leaf or tensor.grad is not None:
-                clone = tensor.detach().clone()
-                memo[id(tensor)] = clone.requires_grad_(tensor.is_leaf and tensor.requires_grad)
-            if id(tensor) in memo:
-                return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
+def detached(value: Any, device: torch.device | None = None) -> Any:
+    """A value with tensors outside any graph, on a device; they require grad as before."""
+    return tree_map_only(Tensor, lambda x: x.detach().to(device or x.device).requires_grad_(x.requires_grad), value)

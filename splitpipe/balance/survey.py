@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from splitpipe.balance.layers import copy_of, measuring
+from splitpipe.balance.copies import copy_of, measuring
 from splitpipe.batch import arguments
 from splitpipe.batch.division import Division
 from splitpipe.batch.reading import Memory
@@ -25,27 +25,52 @@ from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.partition.resident import Shell
 from splitpipe.segments.step import loss_of
 
-#: The arguments of a call: keyword arguments in a dict, positional ones in a tuple, or one tensor.
-Sample = Mapping[str, Any] | tuple[Any, ...] | Tensor
 
+class Surveyed(NamedTuple):
+    """A copy of a module, and what a call of it has shown."""
 
-class Batch(NamedTuple):
-    """The arguments of a call with a whole batch, as they are split into microbatches."""
-
-    found: Division
+    module: nn.Module
+    cuts: list[str]  # The blocks where it may be cut, in the order of their calls.
+    has_loss: bool  # Whether a schedule can run backward from its output, because it has the field ``loss``.
+    batch: Division  # The arguments of a call with a whole batch.
     rows: int
 
-    def first(self, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for the first rows, copied to a device."""
-        assert self.found.first is not None
-        args, kwargs = tree_map_only(
-            Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), self.found.first(rows)
-        )
-        return args, kwargs
+        return _first(self.batch, rows, device)
 
 
-def batch_of(module: nn.Module, sample: object, whose: str = "sample") -> Batch:
-    """A sample's arguments. Raises TypeError or ValueError if it has none."""
+def surveyed(module: object, sample: object, whose: str = "sample") -> Surveyed:
+    """Surveys a copy of a module. The module stays as it is.
+
+    Raises TypeError or ValueError for a module that can't be cut, or for an invalid sample.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
+    if isinstance(module, Shell):
+        raise TypeError("module is a SplitPipe: expected the module that it was made from.")
+    verify_ungathered(module)
+    verify_filled(module)
+    if not repeated(module):
+        raise no_blocks(module)
+    batch, rows = _batch_of(module, sample, whose)
+    home = next((x.device for x in module.parameters()), torch.device("cpu"))
+    with measuring(home):
+        copied = copy_of(module)
+        try:
+            cuts, output = _called(copied, *_first(batch, 1, home))
+        except Exception as error:
+            add_note(error, f"Raised while a copy of the {type(module).__name__} ran on one row, to find its blocks.")
+            raise
+    try:
+        loss_of(output)
+    except TypeError:
+        return Surveyed(copied, cuts, False, batch, rows)
+    return Surveyed(copied, cuts, True, batch, rows)
+
+
+def _batch_of(module: nn.Module, sample: object, whose: str) -> tuple[Division, int]:
+    """A sample's arguments, and their number of rows. Raises TypeError or ValueError if it has none."""
     if isinstance(sample, Mapping):
         args, kwargs = (), dict(sample)
     elif isinstance(sample, (tuple, Tensor)):
@@ -56,56 +81,23 @@ def batch_of(module: nn.Module, sample: object, whose: str = "sample") -> Batch:
             "positional ones in a tuple, or one tensor."
         )
     found = arguments.read(arguments.parameters_of(module.forward), args, kwargs, None, Memory(), whose)
-    rows = found.reading.size
-    if not rows:
+    if not found.reading.size:
         raise ValueError(f"{whose} has no rows: expected a whole batch.")
     if found.reading.doubt is not None:
         raise found.reading.doubt
-    return Batch(found.divided(1), rows)
+    return found.divided(1), found.reading.size
 
 
-def surveyed(module: object, sample: object, whose: str = "sample") -> tuple[nn.Module, Batch, Survey]:
-    """A copy of a module, a batch for it, and the result of one call. The module stays as it is.
-
-    Raises TypeError or ValueError for a module that can't be cut, or for an invalid sample.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
-    if isinstance(module, Shell):
-        raise TypeError("module is a SplitPipe: expected the module that it was made from.")
-    verify_ungathered(module)
-    verify_filled(module)
-    blocks = repeated(module)
-    if not blocks:
-        raise no_blocks(module)
-    batch = batch_of(module, sample, whose)
-    with measuring(next((x.device for x in module.parameters()), torch.device("cpu"))):
-        copied = copy_of(module)
-        try:
-            return copied, batch, survey(copied, batch)
-        except Exception as error:
-            add_note(error, f"Raised while a copy of the {type(module).__name__} ran on one row, to find its blocks.")
-            raise
+def _first(batch: Division, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert batch.first is not None
+    args, kwargs = tree_map_only(
+        Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), batch.first(rows)
+    )
+    return args, kwargs
 
 
-def has_loss(output: object) -> bool:
-    """True if a schedule can run backward from a module's output, because it has the field ``loss``."""
-    try:
-        loss_of(output)
-    except TypeError:
-        return False
-    return True
-
-
-class Survey(NamedTuple):
-    """The result of one call of a module."""
-
-    cuts: list[str]  # The blocks where it may be cut, in the order of their calls.
-    output: Any
-
-
-def survey(module: nn.Module, batch: Batch) -> Survey:
-    """Calls a copy of a module on one row, in eval mode, on the device of its parameters."""
+def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], Any]:
+    """The possible cuts of a copy of a module, and its output, from a call in eval mode."""
     names = {part: name for name, part in repeated(module).items()}
     calls: list[nn.Module] = []
     before = inside = 0
@@ -127,8 +119,6 @@ def survey(module: nn.Module, batch: Batch) -> Survey:
     handles = [part.register_forward_hook(ended) for part in module.modules() if part not in names]
     for part in names:
         handles += part.register_forward_pre_hook(entered), part.register_forward_hook(left)
-    home = next((x.device for x in module.parameters()), torch.device("cpu"))
-    args, kwargs = batch.first(1, home)
     training = [part.training for part in module.modules()]
     try:
         with torch.no_grad():
@@ -143,4 +133,4 @@ def survey(module: nn.Module, batch: Batch) -> Survey:
     cuts = [names[part] for at, part in enumerate(calls) if times[part] == 1 and (at or before)]
     if not cuts:
         raise no_blocks(module)
-    return Survey(cuts, output)
+    return cuts, output

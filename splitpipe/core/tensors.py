@@ -8,6 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+
+from splitpipe.core.torch_private import is_traceable_wrapper_subclass
+
+#: A device, and the address of memory there.
+Address = tuple[torch.device, int]
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 def is_plain(x: Tensor) -> bool:
@@ -21,6 +35,22 @@ def storage_of(x: Tensor) -> int:
         return 0
     identity: int = x.untyped_storage()._cdata
     return identity
+
+
+def memory_of(*tensors: Tensor) -> dict[Address, int]:
+    """The storages behind tensors, of any kind: their addresses and bytes. A lazy layer's have none yet."""
+    found: dict[Address, int] = {}
+    for x in tensors:
+        if is_lazy(x):
+            continue
+        if is_traceable_wrapper_subclass(x):
+            found |= memory_of(*(getattr(x, name) for name in x.__tensor_flatten__()[0]))
+        elif x.layout in _PARTS:
+            found |= memory_of(*(getattr(x, name)() for name in _PARTS[x.layout]))
+        else:
+            storage = x.untyped_storage()
+            found[x.device, storage.data_ptr()] = storage.nbytes()
+    return found
 
 
 def version_of(x: Tensor) -> int | None:

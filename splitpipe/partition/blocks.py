@@ -145,14 +145,15 @@ class Attributes:
     """Checks plain attributes of modules, which all microbatches share, in the first call with several microbatches."""
 
     def __init__(self) -> None:
-        self._looked = False
+        #: Whether nothing is to be checked any more.
+        self.looked = False
         #: Tensors that may have the batch as a dimension; a run with another number of rows will show it.
         self.suspects: list[Suspect] = []
 
     @contextmanager
     def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
         """Looks for what the call inside the block leaves there, even if it fails; ``rows``: of each microbatch."""
-        if self._looked or len(rows) == 1:
+        if self.looked or len(rows) == 1:
             yield
             return
         kept = {where: x for where, _, _, x in _kept(module)}
@@ -166,7 +167,7 @@ class Attributes:
             _warn([suspect for suspect in found if _likely(suspect, rows[0])], rows[0])  # This says less.
             raise
         self.suspects = _verify(module, kept, rows, held)
-        self._looked = True
+        self.looked = True
 
     def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
         """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones."""
@@ -272,7 +273,8 @@ def _warn(suspects: list[Suspect], rows: int) -> None:
 
 def called(module: nn.Module) -> bool:
     """False for a container, which has no forward; torch.compile's wrapper has one on the instance."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    own = getattr(type(module), "forward", None)  # A scripted module's can't be read.
+    return own is not nn.Module.forward or "forward" in vars(module)
 
 
 def verify_cuts(module: nn.Module, cuts: object) -> list[str]:

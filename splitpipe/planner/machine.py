@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from splitpipe.balance.layers import memory_of, state_of
+from splitpipe.balance.layers import state_of
 from splitpipe.balance.units import Chain
 from splitpipe.core.stream import Place
+from splitpipe.core.tensors import memory_of
 from splitpipe.core.worker import in_new_thread
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Link
@@ -86,8 +86,7 @@ def usable_bytes(module: nn.Module, places: Sequence[Place], memory: Sequence[fl
     devices = [place.device for place in places]
     own: dict[torch.device, dict[Any, int]] = {}
     for _, tensor in state_of(module):
-        if not isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):  # Lazy layers have no memory yet.
-            own.setdefault(tensor.device, {}).update(memory_of(tensor))
+        own.setdefault(tensor.device, {}).update(memory_of(tensor))
     free = {
         device: math.inf if device.type == "cpu"
         else (_capacity(device)[0] + sum(own.get(device, {}).values())) * USABLE / devices.count(device)

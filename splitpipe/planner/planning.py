@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from splitpipe import checks
-from splitpipe.balance.survey import has_loss, surveyed
+from splitpipe.balance.layers import rows_of
+from splitpipe.balance.survey import surveyed
 from splitpipe.compiled.options import verify_compile
-from splitpipe.core.microbatch import batch_size, flatten, verify_filled
 from splitpipe.core.stream import Device
 from splitpipe.core.worker import ProcessLock
 from splitpipe.planner import arguments
@@ -18,7 +18,6 @@ from splitpipe.planner.choose import Choice, better, choose
 from splitpipe.planner.measure import bar, profile
 from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
-from splitpipe.planner.work import Cuttable
 from splitpipe.schedule.draw.measures import size
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
@@ -146,8 +145,9 @@ def plan(
             assert isinstance(module, nn.Sequential)
             rows, layers = _rows(module, sample), len(module)
         else:
-            cuttable, own_loss = _cuttable(module, sample, loss_fn)
-            rows, layers = cuttable.batch.rows, len(cuttable.blocks) + 1
+            cuttable = surveyed(module, sample, "the sample")
+            own_loss = loss_fn is None and cuttable.has_loss
+            rows, layers = cuttable.rows, len(cuttable.cuts) + 1
         places, note = arguments.places_of(devices, layers)
         caps = arguments.memory_of(memory, len(places))
         places, caps = places[:layers], caps and caps[:layers]  # There can't be more devices than layers.
@@ -172,19 +172,10 @@ def _rows(module: nn.Sequential, sample: Any) -> int:
     verify_skippables(module)
     if not len(module):
         raise ValueError("the module has no layers: expected at least one.")
-    leaves, _ = flatten(sample, "the sample", batch=True)
-    rows = batch_size(leaves, "the sample")
-    verify_filled(leaves, "the sample")
+    rows = rows_of(sample, "the sample")
     if not rows:
         raise ValueError("the sample has no rows: expected a whole batch.")
     return rows
-
-
-def _cuttable(module: nn.Module, sample: Any, loss_fn: Callable[..., Any] | None) -> tuple[Cuttable, bool]:
-    """A copy of any other module, and whether its output contains a loss."""
-    copied, batch, found = surveyed(module, sample, "the sample")
-    own_loss = loss_fn is None and has_loss(found.output)
-    return Cuttable(copied, batch, found.cuts, loss_fn is None and not own_loss), own_loss
 
 
 def chosen(

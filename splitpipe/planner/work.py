@@ -1,4 +1,9 @@
-"""The work of measuring a model on a kind of device, for some numbers of chunks; and that for a module with cuts."""
+"""The work of measuring a model on a kind of device, for some numbers of chunks.
+
+    for each kind of device, for each number of chunks:
+        a copy of each layer of an nn.Sequential, alone, or
+        a copy of any other module with all its possible cuts, on one device or on all of the kind
+"""
 from __future__ import annotations
 
 import traceback
@@ -8,23 +13,23 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from splitpipe.balance import layers
-from splitpipe.balance.layers import Flow
-from splitpipe.balance.survey import Batch
-from splitpipe.balance.units import FreeLoss, Units, overhead, times_of
-from splitpipe.compiled.layers import release
-from splitpipe.core.microbatch import cuts, flatten, unflatten
+from splitpipe.balance.copies import copy_of, measuring
+from splitpipe.balance.layers import Single, detached, first_rows, measure_layers, rows_of
+from splitpipe.balance.survey import Surveyed
+from splitpipe.balance.units import ROWS, FreeLoss, Times, UnitBytes, Units, overhead, times_of
+from splitpipe.compiled.layers import Compiler, release
+from splitpipe.compiled.options import verify_compile
+from splitpipe.core.microbatch import cuts
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
+from splitpipe.core.tensors import Address
 from splitpipe.planner.profile import Layer
 from splitpipe.schedule.plurals import counted
 
 # Called with the number of layers done, their total number, and the name of the next.
 Progress = Callable[[int, int, str], None]
-# The most microbatches of one run. As in training, the first one's W makes the gradient and the others add to it.
-ROWS = 4
 # The fewest microbatches that count, for what is run more than once.
 RUNS = 3
 # The name of the part before the first cut.
@@ -37,16 +42,26 @@ class Measured(NamedTuple):
     state: int
 
 
+class Settings(NamedTuple):
+    """What measurements have in common. ``walks``: how often all layers are measured; ``compile``: as for SplitPipe."""
+
+    target: Any
+    loss_fn: Callable[..., Any] | None
+    seconds: float
+    walks: int
+    progress: Progress
+    compile: bool | Mapping[str, Any] = False
+
+
 class Work:
     """Measurements that share a time limit, which excludes the time for compiling."""
 
-    def __init__(self, names: Sequence[str], seconds: float, walks: int, progress: Progress) -> None:
+    def __init__(self, names: Sequence[str], rows: int, settings: Settings) -> None:
         self.names = tuple(names)
-        self.end = perf_counter() + seconds
-        # Longer ones are run only once: running all of them a second time would take half of the time.
-        self.most = seconds / 2 / len(names)
-        self.total, self.done = walks * len(names), 0
-        self.progress = progress
+        self.rows = rows
+        self.settings = settings
+        self.end = perf_counter() + settings.seconds
+        self.total, self.done = settings.walks * len(names), 0
 
     def kind(self, places: Sequence[Place], chunks: Sequence[int]) -> dict[int, list[Measured]]:
         """The costs of the layers on a kind of device, for each number of chunks with which they can be run."""
@@ -67,6 +82,10 @@ class Work:
         """The costs for one number of chunks."""
         raise NotImplementedError
 
+    def tell(self, what: str) -> None:
+        """Shows what is measured next."""
+        self.settings.progress(self.done, self.total, what)
+
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Excludes the block's time from the limit."""
@@ -74,94 +93,105 @@ class Work:
         yield
         self.end += perf_counter() - begun
 
-    def until(self, units: int) -> float:
-        """The time until which the next ``units`` layers may run."""
-        now = perf_counter()
-        return now + max(0.0, self.end - now) * units / (self.total - self.done)
+    def loss(self, device: torch.device, rows: int) -> tuple[Callable[..., Any] | None, Any]:
+        """The loss function, and the target of a microbatch, on a device."""
+        loss_fn: Any = self.settings.loss_fn
+        if loss_fn is None:
+            return None, None
+        with measuring(device):  # A copy made in inference mode couldn't be saved for backward.
+            if isinstance(loss_fn, nn.Module):
+                loss_fn = copy_of(loss_fn).to(device)
+            return loss_fn, detached(first_rows(self.settings.target, rows, "the target"), device)
+
+    def again(self, took: float, layers: int) -> bool:
+        """True if a run of some layers, which took ``took`` seconds, is short enough to be repeated."""
+        # If all took longer, running all of them a second time would take half of the time.
+        return took <= self.settings.seconds / 2 / len(self.names) * layers
+
+    def measured(
+        self, units: Units, chunks: int, empty: Sequence[Times], left: Callable[[], Mapping[Address, int]] = dict
+    ) -> list[tuple[Times, UnitBytes]]:
+        """The times and bytes of units, compared with empty ones: of one run, or of as many as there is time for."""
+        begun = perf_counter()
+        recording = units.recorded()
+        took = perf_counter() - begun
+        sizes = units.bytes(recording, left())
+        if self.again(took, len(sizes)):
+            now = perf_counter()
+            end = now + max(0.0, self.end - now) * len(sizes) / (self.total - self.done)
+            recording = units.recorded(lambda done: done < RUNS or perf_counter() < end, min(chunks, ROWS))
+        self.done += len(sizes)
+        return [(times.less(base), size) for times, base, size in zip(times_of(recording), empty, sizes)]
 
 
-class Cuttable(NamedTuple):
-    """A copy of a module that is cut by name."""
+class LayersWork(Work):
+    """Measures copies of the layers of an nn.Sequential, one at a time."""
 
-    module: nn.Module
-    batch: Batch
-    blocks: Sequence[str]
-    dropin: bool
+    def __init__(self, module: nn.Sequential, sample: Any, settings: Settings) -> None:
+        super().__init__(list(module._modules), rows_of(sample, "the sample"), settings)
+        self._options = verify_compile(settings.compile)
+        self._module, self._sample = module, sample
+
+    def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
+        """The costs for one number of chunks."""
+        place, rows = places[0], cuts(self.rows, chunks)[0][1]
+        loss_fn, target = self.loss(place.device, rows)
+        with measuring(place.device):
+            empty = overhead(place, 1, min(chunks, ROWS))
+        compiler = Compiler(self._options)  # Copies of equal layers share compiled code, for these sizes.
+
+        def measure(at: int, single: Single) -> Measured:
+            name, kind = self.names[at], type(single.layer).__name__
+            self.tell(f"layer {name} ({kind}), {counted(chunks, 'chunk')}, {place}")
+            compiler.compile([single.layer])
+            units = single.units(place, loss_fn, target) if at + 1 == len(self.names) else single.units(place)
+            if self._options is not None:
+                with self.compiling():
+                    units.run()
+                single.leaving = None
+            [(times, size)] = self.measured(units, chunks, empty, lambda: single.left().memory())
+            return Measured(Layer(*single.trained(times), **size._asdict()), *single.state())
+
+        sample = first_rows(self._sample, rows, "the sample")
+        return measure_layers(self._module, sample, place.device, measure, f", with {counted(chunks, 'chunk')}")
 
 
 class ModuleWork(Work):
     """Measures a copy of a module with all possible cuts, on one device, or, if it doesn't fit, on all of a kind."""
 
-    def __init__(
-        self, module: nn.Module, batch: Batch, blocks: Sequence[str], dropin: bool, target: Any,
-        loss_fn: Callable[..., Any] | None, seconds: float, walks: int, progress: Progress,
-        compile: bool | Mapping[str, Any] = False,
-    ) -> None:
-        super().__init__([START, *blocks], seconds, walks, progress)
-        self._compile = compile
-        self._module, self._batch, self._cuts = module.train(), batch, list(blocks)
-        self._target, self._loss_fn, self._dropin = target, loss_fn, dropin
+    def __init__(self, found: Surveyed, settings: Settings) -> None:
+        super().__init__([START, *found.cuts], found.rows, settings)
+        self._of, self._module = found, found.module.train()
 
     def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
         """The costs for one number of chunks."""
         release(self._module)  # It is compiled again for these sizes, as it would be in training.
         place, what = places[0], f"{type(self._module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
-        self.progress(self.done, self.total, what)
+        self.tell(what)
         try:
-            with layers.measuring(place.device):
+            with measuring(place.device):
                 try:
-                    found = self._measured([place], chunks)
+                    return self._measured([place], chunks)
                 except torch.OutOfMemoryError as error:
                     if len({each.device for each in places}) == 1:
                         raise
                     traceback.clear_frames(error.__traceback__)
-                    found = self._measured(places, chunks)
+                    return self._measured(places, chunks)
         except BaseException as error:
             add_note(error, f"Raised while profiling {what}, in a copy. The model is unchanged.")
             raise
-        finally:
-            torch.clear_autocast_cache()
-        self.done += len(self.names)
-        return found
 
     def _measured(self, places: Sequence[Place], chunks: int) -> list[Measured]:
-        rows = cuts(self._batch.rows, chunks)[0][1]
-        several = min(ROWS, self._batch.rows // rows)
-        home = places[-1].device
-        loss_fn: Any = FreeLoss() if self._dropin else self._loss_fn
-        if isinstance(loss_fn, nn.Module):
-            loss_fn = layers.copy_of(loss_fn).to(home)
-        units = Units(self._module, self._cuts, places, 1, loss_fn, self._compile)
-        run = units.step(self._batch, rows, self._first(rows, home))
+        rows = cuts(self.rows, chunks)[0][1]
+        loss_fn, target = self.loss(places[-1].device, rows)
+        if loss_fn is None and not self._of.has_loss:
+            loss_fn, target = FreeLoss(), 0
+        call = self._of.call(rows, places[0].device)
+        units = Units(self._module, self._of.cuts, places, loss_fn, call, target, self.settings.compile)
         with self.compiling():
-            run()  # Finds the stages' modules, and warms up.
-        begun = perf_counter()
-        recording = units.recorded(run, lambda done: not done)
-        took = perf_counter() - begun
-        sizes = units.bytes(recording, run)
-        if took <= self.most * len(self.names):
-            units = Units(self._module, self._cuts, places, several, loss_fn, self._compile)
-            run = units.step(self._batch, rows * several, self._first(rows * several, home))
-            run()
-            end = self.until(len(self.names))
-            recording = units.recorded(run, lambda done: done * several < RUNS or perf_counter() < end)
-        base = overhead(places[0], 6 * ROWS)
-        shared = [*(size.shared for size in sizes), 0]
+            units.discover()
+            units.run()
+        found = self.measured(units, chunks, overhead(places[0], len(self.names), min(chunks, ROWS)))
         return [
-            Measured(
-                Layer(
-                    *times.less(base), saved=size.saved, kept=size.kept, input=size.input, saved_input=size.shared,
-                    saved_output=after,
-                ),
-                size.trained, size.state,
-            )
-            for times, size, after in zip(times_of(recording), sizes, shared[1:])
+            Measured(Layer(*times, **size._asdict()), *state) for (times, size), state in zip(found, units.state())
         ]
-
-    def _first(self, rows: int, device: torch.device) -> Any:
-        """The target's first rows, copied to a device."""
-        if self._target is None:
-            return None
-        leaves, spec = flatten(self._target, "the target", batch=True)
-        parts = [leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-        return Flow(unflatten(parts, spec), {}).map(lambda x: x.detach().to(device, copy=True)).value

@@ -57,7 +57,7 @@ class CodeRuntime(Runtime):
         limit = None if options.schedule is None else options.chunks
         self._divider = arguments.Divider(self.signature, options.batched, options.splitting, options.chunks, limit)
         self._layers: tuple[list[list[int]], ModuleLayers] | None = None
-        self._attributes = Attributes()
+        self.attributes = Attributes()  #: What modules may not keep in attributes.
         self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # From before the first call.
         self._joiner = Joiner()
         self._writes: dict[Any, bool] = {}  # By kind of call, if there is one device; see Cutting.
@@ -190,7 +190,7 @@ class CodeRuntime(Runtime):
     def _watched(self, call: Call) -> Iterator[None]:
         """Watches what microbatches leave in the module's attributes, and adds a hint to their errors."""
         try:
-            with self._attributes.watched(self.module, [count for _, count in call.rows]):
+            with self.attributes.watched(self.module, [count for _, count in call.rows]):
                 yield
         except Exception as error:
             if call.input.hint and len(call.rows) > 1:
@@ -238,7 +238,7 @@ class CodeRuntime(Runtime):
         self._resources.settle_rng_modes(call.end())
         self._ended()
         if not whole:
-            self._attributes.settle(division, self._rehearsed)
+            self.attributes.settle(division, self._rehearsed)
         return output
 
     def _joined(self, call: Call, found: list[tuple[list[Any], Any]], reducer: Reducer) -> Any:
@@ -310,7 +310,7 @@ class CodeRuntime(Runtime):
         if tracing is not None:
             self._numbers.end(kind, True)
         self._ended()
-        self._attributes.settle(division, self._rehearsed)
+        self.attributes.settle(division, self._rehearsed)
         if objective is not None:
             return loss
         made = [step.outputs.pop(i) for i in range(len(call.rows))]

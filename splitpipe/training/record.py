@@ -5,13 +5,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from splitpipe.core import stream
 from splitpipe.core.stream import Place, Stream, moment
-from splitpipe.core.tensors import storage_of
+from splitpipe.core.tensors import Address, memory_of
 from splitpipe.core.thread_state import Hooks, unchanged
 from splitpipe.schedule.costs import Bytes
 from splitpipe.schedule.op import Kind, Op, Schedule
@@ -42,7 +43,7 @@ class Recorder:
             stream.synchronize(device)
             self._zero[device] = mark(stream.current(device)), perf_counter()
 
-    def begin(self, computes: Sequence[Stream], excluded: Callable[[], set[int]]) -> list[StageTrace]:
+    def begin(self, computes: Sequence[Stream], excluded: Callable[[], set[Address]]) -> list[StageTrace]:
         """The traces of a call, one per stage; ``excluded`` returns the storages that live on anyway."""
         for device in set(self._devices):
             if device.type != "cpu":
@@ -65,6 +66,7 @@ class Recorder:
         saved = [trace.saved for trace in measured if trace.saved is not None]
         if saved and len(saved) == len(measured):
             self.recording.kept = tuple(trace.kept for trace in measured)
+            self.recording.saved = tuple(trace.storages for trace in measured)
             kept = [min(trace.kept, all_) for trace, all_ in zip(measured, saved)]
             self.recording.held = Bytes(saved, [all_ - late for all_, late in zip(saved, kept)], kept)
         self._calls = []
@@ -132,11 +134,13 @@ class StageTrace:
 
     stream: Stream
     measured_microbatch: int | None
-    excluded: Collection[int]
+    excluded: Collection[Address]
     ops: list[tuple[Kind, tuple[int, ...], list[Part]]] = field(default_factory=list)
     copies: list[Part] = field(default_factory=list)
     saved: int | None = None
     kept: int = 0
+    storages: dict[Any, int] = field(default_factory=dict)
+    _saved: list[ref[Tensor]] | None = None
     _parts: list[Part] = field(default_factory=list)
     _start: Mark = None
     _copying: Mark = None
@@ -158,20 +162,20 @@ class StageTrace:
 
     def note(self, kind: Kind, microbatches: tuple[int, ...]) -> None:
         """Records that an op is done, or several W of the stage together."""
+        if self._saved is not None and kind == "F" and self.measured_microbatch in microbatches:
+            self.storages = memory_of(*(x for saved in self._saved if (x := saved()) is not None))
+            self.saved = sum(size for address, size in self.storages.items() if address not in self.excluded)
+            self._saved = None
         self.ops.append((kind, microbatches, self._parts))
         self._parts = []
 
     def counting(self) -> Hooks:
-        """Saved-tensor hooks that count the bytes saved, each storage once."""
-        seen = set(self.excluded)
-        self.saved = 0
+        """Saved-tensor hooks that find what autograd saves, and still holds when F ends."""
+        found = self._saved = []
 
         def pack(x: Tensor) -> Tensor:
-            assert self.saved is not None
-            identity = storage_of(x)
-            if identity not in seen:
-                seen.add(identity)
-                self.saved += x.untyped_storage().nbytes() if identity else x.nbytes
-            return x.detach()  # A node that kept its own output would be a cycle.
+            made = x.detach()  # A node that kept its own output would be a cycle.
+            found.append(ref(made))
+            return made
 
         return pack, unchanged

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from splitpipe.batch.division import Division
 from splitpipe.core import stream
-from splitpipe.core.tensors import storage_of
+from splitpipe.core.tensors import Address, memory_of
 from splitpipe.core.thread_state import State, autocast_off
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.streams import BackwardStreams
@@ -196,13 +196,13 @@ class _Step:
             self._ops.append(work.ops(j, sums, ledger, capture, shared, self.traces[j] if self.traces else None))
         work.start(self._target)
 
-    def _living(self) -> set[int]:
+    def _living(self) -> set[Address]:
         """The storages that exist before the forward: those of the input, the target and the layers."""
         tensors = [leaf for leaf in (*self._call.leaves, *self._target.leaves) if isinstance(leaf, Tensor)]
         for stage in self._layers.stages:
             for _, layer in stage.layers:
                 tensors += (*layer.parameters(), *layer.buffers())
-        return {*map(storage_of, tensors)}
+        return {*memory_of(*tensors)}
 
     def run(self) -> None:
         """Runs all ops; the last thread restores the hooks of parameters."""

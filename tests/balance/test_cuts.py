@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from splitpipe import SplitPipe
 from splitpipe.balance import cuts, cuts_by_size, cuts_by_time, units
 from splitpipe.balance.units import Times
+from splitpipe.core.stream import Place
 from tests.doors.test_bad_input import of_module
 from tests.helpers.modules import Net, batch
 
@@ -27,27 +27,22 @@ def test_the_fullest_stage_is_as_small_as_can_be() -> None:
 
 def test_the_slowest_stage_is_as_fast_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "times_of", lambda _: [Times(1, 2, 0), Times(1, 1, 0), Times(2, 3, 0), Times(3, 3, 3)])
-    monkeypatch.setattr(cuts, "overhead", lambda *_: Times(0.5, 0.5, 0.5))
+    monkeypatch.setattr(cuts, "overhead", lambda *_: [Times(0.5, 0.5, 0.5)] * 4)
     assert cuts_by_time(2, Net(), batch(), timeout=1e-9) == ["blocks.2"]
     assert cuts_by_time(3, Net(), batch(), timeout=1e-9) == ["blocks.1", "blocks.2"]
 
 
 def test_a_storage_that_two_units_save_counts_once() -> None:
     """All blocks save the scale; none before them does."""
-    found: list[Any] = []
-
-    def costs(of: units.Units, given: Any) -> list[float]:
-        step = of.step(given, 4)
-        step()
-        found.extend(of.bytes(of.recorded(step, lambda done: not done), step))
-        return [1.0] * 4
-
-    cuts._cuts(2, Net(), batch(), "sample", cuts.Place(torch.device("cpu")), costs)
+    found = units.Units(Net(), ["blocks.0", "blocks.1", "blocks.2"], [Place(torch.device("cpu"))], None, ((), batch()))
+    found.discover()
+    sizes, state = found.bytes(found.recorded()), found.state()
     scale, block = 4 * 5 * 4, 2 * 8 * 16 * 4 + 16 * 4 + 8 * 4
-    assert [each.shared >= scale for each in found] == [False, False, True, True]
-    assert [each.trained for each in found] == [12 * 8 * 4, block, block, block]  # The tied head is the embedding's.
-    assert [each.state for each in found] == [4, 0, 0, 0]
-    assert [each.input for each in found] == [0] + [4 * 5 * 8 * 4 + scale] * 3
+    assert [each.saved_input >= scale for each in sizes[1:]] == [False, True, True]
+    assert [each.saved_output for each in sizes[:-1]] == [each.saved_input for each in sizes[1:]]
+    # The tied head is the embedding's.
+    assert state == [(12 * 8 * 4, 4), (block, 0), (block, 0), (block, 0)]
+    assert [each.input for each in sizes[1:]] == [4 * 5 * 8 * 4 + scale] * 3
 
 
 @BOTH

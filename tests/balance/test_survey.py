@@ -77,7 +77,7 @@ def test_cuts_are_calls_of_blocks_that_repeat(name: str) -> None:
         with pytest.raises(ValueError, match="no repeated blocks"):
             surveyed(module, torch.randn(2, 3))
     else:
-        assert surveyed(module, torch.randn(2, 3))[2].cuts == expected
+        assert surveyed(module, torch.randn(2, 3)).cuts == expected
 
 
 def test_experts_of_a_layer_are_no_cuts() -> None:
@@ -85,7 +85,7 @@ def test_experts_of_a_layer_are_no_cuts() -> None:
         Run(in_turn("experts.1", "experts.0"), experts=nn.ModuleList(map(pair, range(2)))) for _ in range(2)
     )
     module = Run(in_turn("layers.0", "layers.1"), layers=layers)
-    assert surveyed(module, torch.randn(2, 3))[2].cuts == ["layers.1"]
+    assert surveyed(module, torch.randn(2, 3)).cuts == ["layers.1"]
 
 
 def test_one_row_of_the_batch_runs_in_a_copy_in_eval_mode() -> None:

@@ -14,7 +14,6 @@ from splitpipe.balance.units import Chain
 from splitpipe.core.stream import Place
 from splitpipe.planner.choose import choose
 from splitpipe.planner.measure import profile
-from splitpipe.planner.work import Cuttable
 from tests.gpu.checks import squared
 
 WIDTH = 64
@@ -41,13 +40,10 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
     kind = Chain if by_cuts else nn.Sequential
     module = kind(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(6)), nn.Linear(WIDTH, WIDTH))
     x, y = torch.randn(2, ROWS, WIDTH).unbind()
-    cuttable = None
-    if by_cuts:
-        copied, batch, found = surveyed(module, x)
-        cuttable = Cuttable(copied, batch, found.cuts, dropin=False)
     measured = profile(
         module, x, y, squared, [Place(torch.device("cpu"))] * 2, [8] if by_cuts else [4, 8],
-        cuttable=cuttable, memory=None, optimizer_state=0.0, seconds=0.0, progress=lambda *_: None,
+        cuttable=surveyed(module, x) if by_cuts else None,
+        memory=None, optimizer_state=0.0, seconds=0.0, progress=lambda *_: None,
     )
     # With times of their own, layers would be cut by luck.
     even = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from splitpipe.balance.units import Times
 from splitpipe.checks import verify_devices
 from splitpipe.core.stream import Place
-from splitpipe.planner import machine, measure, probe
+from splitpipe.planner import machine, measure, work
 from splitpipe.planner.machine import shared_threads
 from splitpipe.planner.measure import bar
 from splitpipe.planner.profile import Layer, Profile
@@ -51,7 +51,7 @@ def mlp() -> nn.Sequential:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer takes long."""
-    monkeypatch.setattr(probe, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(work.Work, "again", lambda *_: True)
 
 
 @skippable(stash=["skip"])
@@ -88,8 +88,8 @@ def test_each_number_of_chunks_has_each_layer() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_forward_backward_and_weight_gradient_have_times_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe.Probe, "times", lambda self, go_on: Times(9.0, 7.0, 5.0))
-    monkeypatch.setattr(measure._LayersWork, "_ends", lambda *_: Times(1.0, 8.0, 0.5))
+    monkeypatch.setattr(work, "times_of", lambda _: [Times(9.0, 7.0, 5.0)])
+    monkeypatch.setattr(work, "overhead", lambda *_: [Times(1.0, 8.0, 0.5)])
     assert {times(layer) for layer in layers(profiled(mlp(), torch.randn(8, 64)))} == {(8.0, 0.0, 4.5)}
 
 
@@ -168,6 +168,15 @@ def test_skips_reach_the_layer_that_pops_them(rows: int) -> None:
     module = nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
     found = layers(profiled(module, torch.randn(8, 4), rows=rows))
     assert found[2].input == 2 * 4 * 4 * FLOAT
+
+
+def test_a_layer_may_keep_what_it_computed() -> None:
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    assert len(layers(profiled(nn.Sequential(Keeping(4, 4)), torch.randn(8, 4), seconds=1.0))) == 1
 
 
 def test_a_skip_inside_a_layer_is_its_own() -> None:

@@ -13,13 +13,14 @@ from torch import nn
 import splitpipe
 from splitpipe import Plan, SplitPipe
 from splitpipe.balance.survey import surveyed
+from splitpipe.balance.units import Units, times_of
 from splitpipe.checks import verify_devices
 from splitpipe.core.stream import Place
-from splitpipe.planner import measure, work
+from splitpipe.planner import measure
 from splitpipe.planner.costs import LayerSums, StageBytes
 from splitpipe.planner.planning import chosen
 from splitpipe.planner.profile import Profile
-from splitpipe.planner.work import Cuttable, ModuleWork
+from splitpipe.planner.work import ModuleWork, Settings
 from splitpipe.schedule import build
 from tests.clients.tiny import FOUR, MORE
 from tests.doors.test_bad_input import of_module
@@ -139,11 +140,9 @@ def test_what_a_block_raises_says_that_it_was_measured() -> None:
 
 
 def profiled(chunks: Sequence[int] = (2,), rows: int = 1, **options: Any) -> Profile:
-    copied, given, found = surveyed(Net(), batch())
     places = verify_devices(["cpu"] * rows, rows)
     more = {"memory": None, "optimizer_state": 2.0, "seconds": 0.01, "progress": lambda *_: None, **options}
-    cuttable = Cuttable(copied, given, found.cuts, dropin=False)
-    return measure.profile(Net(), None, None, None, places, chunks, cuttable=cuttable, **more)
+    return measure.profile(Net(), None, None, None, places, chunks, cuttable=surveyed(Net(), batch()), **more)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["once", "again"])
@@ -169,8 +168,7 @@ def test_a_module_that_does_not_fit_on_a_device_is_measured_on_all_of_them(monke
         return []
 
     monkeypatch.setattr(ModuleWork, "_measured", measured)
-    copied, given, found = surveyed(Net(), batch())
-    units = ModuleWork(copied, given, found.cuts, False, None, None, 0.0, 1, lambda *_: None)
+    units = ModuleWork(surveyed(Net(), batch()), Settings(None, None, 0.0, 1, lambda *_: None))
     here, there = Place(torch.device("cpu")), Place(torch.device("meta"))
     assert units.walk([here, there], 2) == [] and seen == [1, 2]
     with pytest.raises(torch.OutOfMemoryError):
@@ -179,11 +177,10 @@ def test_a_module_that_does_not_fit_on_a_device_is_measured_on_all_of_them(monke
 
 def test_units_on_several_devices_are_stages_in_a_row() -> None:
     places = verify_devices(["cpu", "cpu"], 2)
-    units = work.Units(Net(), ["blocks.0", "blocks.1", "blocks.2"], places, 2, None)
+    units = Units(Net(), ["blocks.0", "blocks.1", "blocks.2"], places, None, ((), batch()))
     assert units.schedule.placement == (0, 0, 1, 1)
-    step = units.step(surveyed(Net(), batch())[1], 4)
-    step()
-    assert len(work.times_of(units.recorded(step, lambda done: done < 2))) == 4
+    units.run()
+    assert len(times_of(units.recorded(lambda done: done < 2, 2))) == 4
 
 
 def test_a_checkpointed_stage_keeps_what_enters_each_block() -> None:

@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from statistics import median
+from typing import Any
 
 from splitpipe.schedule.construct.orders import first
 from splitpipe.schedule.costs import Bytes, Costs, real
@@ -31,6 +32,7 @@ class Recording(Timeline):
         devices: the names of the devices.
         held: the measured bytes of activations, for ``peak_bytes``; None if they weren't measured.
         kept: for each stage, the bytes that W needed per microbatch, which may be more than F saved.
+        saved: for each stage, the bytes of each storage that F saved for a microbatch, those of parameters among them.
 
     Raises:
         TypeError: ``schedule`` isn't a Schedule, or a name isn't a string.
@@ -61,6 +63,7 @@ class Recording(Timeline):
         self.devices = names
         self.held: Bytes | None = None
         self.kept: tuple[int, ...] = ()
+        self.saved: tuple[Mapping[Any, int], ...] = ()
         self._planned = schedule
         self._steps: list[Step] = []
         self._latest: _Summary | None = None
