@@ -26,7 +26,8 @@ from splitpipe.deferral.report import DeferralReport
 from splitpipe.loss.reducing import AS_FUNCTION, NO_FUNCTION, Reducer, Told
 from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
 from splitpipe.loss.tracing import Numbers, Tracing
-from splitpipe.partition.blocks import Attributes, Blocks, device_map, noted
+from splitpipe.partition.attributes import Attributes, noted
+from splitpipe.partition.blocks import Blocks, device_map
 from splitpipe.partition.call_hook import surround
 from splitpipe.partition.homes import Homes, buffer_versions, rehearse, without_trace
 from splitpipe.schedule.recording.recording import Recording
@@ -191,6 +192,7 @@ class SegmentRuntime:
             one_graph=not scheduled and not parts and not self._homes.several,
             calls=BlockNodes(call, stages, self._block_cache),
             tracing=tracing,
+            look=self._attributes.look,
         )
 
     def _block_cache(self, block: nn.Module, stage: int) -> StageCache:
