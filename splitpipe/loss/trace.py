@@ -85,5 +85,6 @@ class Trace(TorchFunctionMode):
             divisor = None if count is None else Divisor(count)
             summed = count is None or total is not None
             number = Number((term(out if total is None else total, SUM if summed else MEAN, divisor, name),))
-            facts.put(out, ROWS if out.dim() else Unknown(name) if call.couples else number)
+            couples = call.couples or call.of_classes and facts.turned(call.tensors[0]) == 1
+            facts.put(out, Unknown(name) if couples else ROWS if out.dim() else number)
         return out
