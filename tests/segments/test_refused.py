@@ -161,11 +161,19 @@ def test_a_sparse_value_with_a_graph_does_not_cross_by_a_schedule() -> None:
 
 
 @pytest.mark.parametrize(("module", "words"), [
-    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "expected a module whose forward is Python"),
+    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "module is a torch.jit.ScriptModule: expected"),
+    (nn.ModuleDict({"b": torch.jit.ScriptModule()}), "'b' is a torch.jit.ScriptModule: expected modules whose forward"),
 ])
 def test_what_is_no_module_of_python_is_not_attached(module: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        attach(module, ["b"])
+    for cuts in (["b"], None):
+        with pytest.raises(TypeError, match=words):
+            attach(module, cuts)
+
+
+def test_a_sequential_with_a_layer_of_torchscript_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(torch.jit.ScriptModule()))
+    with pytest.raises(TypeError, match=r"'1\.0' is a torch\.jit\.ScriptModule: expected modules whose forward"):
+        SplitPipe(layers, balance=[1, 1], devices=["cpu"] * 2)
 
 
 def odd(net: Any, x: Tensor) -> dict[str, Tensor]:
