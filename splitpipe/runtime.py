@@ -23,6 +23,7 @@ from splitpipe.core.torch_private import tree_map_only
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.loss.reducing import NO_FUNCTION, Reducer, Told
 from splitpipe.partition import placing
+from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.homes import verify_filled, without_trace
 from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.recording.recording import Recording
@@ -62,6 +63,7 @@ class Runtime:
         self._engine = Engine(self._resources, options.split, options.stash_limit, schedule)
         self._told = Told()
         self._objective: Objective | None = None
+        self._attributes = Attributes()
 
     def __deepcopy__(self, memo: object) -> Runtime:
         return Runtime(self._spans, self.options, self._deferred)
@@ -160,7 +162,8 @@ class Runtime:
         for i, activation in enumerate(call.cut(call.input, 0)):
             work.add(ChainWalk(run, i, activation, inside=not state.function_modes))
         try:
-            work.run(threads, resources.workers)
+            with self._watched(layers, call):
+                work.run(threads, resources.workers)
             found, _ = work.found(any(stage.inventory.compiled for stage in stages))
         finally:
             if not threads.left:
@@ -176,8 +179,7 @@ class Runtime:
         """The output for the first rows of the input; None if the layers can't be run on that few."""
         if input.first is None:
             return None
-        module = nn.Sequential()
-        module._modules.update({name: layer for stage in layers.stages for name, layer in stage.layers})
+        module = _together(layers)
         value = tree_map_only(Tensor, lambda x: x.detach().clone(), input.first(rows))  # It may be written to.
         whole = undivided(value, rows)
         try:
@@ -245,7 +247,8 @@ class Runtime:
             threads = resources.pool(found)
             step = ChainStep(found, resources.caches, call, resources.routes(call.computes), threads)
             try:
-                value = trainer.train(found, call, targets, scale, step)
+                with self._watched(found, call):
+                    value = trainer.train(found, call, targets, scale, step)
             finally:
                 if not threads.left:
                     for walk in step.walks:
@@ -254,6 +257,9 @@ class Runtime:
             return value
 
         return self._engine.guarded(state, loss)
+
+    def _watched(self, layers: ModelLayers, call: Call) -> AbstractContextManager[None]:
+        return self._attributes.reported(_together(layers), [count for _, count in call.rows])
 
     def _begin(self, layers: ModelLayers, input: Division, uncheckpointed: int | None, state: State) -> Call:
         resources = self._resources
@@ -280,3 +286,9 @@ class Runtime:
             for part in [part for layer in layers[start:end] for part in layer.modules()]:
                 stage_of.setdefault(part, stage)
         return report(module, stage_of, self._resources.caches, self._engine.split)
+
+
+def _together(layers: ModelLayers) -> nn.Sequential:
+    module = nn.Sequential()
+    module._modules.update({name: layer for stage in layers.stages for name, layer in stage.layers})
+    return module

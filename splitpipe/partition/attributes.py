@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +90,26 @@ class Attributes:
             _warn_changed(before, between[0], between[1], _settings(module))
         self._looked = True
 
+    @contextmanager
+    def reported(self, layers: nn.Module, rows: list[int]) -> Iterator[None]:
+        """Warns of what layers of an nn.Sequential leave there: nothing between them reads it, but their user may."""
+        if self._looked or len(rows) == 1:
+            yield
+            return
+        kept = {where: x for where, _, _, x in _kept(layers)}
+        yield
+        self._looked = True
+        new = [(where, x) for where, part, own, x in _kept(layers) if vars(part)[own] is x is not kept.get(where)]
+        left = [where for where, x in new if x.grad_fn is not None or list(x.shape[:1]) == rows[-1:]]
+        if left:
+            warnings.warn(
+                f"a layer left {', '.join(map(repr, left[:3]))}, a tensor of one microbatch, in an attribute of a "
+                "module, which all microbatches share: what reads it later gets that of the last microbatch, and "
+                "another layer may get any other's. Return it from the layer, use splitpipe.skip, or collect one per "
+                "microbatch in a list.",
+                stacklevel=2,
+            )
+
     def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
         """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones."""
         suspects, self.suspects = self.suspects, []
@@ -152,8 +172,10 @@ def _leaves(value: Any, depth: int = 3) -> Iterator[Any]:
     """What containers and dataclasses hold, in each other too."""
     if isinstance(value, (list, tuple, deque)):
         inside = list(value)
-    elif type(value) is dict or is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        inside = list((value if isinstance(value, dict) else vars(value)).values())
+    elif type(value) is dict:
+        inside = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        inside = [getattr(value, field.name, None) for field in fields(value)]
     else:
         inside = []
     if not inside or not depth:

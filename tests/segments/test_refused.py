@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -364,6 +365,19 @@ def recurrent(net: Any, x: Tensor) -> Tensor:
     return y
 
 
+@dataclass(slots=True)
+class State:
+    name: str
+    hidden: Tensor
+
+
+def recorded(net: Any, x: Tensor) -> Tensor:
+    """Keeps a state in a dataclass."""
+    net.state = State("hidden", net.a(x))
+    y: Tensor = net.c(net.b(net.state.hidden)) + net.state.hidden
+    return y
+
+
 def doubled(net: Any, x: Tensor) -> Tensor:
     """Calls a layer with other weights."""
     weights = {name: 2 * x for name, x in net.b.named_parameters()}
@@ -375,6 +389,7 @@ def doubled(net: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("net", "says"), [
     (conditioned, "left 'condition', a tensor with a graph"),
     (recurrent, "left 'states', 'states, number 1', a tensor with a graph"),
+    (recorded, "left 'state, number 1', a tensor with a graph"),
     (doubled, "another tensor replaces the parameter 'b.weight'"),
 ])
 def test_what_microbatches_would_share_between_two_stages_only_is_an_error(net: Any, says: str, schedule: str) -> None:
