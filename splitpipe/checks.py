@@ -145,6 +145,7 @@ def verify_module(module: object) -> None:
             "the pipeline is a module of another class, which would not call it. Move that code into a layer, or "
             "into a subclass of SplitPipe, and wrap nn.Sequential(*module)."
         )
+    verify_python(module)
 
 
 def is_layered(module: object) -> bool:
@@ -153,6 +154,17 @@ def is_layered(module: object) -> bool:
         isinstance(module, nn.Sequential) and getattr(module.forward, "__func__", None) is nn.Sequential.forward
         and all(getattr(type(module), name) is getattr(nn.Sequential, name) for name in _METHODS)
     )
+
+
+def verify_python(module: nn.Module) -> None:
+    """Raises for TorchScript: its calls can't be intercepted, nor its parameters replaced by copies."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            found = repr(name) if name else "module"
+            raise TypeError(
+                f"{found} is a torch.jit.ScriptModule: expected modules whose forward is Python code, such as the one "
+                "that it was made from."
+            )
 
 
 def verify_ungathered(module: nn.Module) -> None:

@@ -138,8 +138,7 @@ def piped(
     """Checks all arguments, and makes the module's forward run as a pipeline."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("module is a torch.jit.ScriptModule: expected a module whose forward is Python code.")
+    checks.verify_python(module)
     checks.verify_ungathered(module)
     names = verify_cuts(module, cuts)
     dispatched.verify_resident(module)

@@ -12,7 +12,7 @@ from torch import nn
 
 from splitpipe.balance.balances import balance_by_time
 from splitpipe.balance.cuts import cuts_by_time
-from splitpipe.checks import accelerators, resolve_devices
+from splitpipe.checks import accelerators, resolve_devices, verify_python
 from splitpipe.core.stream import Device, Place
 from splitpipe.partition.blocks import Blocks, called
 from splitpipe.partition.blocks import device_map as map_of
@@ -36,6 +36,7 @@ def chosen_cuts(
     """
     if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
         return () if cuts is None else cuts, devices  # Faults are reported where all arguments are checked.
+    verify_python(module)
     verify_resident(module)
     names, homes = cuts_of_map(module, device_map_of(module)) if devices is None else ([], [])
     if cuts is not None:

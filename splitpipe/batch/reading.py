@@ -14,7 +14,7 @@ from torch import Tensor
 
 from splitpipe.batch.flags import ROWS
 from splitpipe.batch.tree import Node
-from splitpipe.core.microbatch import disagreement, nothing_to_cut, verify_strided
+from splitpipe.core.microbatch import disagreement, hidden, nothing_to_cut, verify_strided
 
 TENSORS, WHOLE = "tensors", "whole"
 #: A tuple of up to this many numbers might be a size as well as one number per row.
@@ -55,7 +55,9 @@ def rows_of(nodes: Sequence[Node]) -> int:
     """The rows of a microbatch, from the first tensor or list that may show it."""
     items = [item for node in nodes for item in _items(node)]
     said = [item for item in items if item.flag is not None]
-    return next((size for item in said or items for size in _sizes(item)), 1)
+    objects = [leaf.value for node in nodes for leaf in node.leaves() if leaf.flag is not False]
+    inside = (x.shape[0] for value in objects if not isinstance(value, Tensor) for x in hidden(value) if x.dim())
+    return next((size for item in said or items for size in _sizes(item)), None) or next(inside, 1)
 
 
 class Reader:

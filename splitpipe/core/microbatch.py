@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserList, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import reduce
 from types import ModuleType
 from typing import Any
@@ -50,7 +50,7 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
 
 def verify_open(leaf: object, whose: str, deep: bool = False) -> None:
     """Raises for a leaf that is a container of tensors; ``deep``: also for other objects with tensors in attributes."""
-    if not isinstance(leaf, (Tensor, *_PLAIN)) and _hides_tensor(leaf, deep):
+    if not isinstance(leaf, (Tensor, *_PLAIN)) and next(hidden(leaf, deep), None) is not None:
         advice = ", or use False for it in batched= if every microbatch gets it whole" if deep else ""
         raise TypeError(
             f"{whose} holds tensors in a {type(leaf).__name__}, which can't be split into microbatches or moved "
@@ -78,18 +78,17 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def _hides_tensor(leaf: object, deep: bool) -> bool:
-    """True if a container that is a leaf to pytree holds a tensor, at any depth."""
+def hidden(leaf: object, deep: bool = True) -> Iterator[Tensor]:
+    """The tensors that a container holds which is a leaf to pytree, at any depth; ``deep``: also other objects'."""
     seen: set[int] = set()
     stack = [leaf]
     while stack:
         for part in _inside(stack.pop(), deep):
             if isinstance(part, Tensor):
-                return True
-            if id(part) not in seen:
+                yield part
+            elif id(part) not in seen:
                 seen.add(id(part))
                 stack.append(part)
-    return False
 
 
 #: Objects whose attributes aren't part of a batch.

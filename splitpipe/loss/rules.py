@@ -44,7 +44,7 @@ def _unsqueeze(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, A
 def _reshaped(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """A reshaped tensor: the rows are in the dimension into which theirs went."""
     x = args[0]
-    if facts.of(x) is ROWS and x.dim() and out.dim() and facts.axis(x):
+    if facts.of(x) is ROWS and x.dim() and out.dim() and (facts.axis(x) or out.shape[0] < facts.rows == x.shape[0]):
         before, dims = math.prod(x.shape[: facts.axis(x)]), range(out.dim())
         facts.turn(out, max(dim for dim in dims if math.prod(out.shape[:dim]) <= before))
     return _same(facts, name, args, kwargs, out)
@@ -116,6 +116,9 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         count = len(range(*first.indices(x.shape[0])))
         if count < x.shape[0] and not x.shape[0] % facts.rows:
             return Row(first.indices(x.shape[0])[0]) if count == 1 else Unknown("a part of the rows")
+    if made is ROWS and isinstance(first, Tensor) and first.dtype != torch.bool and facts.of(first) is CONSTANT:
+        if x.dim() and axis == 0 and not x.shape[0] % facts.rows and first.numel() != x.shape[0]:
+            return Unknown("a part of the rows")  # Not arange(len(x)), nor found in the batch.
     if made is ROWS and first is None and x.dim():
         facts.turn(out, axis + 1)
     if made is ROWS and number and axis and out.dim() == x.dim() - 1:

@@ -47,13 +47,18 @@ class LossCall:
     @property
     def weights(self) -> Any:
         """The class weights, which are the same for all rows."""
-        return self.given.get("weight") if self.name in _COUNTED or self.name.startswith("multi") else None
+        return self.given.get("weight") if self.of_classes else None
+
+    @property
+    def of_classes(self) -> bool:
+        """Whether the second dimension has classes, if there are two."""
+        return self.name in _COUNTED or self.name.startswith("multi")
 
     @property
     def couples(self) -> bool:
         """Whether rows meet other rows: a single sample with as many classes as rows, or shapes that broadcast."""
         x, target = self.tensors[0], self.tensors[1]
-        if self.name in _COUNTED or self.name.startswith("multi"):
+        if self.of_classes:
             return x.dim() < 2
         return self.name in _ELEMENTS and target.dim() > 0 and target.dim() != x.dim()
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from splitpipe.batch.division import Division
 from splitpipe.compiled.layers import runs_compiled
 from splitpipe.compiled.theirs import user_compiled
+from splitpipe.core.microbatch import hidden
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.facts import ROWS, Facts, Made, tensors
 from splitpipe.loss.terms import Number, Unknown
@@ -126,7 +127,8 @@ def note_arguments(facts: Facts, input: Division, i: int, leaves: Sequence[Any],
             if isinstance(value, (list, tuple)) and len(value) == input.rows[i][1]:
                 if all(id(x) in alone for x in tensors(value) if x.dim()):
                     facts.begin_rows(value)
-    facts.begin([leaf for k, leaf in zip(places, leaves) if k not in whole])
+    split = [leaf for k, leaf in zip(places, leaves) if k not in whole]
+    facts.begin([*split, *(x for leaf in split if not isinstance(leaf, Tensor) for x in hidden(leaf))])
     for k, leaf in zip(places, leaves):
         if input.dims[k]:
             facts.turn(leaf, input.dims[k])  # type: ignore[arg-type]

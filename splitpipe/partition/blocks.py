@@ -12,16 +12,12 @@ opened modules, runs under a function mode that sees which values cross from sta
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from splitpipe.batch.division import Division
-from splitpipe.core.tensors import version_of
 from splitpipe.schedule.op import listed
 
 
@@ -116,165 +112,9 @@ def _tensors(part: nn.Module, recurse: bool) -> list[tuple[str, Tensor]]:
 _EXAMPLE = 'such as cuts=["layers.4", "layers.8"], as in module.named_modules()'
 
 
-@contextmanager
-def noted(module: nn.Module, traces: list[Any]) -> Iterator[None]:
-    """Records the shapes of tensors that the call inside leaves in attributes, and whether it writes to buffers."""
-    kept = {where: x for where, _, _, x in _kept(module)}
-    buffers = {name: (x, version_of(x)) for name, x in module.named_buffers()}
-    yield
-    left = {where: x.shape for where, _, _, x in _kept(module) if kept.get(where) is not x}
-    now = {name: (x, version_of(x)) for name, x in module.named_buffers()}
-    same = now.keys() == buffers.keys() and all(
-        x is y and one == other for (x, one), (y, other) in zip(now.values(), buffers.values())
-    )
-    traces.append((left, same))
-
-
-class Suspect(NamedTuple):
-    """A tensor in a plain attribute that may belong to one microbatch; its dimensions with as many elements as rows."""
-
-    where: str
-    part: nn.Module
-    attribute: str
-    before: Any
-    shape: torch.Size
-    dims: list[int]
-
-
-class Attributes:
-    """Checks plain attributes of modules, which all microbatches share, in the first call with several microbatches."""
-
-    def __init__(self) -> None:
-        #: Whether nothing is to be checked any more.
-        self.looked = False
-        #: Tensors that may have the batch as a dimension; a run with another number of rows will show it.
-        self.suspects: list[Suspect] = []
-
-    @contextmanager
-    def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
-        """Looks for what the call inside the block leaves there, even if it fails; ``rows``: of each microbatch."""
-        if self.looked or len(rows) == 1:
-            yield
-            return
-        kept = {where: x for where, _, _, x in _kept(module)}
-        held = [
-            (part, {own: value for own, value in vars(part).items() if not _refers(value)}) for part in module.modules()
-        ]
-        try:
-            yield
-        except Exception:
-            found = _verify(module, kept, rows, held)
-            _warn([suspect for suspect in found if _likely(suspect, rows[0])], rows[0])  # This says less.
-            raise
-        self.suspects = _verify(module, kept, rows, held)
-        self.looked = True
-
-    def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
-        """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones."""
-        suspects, self.suspects = self.suspects, []
-        if not suspects:
-            return
-        rows = [count for _, count in division.rows]
-        other = next(count for count in range(1, len(rows) + 2) if count not in rows)
-        found: list[Suspect] = []
-        if other > sum(rows) or rehearsed(division, other, _again(suspects, found)) is None:
-            found = [suspect for suspect in suspects if _likely(suspect, rows[0])]
-        _warn(found, rows[0])
-
-
-@contextmanager
-def _again(suspects: list[Suspect], found: list[Suspect]) -> Iterator[None]:
-    """Finds suspects whose size is different in a run with other rows, which starts from the same state."""
-    for suspect in suspects:
-        if suspect.before is _ABSENT:
-            vars(suspect.part).pop(suspect.attribute, None)
-        else:
-            vars(suspect.part)[suspect.attribute] = suspect.before
-    yield
-    now = {where: x.shape for where, _, _, x in _kept_of(suspects)}
-    for suspect in suspects:
-        shape = now.get(suspect.where, ())
-        if len(shape) == len(suspect.shape) and any(shape[dim] != suspect.shape[dim] for dim in suspect.dims):
-            found.append(suspect)
-
-
-def _refers(value: Any) -> bool:
-    """True for weak references, such as nn.LSTM's to its parameters, which can't be moved while there is one."""
-    return isinstance(value, list) and any(isinstance(x, weakref.ref) for x in value)
-
-
-_ABSENT = object()
-
-
-def _likely(suspect: Suspect, rows: int) -> bool:
-    """True for a tensor whose shape suggests rows: [rows, ...], or a state of [layers, rows, width]."""
-    return 0 in suspect.dims or 1 in suspect.dims and len(suspect.shape) > 2 and rows > 1
-
-
-def _kept(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """The tensors in plain attributes: their names, modules and attributes."""
-    for name, part in module.named_modules():
-        for own, value in vars(part).items():
-            if own == "_parameters" or any(f"{own}_{end}" in part._parameters for end in ("g", "v", "orig")):
-                continue  # Computed from these in each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
-            for number, x in _inside(value):
-                yield f"{name}.{own}".strip(".") + (f", number {number}" if number else ""), part, own, x
-
-
-def _inside(value: Any) -> Iterator[tuple[int, Tensor]]:
-    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-    for number, x in enumerate(inside):
-        if isinstance(x, Tensor):
-            yield number, x
-
-
-def _kept_of(suspects: Iterable[Suspect]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    for suspect in suspects:
-        for number, x in _inside(vars(suspect.part).get(suspect.attribute)):
-            if suspect.where.endswith(f", number {number}") or not number and ", number " not in suspect.where:
-                yield suspect.where, suspect.part, suspect.attribute, x
-
-
-_ADVICE = "Keep it in a local variable, or return it from the block"
-
-
-def _verify(
-    module: nn.Module, before: dict[str, Tensor], rows: list[int], held: list[tuple[nn.Module, dict[str, Any]]]
-) -> list[Suspect]:
-    """Raises for new tensors with a graph; returns others that have as many elements along a dimension as rows."""
-    new = [each for each in _kept(module) if before.get(each[0]) is not each[3]]
-    graphs = [where for where, _, _, x in new if x.grad_fn is not None]
-    if graphs:
-        raise RuntimeError(
-            f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a "
-            "module, which all microbatches share: code in the forward that reads it would get another microbatch's. "
-            f"{_ADVICE}; detach it if nothing there reads it."
-        )
-    attributes = dict(held)
-    found = []
-    for where, part, own, x in new:
-        dims = [dim for dim, size in enumerate(x.shape) if size in rows]
-        if dims:
-            found.append(Suspect(where, part, own, attributes.get(part, {}).get(own, _ABSENT), x.shape, dims))
-    return found
-
-
-def _warn(suspects: list[Suspect], rows: int) -> None:
-    """Warns of tensors that belong to one microbatch."""
-    if suspects:
-        named = ", ".join(repr(suspect.where) for suspect in suspects[:3])
-        warnings.warn(
-            f"the forward left {named}, a tensor of {rows} rows, as many as a microbatch has, "
-            "in an attribute of a module, which all microbatches share: code in the forward that reads it may get "
-            f"another microbatch's. {_ADVICE}.",
-            stacklevel=2,
-        )
-
-
 def called(module: nn.Module) -> bool:
     """False for a container, which has no forward; torch.compile's wrapper has one on the instance."""
-    own = getattr(type(module), "forward", None)  # A scripted module's can't be read.
-    return own is not nn.Module.forward or "forward" in vars(module)
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def verify_cuts(module: nn.Module, cuts: object) -> list[str]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
 from typing import Any, TypeVar, cast
@@ -22,6 +22,7 @@ from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
 from splitpipe.loss.reducing import Reducer
 from splitpipe.partition import placing
+from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.homes import verify_filled
 from splitpipe.runtime.base import Runtime, forgetting
 from splitpipe.schedule.plurals import counted
@@ -52,6 +53,7 @@ class ChainRuntime(Runtime):
         self._memory = Memory()
         self._joiner = Joiner()
         self._known: list[nn.Module] = []  # The layers that have been placed.
+        self._attributes = Attributes()
 
     def __deepcopy__(self, memo: object) -> ChainRuntime:
         return ChainRuntime(self._spans, self.options, self._deferred)
@@ -143,7 +145,7 @@ class ChainRuntime(Runtime):
         work = DropinWork(run, cutting, resources.routes(call.computes))
         for i, activation in enumerate(call.cut(call.input, 0)):
             work.add(ChainWalk(run, i, activation, inside=not state.function_modes))
-        found, _ = self._found(work, threads, nullcontext())
+        found, _ = self._found(work, threads, self._watched(layers, call))
         for each in stages:
             if each.sink is not None and call.checkpointed:
                 each.note()
@@ -153,8 +155,7 @@ class ChainRuntime(Runtime):
         """The output for the first rows of the input; None if the layers can't be run on that few."""
         if input.first is None:
             return None
-        module = nn.Sequential()
-        module._modules.update({name: layer for stage in layers.stages for name, layer in stage.layers})
+        module = _together(layers)
         value = tree_map_only(Tensor, lambda x: x.detach().clone(), input.first(rows))  # It may be written to.
         whole = undivided(value, rows)
 
@@ -214,12 +215,15 @@ class ChainRuntime(Runtime):
             resources = self._resources
             threads = resources.pool(found)
             step = ChainStep(found, resources.caches, call, resources.routes(call.computes), threads)
-            with forgetting(threads, step.walks):
+            with forgetting(threads, step.walks), self._watched(found, call):
                 value = trainer.train(found, call, targets, scale, step)
             step.leave()
             return value
 
         return self._engine.guarded(state, loss)
+
+    def _watched(self, layers: ModelLayers, call: Call) -> AbstractContextManager[None]:
+        return self._attributes.reported(_together(layers), [count for _, count in call.rows])
 
     def report(self, module: nn.Module) -> DeferralReport:
         """The report on deferral, from the uses of parameters seen in the stages' forwards."""
@@ -229,3 +233,9 @@ class ChainRuntime(Runtime):
             for part in [part for layer in layers[start:end] for part in layer.modules()]:
                 stage_of.setdefault(part, stage)
         return report(module, stage_of, self._resources.caches, self._engine.split)
+
+
+def _together(layers: ModelLayers) -> nn.Sequential:
+    module = nn.Sequential()
+    module._modules.update({name: layer for stage in layers.stages for name, layer in stage.layers})
+    return module

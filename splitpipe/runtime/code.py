@@ -25,7 +25,8 @@ from splitpipe.deferral.report import DeferralReport
 from splitpipe.loss.reducing import AS_FUNCTION, Reducer
 from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
 from splitpipe.loss.tracing import Numbers, Tracing
-from splitpipe.partition.blocks import Attributes, Blocks, device_map, noted
+from splitpipe.partition.attributes import Attributes, noted
+from splitpipe.partition.blocks import Blocks, device_map
 from splitpipe.partition.call_hook import surround
 from splitpipe.partition.homes import Homes, buffer_versions, rehearse
 from splitpipe.runtime.base import Runtime, forgetting
@@ -175,6 +176,7 @@ class CodeRuntime(Runtime):
             one_graph=not scheduled and not parts and not self._homes.several,
             calls=BlockNodes(call, stages, self._block_cache),
             tracing=tracing,
+            look=self.attributes.look,
         )
 
     def _block_cache(self, block: nn.Module, stage: int) -> StageCache:

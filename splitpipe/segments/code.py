@@ -170,6 +170,7 @@ class CodeWalk(Walk):
             if foreign:
                 # torch.utils.checkpoint, which contains the border, will restore this state.
                 self._begun = state_of()
+            self.run.look(self.i)
             self._leave()
             self.pause()
             self._enter(self.stage + 1)

@@ -214,12 +214,14 @@ class CodeRun(Run):
 
     def __init__(
         self, call: Call, stages: Sequence[RunningStage], forward: Callable[..., Any], blocks: Blocks, homes: Homes, *,
-        ranked: bool, one_graph: bool, calls: BlockCalls, tracing: Tracing | None,
+        ranked: bool, one_graph: bool, calls: BlockCalls, tracing: Tracing | None, look: Callable[[int], None],
     ) -> None:
         super().__init__(call, stages, ranked=ranked, in_turn=homes.in_turn)
         self.calls = calls
         self.tracing = tracing
         self.forward = forward
+        #: Called with the number of a microbatch between two of its stages.
+        self.look = look
         self.blocks = blocks
         self.homes = homes
         #: True if values need not be found between blocks, because there is one device, and one graph over all stages.

@@ -241,13 +241,6 @@ def test_the_backward_of_a_stashed_value_is_timed(clock: Clock) -> None:
     assert times(module, leaf(1), timeout=40)[0] == 4.0 + TICK
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_layer_may_be_scripted(measure: str) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.ReLU())))
-    assert len(run(measure, module, leaf(2, 3))) == 2
-
-
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_module_may_stand_in_two_places(measure: str) -> None:
     layer = nn.Linear(3, 3)

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -180,3 +182,39 @@ def test_in_eval_mode_an_output_that_cannot_be_joined_is_that_of_the_whole_batch
     found, expected = model(x, COUNTS), plain(x, COUNTS)
     assert_same(found[:2], expected[:2], "output")
     assert found[2]["cache"] is not None
+
+
+@dataclass
+class Sample:
+    name: str
+    x: Tensor
+    target: Tensor
+
+
+class OfSamples(nn.Module):
+    """Has a loss of an object, whose tensors no pytree shows."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.loss = nn.Linear(4, 4), nn.Linear(4, 3), loss
+
+    def forward(self, sample: Sample) -> Tensor:
+        return self.loss(self.last(self.first(sample.x)), sample.target)
+
+
+def by_samples(args: Any, kwargs: Any, chunks: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    parts = zip(args[0].x.chunk(chunks), args[0].target.chunk(chunks))
+    return [((Sample(args[0].name, x, target),), kwargs) for x, target in parts]
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "mean"}])
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda y, t: y.square().mean()])
+def test_objects_of_unequal_numbers_of_rows_have_the_loss_of_the_batch(loss: Any, options: dict[str, Any]) -> None:
+    plain = OfSamples(loss).double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=3, split=by_samples, **options)
+    sample = Sample("a", torch.randn(7, 4).double(), torch.randint(3, (7,)))
+    found, expected = model(sample), plain(sample)
+    for each in (found, expected):
+        each.backward()
+    torch.testing.assert_close(found, expected)
+    assert_same_tensors(model, plain)

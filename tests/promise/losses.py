@@ -411,6 +411,12 @@ HAND: Table = {
     "stack of rows": ("values", lambda o, t: torch.stack([F.mse_loss(a, b) for a, b in zip(o, t)]).mean()),
     "sum of a stack of rows": ("values", lambda o, t: torch.stack([F.mse_loss(a, b) for a, b in zip(o, t)]).sum()),
     "mean": ("values", lambda o, t: (o - t).square().mean()),
+    "index of rows": ("classes", lambda o, t: -o.log_softmax(1)[torch.arange(len(o)), t].mean()),
+    "index of rows that count": ("some", lambda o, t: F.cross_entropy(
+        o[(t != IGNORED).nonzero()[:, 0]], t[t != IGNORED])),
+    "index of words": ("values", lambda o, t: (o - t)[:, torch.tensor([0, 2])].square().mean()),
+    "words of rows": ("labels", lambda o, t: -o.log_softmax(-1)[
+        torch.arange(len(o))[:, None], torch.arange(WORDS), t].mean()),
     "sum": ("values", lambda o, t: (o - t).square().sum()),
     "sum by a constant": ("values", lambda o, t: (o - t).square().sum() / 64),
     "mean of mean": ("values", lambda o, t: (o - t).square().mean().mean()),
@@ -584,6 +590,11 @@ def info_nce(o: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(o @ t.T / 0.5, torch.arange(len(o)))
 
 
+def ranked(o: Tensor, t: Tensor) -> Tensor:
+    i, j = torch.triu_indices(len(o), len(o), 1)
+    return F.relu(1 - o[i, 0] + o[j, 0]).sum()
+
+
 COUPLED: Table = {
     "info nce": ("flat", info_nce),
     "both ways": ("flat", lambda o, t: (info_nce(o, t) + info_nce(t, o)) / 2),
@@ -604,6 +615,11 @@ COUPLED: Table = {
     "products over rows": ("flat", lambda o, t: torch.bmm(o.T[None], t[None]).square().mean()),
     "narrowed": ("flat", lambda o, t: o.narrow(0, 0, 1).square().sum()),
     "chosen rows": ("flat", lambda o, t: o.index_select(0, torch.tensor([0])).square().sum()),
+    "pairs of rows": ("flat", ranked),
+    "the first rows": ("flat", lambda o, t: o[torch.tensor([0, 0])].square().sum()),
+    "rows as classes": ("flat", lambda o, t: F.cross_entropy(o[None, :, 0], torch.tensor([0]))),
+    "rows viewed as classes": ("flat", lambda o, t: F.cross_entropy(o[:, 0].view(1, -1), torch.tensor([0]))),
+    "columns as samples": ("flat", lambda o, t: F.cross_entropy(o.T, torch.zeros(CLASSES).long())),
     "a row": ("flat", lambda o, t: F.mse_loss(o[0], t[0])),
     "weights in a mask": ("flat", weighted),
     # Of statistics over the rows, which are other ones in a microbatch.

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.twin import assert_same, assert_same_tensors
 from tests.segments.models import piped
 
 
@@ -161,11 +162,19 @@ def test_a_sparse_value_with_a_graph_does_not_cross_by_a_schedule() -> None:
 
 
 @pytest.mark.parametrize(("module", "words"), [
-    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "expected a module whose forward is Python"),
+    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "module is a torch.jit.ScriptModule: expected"),
+    (nn.ModuleDict({"b": torch.jit.ScriptModule()}), "'b' is a torch.jit.ScriptModule: expected modules whose forward"),
 ])
 def test_what_is_no_module_of_python_is_not_attached(module: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        attach(module, ["b"])
+    for cuts in (["b"], None):
+        with pytest.raises(TypeError, match=words):
+            attach(module, cuts)
+
+
+def test_a_sequential_with_a_layer_of_torchscript_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(torch.jit.ScriptModule()))
+    with pytest.raises(TypeError, match=r"'1\.0' is a torch\.jit\.ScriptModule: expected modules whose forward"):
+        SplitPipe(layers, balance=[1, 1], devices=["cpu"] * 2)
 
 
 def odd(net: Any, x: Tensor) -> dict[str, Tensor]:
@@ -338,3 +347,98 @@ def test_a_state_of_a_microbatchs_rows_is_warned_of(keep: Any, schedule: str, ro
 ])
 def test_a_table_of_that_size_by_chance_is_not(keep: Any) -> None:
     piped(Recurrent(keep), ["head"])(torch.randn(6, 2, 4))
+
+
+def conditioned(net: Any, x: Tensor) -> Tensor:
+    """Sets a condition for the layers, and takes it away afterwards."""
+    net.condition = net.a(x).tanh()
+    y: Tensor = net.c(net.b(x)) * net.condition
+    net.condition = None
+    return y
+
+
+def recurrent(net: Any, x: Tensor) -> Tensor:
+    """Keeps a pair of states for each layer."""
+    h = net.a(x)
+    net.states = [(h, h.tanh())]
+    y: Tensor = net.c(net.b(h)) * net.states[0][1]
+    return y
+
+
+@dataclass(slots=True)
+class State:
+    name: str
+    hidden: Tensor
+
+
+def recorded(net: Any, x: Tensor) -> Tensor:
+    """Keeps a state in a dataclass."""
+    net.state = State("hidden", net.a(x))
+    y: Tensor = net.c(net.b(net.state.hidden)) + net.state.hidden
+    return y
+
+
+def doubled(net: Any, x: Tensor) -> Tensor:
+    """Calls a layer with other weights."""
+    weights = {name: 2 * x for name, x in net.b.named_parameters()}
+    y: Tensor = net.c(torch.func.functional_call(net.b, weights, (net.a(x),)))
+    return y
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("net", "says"), [
+    (conditioned, "left 'condition', a tensor with a graph"),
+    (recurrent, "left 'states', 'states, number 1', a tensor with a graph"),
+    (recorded, "left 'state, number 1', a tensor with a graph"),
+    (doubled, "another tensor replaces the parameter 'b.weight'"),
+])
+def test_what_microbatches_would_share_between_two_stages_only_is_an_error(net: Any, says: str, schedule: str) -> None:
+    plain = Three(net)
+    model = made(plain, schedule=schedule, loss_fn=nn.MSELoss()) if schedule != "gpipe" else made(plain)
+    weights = {name: x.clone() for name, x in plain.state_dict().items()}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=says):
+            model(torch.randn(8, 4), **({} if schedule == "gpipe" else {"target": torch.randn(8, 4)}))
+    assert_same(dict(plain.state_dict()), weights, "state")
+
+
+def lengths(net: Any, x: Tensor) -> Tensor:
+    net.lengths = x.argmax(1).tolist()
+    y: Tensor = net.c(net.b(net.a(x)))
+    return y * torch.tensor(net.lengths)[:, None]
+
+
+def frozen(net: Any, x: Tensor) -> Tensor:
+    net.b.requires_grad_(False)
+    y = net.b(net.a(x))
+    net.b.requires_grad_(True)
+    return y + net.c(y)  # type: ignore[no-any-return]
+
+
+def evaluated(net: Any, x: Tensor) -> Tensor:
+    net.b.eval()
+    y = net.b(net.a(x))
+    net.b.train()
+    return y + net.c(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("net", "says"), [
+    (lengths, r"sets 'lengths' to \[0, 1, 2, 3\] in one microbatch and to \[3, 2, 1, 0\] in the next"),
+    (frozen, "changes 'b.bias.requires_grad', 'b.weight.requires_grad', and takes that back after a later stage"),
+    (evaluated, "changes 'b.training', and takes that back after a later stage has started"),
+])
+def test_what_a_forward_sets_for_one_microbatch_is_warned_of(net: Any, says: str) -> None:
+    model, x = made(Three(net)), torch.cat([torch.eye(4), torch.eye(4).flip(0)])
+    with pytest.warns(UserWarning, match=says):
+        model(x)
+
+
+def counted(net: Any, x: Tensor) -> Tensor:
+    net.calls, net.width, net.names = getattr(net, "calls", 0) + 1, x.shape[1], ["a", "b"]
+    y: Tensor = net.c(net.b(net.a(x)))
+    return y
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_the_same_for_all_microbatches_or_counts_them_is_not() -> None:
+    made(Three(counted))(torch.randn(8, 4))

@@ -108,3 +108,43 @@ def test_a_norm_shared_after_the_first_call() -> None:
         model(x)
         assert len(set(threads)) == count
         model._modules["1"] = model[0]
+
+
+class Keeping(nn.Module):
+    """Keeps a tensor in an attribute, or one per call in a list."""
+
+    def __init__(self, kept: Callable[[Tensor], Any], listed: bool = False) -> None:
+        super().__init__()
+        self.layer, self.kept, self.last, self.all = nn.Linear(4, 4), kept, torch.zeros(4), list[Any]()
+        self.listed = listed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if self.listed:
+            self.all.append(self.kept(y))
+        else:
+            self.last = self.kept(y)
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("kept", [lambda y: y.square().mean(), lambda y: y.detach()])
+def test_a_tensor_of_one_microbatch_that_a_layer_keeps_is_warned_of(
+    kept: Callable[[Tensor], Any], schedule: str
+) -> None:
+    model = SplitPipe(nn.Sequential(nn.Sequential(Keeping(kept)), nn.Linear(4, 4)), [1, 1], devices=CPU, chunks=3,
+                      schedule=schedule, loss_fn=None if schedule == "gpipe" else nn.MSELoss())
+    more = {} if schedule == "gpipe" else {"target": torch.randn(6, 4)}
+    with pytest.warns(UserWarning, match=r"a layer left '0\.0\.last', a tensor of one microbatch") as found:
+        for _ in range(2):
+            model(torch.randn(6, 4), **more)
+    assert len(found) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("layer", [
+    Keeping(lambda y: y.square().mean(), listed=True), Keeping(lambda y: y.detach().mean()), Keeping(len),
+    nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+])
+def test_what_a_layer_collects_or_makes_anew_is_not(layer: nn.Module) -> None:
+    SplitPipe(nn.Sequential(layer, nn.Linear(4, 4)), [1, 1], devices=CPU, chunks=3)(torch.randn(6, 4))

@@ -1,0 +1,286 @@
+"""Plain attributes of modules, which all microbatches of a call share."""
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.batch.division import Division
+from splitpipe.core.tensors import version_of
+
+
+@contextmanager
+def noted(module: nn.Module, traces: list[Any]) -> Iterator[None]:
+    """Records the shapes of tensors that the call inside leaves in attributes, and whether it writes to buffers."""
+    kept = {where: x for where, _, _, x in _kept(module)}
+    buffers = {name: (x, version_of(x)) for name, x in module.named_buffers()}
+    yield
+    left = {where: x.shape for where, _, _, x in _kept(module) if kept.get(where) is not x}
+    now = {name: (x, version_of(x)) for name, x in module.named_buffers()}
+    same = now.keys() == buffers.keys() and all(
+        x is y and one == other for (x, one), (y, other) in zip(now.values(), buffers.values())
+    )
+    traces.append((left, same))
+
+
+def _nothing(microbatch: int) -> None:
+    """Looks at nothing."""
+
+
+class Suspect(NamedTuple):
+    """A tensor in a plain attribute that may belong to one microbatch; its dimensions with as many elements as rows."""
+
+    where: str
+    part: nn.Module
+    attribute: str
+    before: Any
+    shape: torch.Size
+    dims: list[int]
+
+
+class Attributes:
+    """Checks plain attributes of modules, which all microbatches share, in the first call with several microbatches."""
+
+    def __init__(self) -> None:
+        self.looked = False
+        #: Tensors that may have the batch as a dimension; a run with another number of rows will show it.
+        self.suspects: list[Suspect] = []
+        self._look: Callable[[int], None] = _nothing
+
+    def look(self, microbatch: int) -> None:
+        """Looks at them between two stages of a microbatch: the forward may take back later what it has set."""
+        self._look(microbatch)
+
+    @contextmanager
+    def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
+        """Looks for what the call inside the block leaves there, even if it fails; ``rows``: of each microbatch."""
+        if self.looked or len(rows) == 1:
+            yield
+            return
+        kept = {where: x for where, _, _, x in _kept(module)}
+        held = [
+            (part, {own: value for own, value in vars(part).items() if not _refers(value)}) for part in module.modules()
+        ]
+        before, between = _settings(module), dict[int, dict[str, Any]]()
+
+        def look(microbatch: int) -> None:
+            if microbatch < 2 and microbatch not in between:
+                between[microbatch] = now = _settings(module)
+                _verify_parameters(before, now)
+                _verify(module, kept, rows, held)
+
+        self._look = look
+        try:
+            yield
+        except Exception:
+            found = _verify(module, kept, rows, held)
+            _warn([suspect for suspect in found if _likely(suspect, rows[0])], rows[0])  # This says less.
+            raise
+        finally:
+            self._look = _nothing
+        self.suspects = _verify(module, kept, rows, held)
+        if 0 in between and 1 in between:
+            _warn_changed(before, between[0], between[1], _settings(module))
+        self.looked = True
+
+    @contextmanager
+    def reported(self, layers: nn.Module, rows: list[int]) -> Iterator[None]:
+        """Warns of what layers of an nn.Sequential leave there: nothing between them reads it, but their user may."""
+        if self.looked or len(rows) == 1:
+            yield
+            return
+        kept = {where: x for where, _, _, x in _kept(layers)}
+        yield
+        self.looked = True
+        new = [(where, x) for where, part, own, x in _kept(layers) if vars(part)[own] is x is not kept.get(where)]
+        left = [where for where, x in new if x.grad_fn is not None or list(x.shape[:1]) == rows[-1:]]
+        if left:
+            warnings.warn(
+                f"a layer left {', '.join(map(repr, left[:3]))}, a tensor of one microbatch, in an attribute of a "
+                "module, which all microbatches share: what reads it later gets that of the last microbatch, and "
+                "another layer may get any other's. Return it from the layer, use splitpipe.skip, or collect one per "
+                "microbatch in a list.",
+                stacklevel=2,
+            )
+
+    def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
+        """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones."""
+        suspects, self.suspects = self.suspects, []
+        if not suspects:
+            return
+        rows = [count for _, count in division.rows]
+        other = next(count for count in range(1, len(rows) + 2) if count not in rows)
+        found: list[Suspect] = []
+        if other > sum(rows) or rehearsed(division, other, _again(suspects, found)) is None:
+            found = [suspect for suspect in suspects if _likely(suspect, rows[0])]
+        _warn(found, rows[0])
+
+
+@contextmanager
+def _again(suspects: list[Suspect], found: list[Suspect]) -> Iterator[None]:
+    """Finds suspects whose size is different in a run with other rows, which starts from the same state."""
+    for suspect in suspects:
+        if suspect.before is _ABSENT:
+            vars(suspect.part).pop(suspect.attribute, None)
+        else:
+            vars(suspect.part)[suspect.attribute] = suspect.before
+    yield
+    now = {where: x.shape for where, _, _, x in _kept_of(suspects)}
+    for suspect in suspects:
+        shape = now.get(suspect.where, ())
+        if len(shape) == len(suspect.shape) and any(shape[dim] != suspect.shape[dim] for dim in suspect.dims):
+            found.append(suspect)
+
+
+def _refers(value: Any) -> bool:
+    """True for weak references, such as nn.LSTM's to its parameters, which can't be moved while there is one."""
+    return isinstance(value, list) and any(isinstance(x, weakref.ref) for x in value)
+
+
+_ABSENT = object()
+
+
+def _likely(suspect: Suspect, rows: int) -> bool:
+    """True for a tensor whose shape suggests rows: [rows, ...], or a state of [layers, rows, width]."""
+    return 0 in suspect.dims or 1 in suspect.dims and len(suspect.shape) > 2 and rows > 1
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """The tensors in plain attributes: their names, modules and attributes."""
+    for name, part in module.named_modules():
+        for own, value in vars(part).items():
+            if own == "_parameters" or any(f"{own}_{end}" in part._parameters for end in ("g", "v", "orig")):
+                continue  # Computed from these in each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
+            for number, x in _inside(value):
+                yield f"{name}.{own}".strip(".") + (f", number {number}" if number else ""), part, own, x
+
+
+def _inside(value: Any) -> Iterator[tuple[int, Tensor]]:
+    for number, x in enumerate(_leaves(value)):
+        if isinstance(x, Tensor):
+            yield number, x
+
+
+def _leaves(value: Any, depth: int = 3) -> Iterator[Any]:
+    """What containers and dataclasses hold, in each other too."""
+    if isinstance(value, (list, tuple, deque)):
+        inside = list(value)
+    elif type(value) is dict:
+        inside = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        inside = [getattr(value, field.name, None) for field in fields(value)]
+    else:
+        inside = []
+    if not inside or not depth:
+        yield value
+    for x in inside if depth else ():
+        yield from _leaves(x, depth - 1)
+
+
+def _kept_of(suspects: Iterable[Suspect]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    for suspect in suspects:
+        for number, x in _inside(vars(suspect.part).get(suspect.attribute)):
+            if suspect.where.endswith(f", number {number}") or not number and ", number " not in suspect.where:
+                yield suspect.where, suspect.part, suspect.attribute, x
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """What modules hold besides buffers, submodules and hooks, and which of their parameters are frozen."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        plain = {own: value for own, value in vars(part).items() if own not in _INTERNAL and not _refers(value)}
+        for own, value in [*plain.items(), *part._parameters.items()]:
+            found[f"{name}.{own}".strip(".")] = value
+            if isinstance(value, nn.Parameter):
+                found[f"{name}.{own}.requires_grad".strip(".")] = value.requires_grad
+    return found
+
+
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _verify_parameters(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises for parameters that other tensors have replaced since the start of the call."""
+    for where, x in now.items():
+        if isinstance(before.get(where), nn.Parameter) and isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
+            raise RuntimeError(
+                f"a later stage starts while another tensor replaces the parameter {where!r}, as inside "
+                "torch.func.functional_call; all microbatches share the module, so another one would compute with it. "
+                "Expected the whole of such a call inside one block: choose other cuts=."
+            )
+
+
+def _warn_changed(before: dict[str, Any], one: dict[str, Any], other: dict[str, Any], after: dict[str, Any]) -> None:
+    """Warns of what the forward takes back after a later stage has started, and of what each microbatch sets anew."""
+    back, own = [], []
+    for where in sorted({*one, *before}):
+        start, first, second, end = (each.get(where, _ABSENT) for each in (before, one, other, after))
+        if not _same(start, first) and _same(start, end):
+            back.append(repr(where))
+        elif _plain(first) and not any(_same(first, x) for x in (start, second)) and not _counts(start, first, second):
+            own.append(f"{where!r} to {first!r} in one microbatch and to {second!r} in the next")
+    for names, how in (back, "changes {}, and takes that back after a later stage has started"), (own, "sets {}"):
+        if names:
+            warnings.warn(
+                f"the forward {how.format(', '.join(names[:3]))}; all microbatches share the module, so code in the "
+                "forward that reads it may get another microbatch's. Keep it in a local variable, or use other cuts=.",
+                stacklevel=2,
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or type(one) is type(other) and _plain(one) and bool(one == other)
+
+
+def _plain(value: Any) -> bool:
+    """True for numbers and strings, and lists and tuples of these."""
+    return isinstance(value, (int, float, str)) or isinstance(value, (list, tuple)) and all(map(_plain, value))
+
+
+def _counts(*values: Any) -> bool:
+    """True for a counter, which has the same difference each time."""
+    start, first, second = (x if isinstance(x, (int, float)) else 0 for x in values)
+    return bool(second - first == first - start != 0)
+
+
+_ADVICE = "Keep it in a local variable, or return it from the block"
+
+
+def _verify(
+    module: nn.Module, before: dict[str, Tensor], rows: list[int], held: list[tuple[nn.Module, dict[str, Any]]]
+) -> list[Suspect]:
+    """Raises for new tensors with a graph; returns others that have as many elements along a dimension as rows."""
+    new = [each for each in _kept(module) if before.get(each[0]) is not each[3]]
+    graphs = [where for where, _, _, x in new if x.grad_fn is not None]
+    if graphs:
+        raise RuntimeError(
+            f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a "
+            "module, which all microbatches share: code in the forward that reads it would get another microbatch's. "
+            f"{_ADVICE}; detach it if nothing there reads it."
+        )
+    attributes = dict(held)
+    found = []
+    for where, part, own, x in new:
+        dims = [dim for dim, size in enumerate(x.shape) if size in rows]
+        if dims:
+            found.append(Suspect(where, part, own, attributes.get(part, {}).get(own, _ABSENT), x.shape, dims))
+    return found
+
+
+def _warn(suspects: list[Suspect], rows: int) -> None:
+    """Warns of tensors that belong to one microbatch."""
+    if suspects:
+        named = ", ".join(repr(suspect.where) for suspect in suspects[:3])
+        warnings.warn(
+            f"the forward left {named}, a tensor of {rows} rows, as many as a microbatch has, "
+            "in an attribute of a module, which all microbatches share: code in the forward that reads it may get "
+            f"another microbatch's. {_ADVICE}.",
+            stacklevel=2,
+        )
