@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import threading
 from typing import Any
 
@@ -79,34 +77,6 @@ def test_options_can_be_read(name: str) -> None:
 
 
 # State
-
-
-def test_states_are_the_modules_and_go_both_ways() -> None:
-    plain, model = pair()
-    x, y = batch()
-    model(x, target=y).backward()
-    assert list(model.state_dict()) == list(plain.state_dict())
-    other = mlp(4)
-    model.load_state_dict(other.state_dict())
-    torch.testing.assert_close(model(x, target=y), F.mse_loss(other(x), y))
-    plain.load_state_dict(model.state_dict())
-
-
-def test_copies_train_on_their_own() -> None:
-    plain, model = pair()
-    x, y = batch()
-    model(x, target=y).backward()
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
-    F.mse_loss(plain(x), y).backward()
-    for other in copies:
-        assert other[0].weight is not model[0].weight and other.schedule == model.schedule
-        other.zero_grad()
-        other(x, target=y).backward()
-        assert_same_tensors(other, plain)
-    assert_same_tensors(model, plain)
 
 
 def replace_layer(module: Any) -> None:
@@ -198,35 +168,6 @@ def test_a_model_in_a_checkpointed_layer_of_another(outer: dict[str, Any]) -> No
     loss.backward()
     assert_same_tensors(model, plain)
     assert_same_tensors(first, other)
-
-
-def test_three_threads_use_one_model() -> None:
-    plain, model = pair()
-    batches = [batch(rows) for rows in (7, 3)]
-    barrier = threading.Barrier(3, timeout=60)
-    outputs: list[Tensor] = []
-
-    def train(x: Tensor, y: Tensor) -> None:
-        for _ in range(4):
-            barrier.wait()
-            model(x, target=y).backward()
-
-    def ask(x: Tensor) -> None:
-        for _ in range(4):
-            barrier.wait()
-            outputs.append(model(x).detach())
-
-    threads = [threading.Thread(target=train, args=each) for each in batches]
-    threads.append(threading.Thread(target=ask, args=batches[0][:1]))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for x, y in batches * 4:
-        F.mse_loss(plain(x), y).backward()
-    assert_same_tensors(model, plain)
-    assert_same(outputs, [plain(batches[0][0]).detach()] * 4, "outputs")
-
 
 
 class Inner(nn.Module):
