@@ -237,19 +237,3 @@ def test_a_whole_model_is_refused_where_only_weights_are_loaded(options: dict[st
     loss_of(model).backward()
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
         saved(model, weights_only=True)
-
-
-def test_a_copy_of_a_model_whose_pass_has_failed() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("no")
-
-    for options in ({}, SCHEDULED):
-        model, start = twins(**options)
-        layer = model[3]
-        model._modules["3"] = Fails()
-        with pytest.raises(ValueError, match="no"):
-            loss_of(model)
-        model._modules["3"] = layer
-        start.load_state_dict(model.state_dict())
-        assert_apart(model, copy.deepcopy(model), start)

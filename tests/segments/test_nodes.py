@@ -171,28 +171,6 @@ def test_a_block_may_begin_to_write_to_its_input(way: str) -> None:
     assert_steps(plain, model, 2)
 
 
-class Growing(Block):
-    """Makes a parameter in its forward, when it is told to."""
-
-    grow = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.grow and not hasattr(self, "more"):
-            self.more = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        return x @ self.weight * getattr(self, "more", 1.0)
-
-
-@EACH
-def test_a_block_may_make_a_parameter_late(way: str) -> None:
-    plain, model = piped(Chain(Growing(lambda x, weight: x)), way)
-    assert_steps(plain, model, 2)
-    for module in (plain, model):
-        module.get_submodule("blocks.0").grow = True  # type: ignore[assignment]
-    loss_of(model, *rows()).backward()
-    loss_of(plain, *rows())
-    assert_steps(plain, model, 2)
-
-
 @EACH
 def test_what_a_block_hands_on_is_the_callers_own_tensor(way: str) -> None:
     seen: list[bool] = []
@@ -214,36 +192,6 @@ def test_what_a_block_hands_on_is_the_callers_own_tensor(way: str) -> None:
     seen.clear()
     loss_of(model, *rows()).backward()
     assert all(seen)
-
-
-@EACH
-def test_hooks_of_parameters_fire_once_with_the_batchs_gradient(way: str) -> None:
-    plain, model = piped(Chain(nn.Linear(4, 4), nn.LayerNorm(4)), way)
-    assert_steps(plain, model, 1)
-    fired: dict[str, list[Any]] = {"plain": [], "model": []}
-    for name, module in (("plain", plain), ("model", model)):
-        module.zero_grad()
-        for key, parameter in module.named_parameters():
-            parameter.register_hook(lambda grad, key=key, name=name: fired[name].append((key, grad.clone())))
-            parameter.register_post_accumulate_grad_hook(
-                lambda x, key=key, name=name: fired[name].append((key, x.grad))
-            )
-    x, y = rows()
-    for module in (plain, model):
-        loss_of(module, x, y).backward()
-    found, expected = (sorted(each, key=lambda pair: pair[0]) for each in (fired["model"], fired["plain"]))
-    assert [key for key, _ in found] == [key for key, _ in expected]
-    torch.testing.assert_close([grad for _, grad in found], [grad for _, grad in expected])
-
-
-@EACH
-def test_parameters_frozen_and_thawed(way: str) -> None:
-    plain, model = piped(Chain(nn.Linear(4, 4), nn.Linear(4, 4)), way)
-    for flags in ((True, True), (False, True), (True, False), (False, False), (True, True)):
-        for module in (plain, model):
-            for block, flag in zip(module.blocks, flags):  # type: ignore[arg-type]
-                block.requires_grad_(flag)
-        assert_steps(plain, model, 2)
 
 
 @pytest.mark.parametrize("sequential", [False, True])
