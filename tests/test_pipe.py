@@ -315,27 +315,6 @@ def test_workers_share_the_callers_threads_and_leave_its_number_alone() -> None:
         torch.set_num_threads(before)
 
 
-def test_stages_on_the_cpu_run_at_the_same_time() -> None:
-    """Stage 0 of microbatch 1 and stage 1 of microbatch 0 wait for each other: alone, neither would end."""
-    barrier = threading.Barrier(2, timeout=60)
-
-    class Meet(nn.Module):
-        def __init__(self, meets: list[int]) -> None:
-            super().__init__()
-            self.meets, self.calls = meets, 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls - 1 in self.meets:
-                barrier.wait()
-            return x * 1
-
-    # The first microbatch of a stage runs under the lock on the random state, which the second no more needs.
-    model = SplitPipe(nn.Sequential(Meet([2]), Meet([1])), [1, 1], devices=CPU, chunks=3)
-    model(torch.rand(3, 2))
-    assert barrier.n_waiting == 0
-
-
 # Exceptions
 
 

@@ -109,30 +109,6 @@ def test_what_a_block_saves_is_gone_after_it(way: str) -> None:
     assert {*alive} == {0}
 
 
-@EACH
-def test_each_microbatch_may_use_another_leaf(way: str) -> None:
-    """Or all one: none of them is a parameter of the block."""
-    leaves = [torch.rand(4, dtype=torch.float64, requires_grad=True) for _ in range(4)]
-
-    def choose(x: Tensor, weight: Tensor) -> Tensor:
-        return (x @ weight + leaves[int(x[0, 0].detach().abs() * 1e6) % 3] * leaves[3]).tanh()
-
-    plain, model = piped(Chain(*[Block(choose) for _ in range(2)]), way)
-    for _ in range(4):
-        x, y = rows()
-        found = []
-        for module in (model, plain):
-            for leaf in leaves:
-                leaf.grad = None
-            if module is plain:
-                for part, target in zip(x.chunk(3), y.chunk(3)):
-                    (mean(plain(part), target) / 3).backward()
-            else:
-                loss_of(module, x, y).backward()
-            found.append([leaf.grad for leaf in leaves])
-        torch.testing.assert_close(*found)
-
-
 def test_a_leaf_that_was_not_there_in_the_first_step_is_an_error() -> None:
     late = torch.rand(4, dtype=torch.float64, requires_grad=True)
     extra: list[Tensor] = []
@@ -159,15 +135,6 @@ def test_another_number_of_nodes_is_an_error(way: str) -> None:
     armed.clear()
     model.zero_grad()
     plain.zero_grad()
-    assert_steps(plain, model, 2)
-
-
-@EACH
-def test_a_block_may_begin_to_write_to_its_input(way: str) -> None:
-    late: list[int] = []
-    plain, model = piped(Chain(Block(lambda x, weight: (x.mul_(2) if late else x * 2) @ weight)), way)
-    assert_steps(plain, model, 2)
-    late.append(1)
     assert_steps(plain, model, 2)
 
 

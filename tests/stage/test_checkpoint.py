@@ -519,27 +519,6 @@ def test_writing_to_a_part_that_no_other_shares_is_fine(checkpoint: Any) -> None
     assert_transparent(module, torch.rand(4, 6), chunks=2, checkpoint=checkpoint)
 
 
-@CHECKPOINT
-def test_layers_that_seed_for_themselves(checkpoint: Any) -> None:
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(9)
-                return x * torch.rand(6)
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(9)
-        factor = torch.rand(6)
-    model = SplitPipe(nn.Sequential(Own(), nn.Dropout(0.5), Own()), [1, 1, 1], devices=["cpu"] * 3, chunks=8,
-                      checkpoint=checkpoint)
-    for _ in range(5):
-        x = torch.ones(8, 6, requires_grad=True)
-        y = model(x)
-        y.sum().backward()
-        torch.testing.assert_close(x.grad, y.detach())
-        assert set(y.detach().div(factor * factor).round(decimals=4).flatten().tolist()) <= {0.0, 2.0}
-
-
 def test_generators_of_a_layers_own_are_drawn_from_again() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:

@@ -103,15 +103,6 @@ def test_layers_and_parameters_may_be_replaced() -> None:
 # What torch does to a model
 
 
-def test_anomaly_mode() -> None:
-    plain, model = pair()
-    x, y = batch()
-    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
-        model(x, target=y).backward()
-    F.mse_loss(plain(x), y).backward()
-    assert_same_tensors(model, plain)
-
-
 @pytest.mark.parametrize("way", ["reentrant", "early stop", "no early stop"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
