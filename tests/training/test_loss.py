@@ -14,6 +14,8 @@ from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
 
 NAMES = pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-v", "v-min"])
+
+
 def assert_equal(plain: nn.Module, model: SplitPipe, x: Any, y: Any, expected: Tensor) -> None:
     loss = model(x, target=y)
     torch.testing.assert_close(loss, expected)
@@ -21,10 +23,6 @@ def assert_equal(plain: nn.Module, model: SplitPipe, x: Any, y: Any, expected: T
     loss.backward()
     expected.backward()
     assert_same_tensors(model, plain)
-
-
-def total(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return F.cross_entropy(output, target, ignore_index=-1, reduction="sum"), (target != -1).sum()
 
 
 @pytest.mark.parametrize("kind", [
