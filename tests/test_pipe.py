@@ -113,18 +113,6 @@ def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
         SplitPipe(nn.Sequential(Pack(), Recur()), [1, 1], devices=CPU)(x)
 
 
-def test_values_without_dimensions_are_stacked_to_one_a_microbatch() -> None:
-    class Mean(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x.mean(), x
-
-    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), Mean()), [1, 1], devices=CPU, chunks=3)
-    for rows, count in ((6, 3), (2, 2), (1, 1)):
-        mean, whole = model(torch.rand(rows, 6))
-        assert mean.shape == (count,)
-        torch.testing.assert_close(mean.detach(), torch.stack([part.mean() for part in whole.detach().chunk(count)]))
-
-
 def test_an_empty_batch() -> None:
     plain, model = twins(mlp(), chunks=2)
     assert_same(model(torch.rand(0, 6)), plain(torch.rand(0, 6)), "output")
@@ -194,27 +182,6 @@ def test_hooks_and_attributes_of_the_sequential_stay() -> None:
     handle.remove()
     model(torch.rand(4, 6))
     assert len(seen) == 1
-
-
-def test_a_parameter_shared_by_two_stages_on_one_device_gets_both_gradients() -> None:
-    for checkpoint in ("always", "never"):
-        module = mlp()
-        module[2].weight = module[0].weight
-        plain, model = twins(module, [2, 2], chunks=2, checkpoint=checkpoint)
-        x = torch.rand(4, 6)
-        for m in (plain, model):
-            m(x).square().sum().backward()
-        assert_same_tensors(model, plain)
-
-
-def test_one_module_at_two_places() -> None:
-    layer, activation = nn.Linear(6, 6), nn.Tanh()
-    plain, model = twins(nn.Sequential(layer, activation, layer, activation), [2, 2], chunks=2)
-    assert len(model) == 4
-    x = torch.rand(4, 6)
-    for m in (plain, model):
-        m(x).square().sum().backward()
-    assert_same_tensors(model, plain)
 
 
 # The caller's state
@@ -346,27 +313,6 @@ def test_workers_share_the_callers_threads_and_leave_its_number_alone() -> None:
             assert fresh_thread == [number]
     finally:
         torch.set_num_threads(before)
-
-
-def test_stages_on_the_cpu_run_at_the_same_time() -> None:
-    """Stage 0 of microbatch 1 and stage 1 of microbatch 0 wait for each other: alone, neither would end."""
-    barrier = threading.Barrier(2, timeout=60)
-
-    class Meet(nn.Module):
-        def __init__(self, meets: list[int]) -> None:
-            super().__init__()
-            self.meets, self.calls = meets, 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls - 1 in self.meets:
-                barrier.wait()
-            return x * 1
-
-    # The first microbatch of a stage runs under the lock on the random state, which the second no more needs.
-    model = SplitPipe(nn.Sequential(Meet([2]), Meet([1])), [1, 1], devices=CPU, chunks=3)
-    model(torch.rand(3, 2))
-    assert barrier.n_waiting == 0
 
 
 # Exceptions

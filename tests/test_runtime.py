@@ -56,15 +56,6 @@ class Threads(nn.Module):
         return x.sin()
 
 
-@pytest.mark.parametrize(("uncheckpointed", "checkpointed"), [(None, 0), (0, 3), (1, 2), (3, 0), (9, 0)])
-def test_all_but_the_last_microbatches_are_checkpointed(uncheckpointed: int | None, checkpointed: int) -> None:
-    layer = Threads()
-    x = torch.rand(3, 2, requires_grad=True)
-    output = runtime(3, uncheckpointed).forward(layers(layer, nn.Tanh()), x, True)
-    output.sum().backward()
-    assert len(layer.seen) == 3 + checkpointed
-
-
 def test_threads_are_kept_from_pass_to_pass() -> None:
     layer, found = Threads(), runtime()
     for _ in range(2):

@@ -35,17 +35,6 @@ def test_the_block_has_the_state_given_and_afterwards_the_callers_is_back() -> N
     assert torch.equal(default(), before)
 
 
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_a_block_that_raises_gives_the_state_and_the_turn_back(error: type[BaseException]) -> None:
-    before = default()
-    with pytest.raises(error), exclusive_generator(state_of(1)):
-        torch.rand(3)
-        raise error
-    assert torch.equal(default(), before)
-    with ThreadPoolExecutor(1) as pool:
-        assert torch.equal(pool.submit(drawn, 2).result(), drawn(2))
-
-
 def test_a_state_that_is_none_is_refused_and_gives_everything_back() -> None:
     before = default()
     with pytest.raises(RuntimeError), exclusive_generator(torch.zeros(3, dtype=torch.uint8)):
@@ -53,16 +42,6 @@ def test_a_state_that_is_none_is_refused_and_gives_everything_back() -> None:
     assert torch.equal(default(), before)
     with ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(drawn, 2).result(), drawn(2))
-
-
-def test_turns_nest_in_one_thread_and_in_those_that_run_in_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
-    with exclusive_generator(state_of(1)), ThreadPoolExecutor(1) as pool:
-        x = torch.rand(3)
-        drawn(2)
-        pool.submit(copy_context().run, drawn, 3).result()
-        y = torch.rand(3)
-    assert torch.equal(torch.cat((x, y)), torch.rand(6, generator=torch.Generator().manual_seed(1)))
 
 
 def test_the_thread_that_has_the_turn_has_it_in_a_context_of_before_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,14 +107,6 @@ def test_uneven_outputs_are_joined_in_order() -> None:
     assert output.tolist() == [0, 1, 2, 3]
 
 
-def test_the_gradient_of_a_slice_is_that_of_its_rows() -> None:
-    x = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
-    weight = torch.rand(5, 2, dtype=torch.float64)
-    total = sum((cut * cut * part).sum() for cut, part in zip(split(x, 3), weight.chunk(3)))
-    total.backward()
-    torch.testing.assert_close(x.grad, 2 * weight * x.detach())
-
-
 @pytest.mark.parametrize("used", [[0], [1], [2], [0, 2]])
 def test_rows_of_slices_that_get_no_gradient_have_zeros(used: list[int]) -> None:
     x = torch.rand(5, 2, requires_grad=True)

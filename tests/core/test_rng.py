@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -118,28 +119,12 @@ def same(value: Any, expected: Any) -> bool:
 
 
 @layers
-def test_the_numbers_are_those_of_the_seed_in_every_mode(name: str) -> None:
-    mode, call = LAYERS[name]
-    for seed in (1, 2**61):
-        expected = alone(seed, call)
-        for given in {UNKNOWN, EXCLUSIVE, mode}:
-            before = default()
-            assert same(drawn(seed, call, given), expected), given
-            assert torch.equal(default(), before), given
-
-
-@layers
 def test_the_first_run_finds_the_mode_and_the_next_ones_keep_it(name: str) -> None:
     mode, call = LAYERS[name]
     facts = Facts()
     for seed in (1, 2, 3):
         _, drew = Numbers(seed, facts, again=True).draw(call)
         assert (facts.rng, drew) == (mode, mode is EXCLUSIVE and name != "forking")
-
-
-def test_a_stage_that_drew_once_does_not_run_free_again() -> None:
-    facts = Facts(EXCLUSIVE)
-    assert Numbers(1, facts).draw(lambda: 1) == (1, False) and facts.rng is EXCLUSIVE
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -231,16 +216,17 @@ def test_runs_of_compiled_layers_have_no_function_mode(mode: RngMode) -> None:
 
 
 @layers
-def test_a_second_run_repeats_the_first_and_leaves_every_generator_as_it_was(name: str) -> None:
+def test_both_runs_draw_the_numbers_of_the_seed_and_leave_every_generator_as_it_was(name: str) -> None:
     mode, call = LAYERS[name]
     own = torch.Generator().manual_seed(4)
 
     def layer() -> tuple[Any, Tensor]:
         return call(), torch.rand(3, generator=own)
 
-    for given in {UNKNOWN, mode}:
-        one = numbers(1, given, again=True)
+    for given, seed in product({UNKNOWN, EXCLUSIVE, mode}, (1, 2**61)):
+        one = numbers(seed, given, again=True)
         first = one.draw(layer)[0]
+        assert same(first[0], alone(seed, call)), given
         torch.rand(5)
         torch.rand(5, generator=own)
         before, before_own = default(), own.get_state()
@@ -344,24 +330,6 @@ def test_one_state_gives_one_list_of_seeds_all_different() -> None:
     first, second = all_of(Seeds(3, 4), 3, 4), all_of(Seeds(3, 4), 3, 4)
     assert first == second and len(set(first)) == 12
     assert torch.equal(default(), before)
-
-
-def test_the_next_pass_shares_no_seed() -> None:
-    found: list[int] = []
-    for _ in range(20):
-        seeds = Seeds(3, 4)
-        seeds.drew = True
-        assert seeds.settle()
-        found += all_of(seeds, 3, 4)
-    assert len(set(found)) == len(found)
-
-
-def test_a_pass_that_drew_nothing_leaves_the_default_generator_and_one_that_drew_moves_it() -> None:
-    before = default()
-    seeds = Seeds(2, 2)
-    assert seeds.settle() and torch.equal(default(), before)
-    seeds.drew = True
-    assert seeds.settle() and not torch.equal(default(), before)
 
 
 @pytest.mark.parametrize("drew", [False, True])

@@ -155,32 +155,6 @@ def test_the_state_is_set_exactly_wherever_it_is_entered_and_put_back(
         assert found() == start, name
 
 
-@situations
-def test_the_state_reaches_a_new_thread(situation: Callable[[], AbstractContextManager[object]]) -> None:
-    with situation():
-        state, expected = thread_state.capture(), found()
-
-    def enter() -> tuple[object, object]:
-        before = found()
-        with thread_state.entered(state):
-            inside = found()
-        return inside, found() == before
-
-    assert in_thread(enter) == (expected, True)
-
-
-def test_entering_nests() -> None:
-    states = []
-    for situation in SITUATIONS.values():
-        with situation():
-            states.append((thread_state.capture(), found()))
-    with ExitStack() as stack:
-        for state, expected in states:
-            stack.enter_context(thread_state.entered(state))
-            assert found() == expected
-    assert found() == states[0][1]
-
-
 def test_modes_are_neither_entered_nor_left_and_see_nothing_of_the_change() -> None:
     mine, theirs, dispatched = Seen(), Seen(), Dispatched()
     with torch.no_grad(), autocast(torch.bfloat16), hooks(), mine, dispatched:
@@ -191,15 +165,6 @@ def test_modes_are_neither_entered_nor_left_and_see_nothing_of_the_change() -> N
     assert (mine.entries, theirs.entries, dispatched.entries) == (1, 1, 1)
     # What is left is what the test itself calls, to switch grad mode.
     assert mine.functions == dispatched.functions == [] and theirs.functions == []
-
-
-def test_modes_see_what_the_block_calls() -> None:
-    mine, outer, dispatched = Seen(), Seen(), Dispatched()
-    with outer, mine, dispatched:
-        state = thread_state.capture()
-    with thread_state.entered(state):
-        torch.ones(2)
-    assert mine.functions == outer.functions == [torch.ones] and len(dispatched.functions) == 1
 
 
 @dataclass
@@ -232,28 +197,6 @@ def test_equal_modes_and_hooks_are_not_taken_for_the_same() -> None:
     assert (pack.mark, other.mark) == (1, 0) and torch.Tensor.exp in mode.functions
 
 
-def test_stacks_of_hooks_come_back_in_their_order() -> None:
-    packed: list[str] = []
-
-    def pack(kind: str, x: Any) -> Any:
-        packed.append(kind)
-        return x
-
-    def save() -> None:
-        torch.ones(2, requires_grad=True).exp()
-
-    with saved_tensors_hooks(partial(pack, "theirs"), partial(name, "")):
-        state = thread_state.capture()
-    with saved_tensors_hooks(partial(pack, "outer"), partial(name, "")):
-        with saved_tensors_hooks(partial(pack, "inner"), partial(name, "")):
-            with thread_state.entered(state):
-                save()
-            save()
-        save()
-    save()
-    assert packed == ["theirs", "inner", "outer"]
-
-
 def test_hooks_of_a_checkpoint_are_known_as_such_after_the_block_that_entered_them() -> None:
     """Since torch 2.14 it looks through its own hooks to the user's outside of them, which it notes in the block alone.
     """
@@ -271,13 +214,6 @@ def test_hooks_of_a_checkpoint_are_known_as_such_after_the_block_that_entered_th
         assert (found._checkpoint_internal, found._user_hooks, unpack) == (True, None, pack)
         x = torch.ones(2)
         assert found(x) is x
-
-
-def test_where_hooks_are_disabled_they_are_refused_with_the_same_message() -> None:
-    with disable_saved_tensors_hooks("not here"):
-        state = thread_state.capture()
-    with hooks(), thread_state.entered(state), pytest.raises(RuntimeError, match="not here"), hooks():
-        pass
 
 
 def test_modes_that_the_block_leaves_behind_go_with_it() -> None:
@@ -305,19 +241,6 @@ def test_tensors_under_a_fake_mode_are_fake(first: Callable[[], Any]) -> None:
     made = in_thread(make)
     assert isinstance(made, FakeTensor) and made.fake_mode is mode
     assert not isinstance(torch.ones(2), FakeTensor)
-
-
-def test_inference_mode_goes_both_ways() -> None:
-    with torch.inference_mode():
-        inference = thread_state.capture()
-        with thread_state.entered(ORDINARY):
-            x = torch.ones(2, requires_grad=True)
-            assert not x.is_inference() and (x * 2).requires_grad
-    with thread_state.entered(inference):
-        assert torch.ones(2).is_inference() and not torch.is_grad_enabled()
-
-
-ORDINARY = thread_state.capture()
 
 
 class Casts(TorchDispatchMode):
@@ -348,15 +271,6 @@ def test_casts_are_kept_to_the_end_of_the_block_as_autocast_keeps_them(cache: bo
             with autocast(torch.bfloat16, cache_enabled=cache):
                 first = casts(weight, 2)
             assert (first, casts(weight, 2)) == ((1, 0) if cache else (2, 2))
-
-
-def test_a_block_inside_an_autocast_of_another_kind_leaves_its_casts_alone() -> None:
-    weight = torch.ones(2, 2, requires_grad=True)
-    with autocast(torch.bfloat16):
-        assert casts(weight, 1) == 1
-        with thread_state.entered(ORDINARY):
-            assert F.linear(torch.ones(2, 2), weight).dtype == torch.float32
-        assert casts(weight, 1) == 0
 
 
 def test_hooks_and_modes_observe_and_a_default_device_does_not() -> None:

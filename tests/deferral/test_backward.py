@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import Failing, Nothing, assert_same, assert_same_tensors, assert_transparent, twins
-from tests.promise.layers import Apply
+from tests.helpers.twin import Failing, assert_same, assert_same_tensors, assert_transparent, twins
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 BY = pytest.mark.parametrize("by", ["balance", "cuts"])
@@ -131,17 +130,6 @@ def test_a_parameter_used_several_times(checkpoint: str, stash_limit: Any) -> No
                        checkpoint=checkpoint, stash_limit=stash_limit)
     assert_transparent(nn.Sequential(tied, nn.Linear(4, 4), tied), torch.randn(7, 4), [1, 2], chunks=3,
                        checkpoint=checkpoint, stash_limit=stash_limit)
-
-
-@CHECKPOINT
-@LIMIT
-def test_a_layer_that_passes_no_gradient_on(checkpoint: str, stash_limit: Any) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Apply(Nothing.apply), nn.Linear(4, 4))
-    model = assert_transparent(module, torch.randn(7, 4), [2, 2], chunks=3, checkpoint=checkpoint,
-                               stash_limit=stash_limit)
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == [
-        "0.weight", "0.bias", "1.weight"
-    ]
 
 
 @CHECKPOINT

@@ -264,29 +264,6 @@ def test_whatever_a_backward_raises_says_where_it_was(method: str, error: type[B
     assert where in found.value.__notes__
 
 
-@in_more_ways
-def test_none_may_be_saved(way: dict[str, Any]) -> None:
-    class Gaps(Affine):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
-            ctx.save_for_input(None, weights[0])
-            ctx.save_for_weight(x, None)
-            return x * weights[0] + weights[1]
-
-        @staticmethod
-        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-            assert ctx.saved_for_input[0] is None
-            return grad_output * ctx.saved_for_input[1]
-
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            x, nothing = ctx.saved_for_weight
-            assert nothing is None
-            return (grad_output * x).sum(0), grad_output.sum(0)
-
-    trained(affine(Gaps), torch.randn(7, 6), **way)
-
-
 @pytest.mark.parametrize(("args", "text"), [
     ((3.0, torch.ones(6)), "Affine.apply was given a float as x: expected a tensor."),
     ((None,), "Affine.apply was given a NoneType as x: expected a tensor."),

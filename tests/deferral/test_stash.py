@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from splitpipe import SplitFunction, SplitPipe, is_recomputing
 from splitpipe.deferral import stash
@@ -125,16 +124,6 @@ def test_b_of_a_threads_first_node_comes_before_w(before: int) -> None:
     assert [kind for kind, _ in log] == ["B"] * 4 * (before + 1) + ["W"] * 4
 
 
-def test_the_input_gradient_is_there_before_any_w() -> None:
-    log: list[Any] = []
-    model = logged(log, chunks=2, checkpoint="never", stash_limit=ALL)
-    x = torch.randn(4, 4, requires_grad=True)
-    register_multi_grad_hook((x,), lambda _: log.append("input gradient"))
-    model(x).sum().backward()
-    assert log.index("input gradient") == 8
-    assert [kind for kind, _ in log[:8]] == ["B"] * 8
-
-
 def test_a_checkpointed_microbatch_holds_nothing_back(nothing_small: None) -> None:
     log: list[Any] = []
     logged(log, chunks=3, checkpoint="always")(torch.randn(6, 4, requires_grad=True)).sum().backward()
@@ -179,13 +168,6 @@ def test_w_follows_b_where_nothing_is_deferred(options: dict[str, Any]) -> None:
 def nothing_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held back is counted from the first byte on."""
     monkeypatch.setattr(stash, "_SMALL", 0)
-
-
-@CHECKPOINT
-def test_on_the_cpu_what_takes_memory_is_not_held_back(checkpoint: str, nothing_small: None) -> None:
-    log: list[Any] = []
-    logged(log, chunks=2, checkpoint=checkpoint)(torch.randn(4, 4, requires_grad=True)).sum().backward()
-    assert [kind for kind, _ in log] == ["B", "W"] * 8
 
 
 def test_gradients_are_handed_over_before_earlier_stages_run(nothing_small: None) -> None:

@@ -109,32 +109,6 @@ def test_a_copy_made_with_the_graph_alive_and_gradients_set(options: dict[str, A
     assert_apart(model, copied, start)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle 2"])
-@pytest.mark.parametrize("place", ["a layer's forward hook", "a parameter's hook", "after accumulation"])
-@KINDS
-def test_a_copy_made_inside_of_a_hook(options: dict[str, Any], place: str, how: str) -> None:
-    model, start = twins(**options)
-    found: list[Any] = []
-
-    def hook(*_: Any) -> None:
-        if not found:
-            handle.remove()  # A copy would have the hook as well, and this function can't be pickled.
-            found.append(HOWS[how](model))
-
-    if place == "a layer's forward hook":
-        handle = model[1].register_forward_hook(hook)
-    elif place == "a parameter's hook":
-        handle = model[0].weight.register_hook(hook)
-    else:
-        handle = model[0].weight.register_post_accumulate_grad_hook(hook)
-    loss_of(model).backward()
-    (copied,) = found
-    model.zero_grad()
-    start.load_state_dict(model.state_dict())
-    copied.load_state_dict(model.state_dict())
-    assert_apart(model, copied, start)
-
-
 # Checkpoints
 
 
@@ -237,19 +211,3 @@ def test_a_whole_model_is_refused_where_only_weights_are_loaded(options: dict[st
     loss_of(model).backward()
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
         saved(model, weights_only=True)
-
-
-def test_a_copy_of_a_model_whose_pass_has_failed() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("no")
-
-    for options in ({}, SCHEDULED):
-        model, start = twins(**options)
-        layer = model[3]
-        model._modules["3"] = Fails()
-        with pytest.raises(ValueError, match="no"):
-            loss_of(model)
-        model._modules["3"] = layer
-        start.load_state_dict(model.state_dict())
-        assert_apart(model, copy.deepcopy(model), start)

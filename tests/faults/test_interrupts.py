@@ -27,18 +27,22 @@ from splitpipe.segments.walk import Walk
 from tests.faults.test_ops import Case
 from tests.helpers.deferring import Call
 from tests.helpers.signals import interrupts
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.twin import assert_same_tensors, stages
 
-NAMES = pytest.mark.parametrize("name", [None, "1f1b", "zb-v"])
+#: With cuts the module's own code runs, each microbatch in a thread of its own.
+WAYS = pytest.mark.parametrize(("name", "by"), [
+    (None, "balance"), ("1f1b", "balance"), ("zb-v", "balance"), (None, "cuts"), ("1f1b", "cuts")])
 X, Y = torch.linspace(-1, 1, 28).reshape(7, 4), torch.linspace(0, 1, 28).reshape(7, 4)
 
 
-def piped(name: str | None, call: Callable[[Tensor], Tensor] = torch.tanh) -> tuple[nn.Sequential, SplitPipe]:
+def piped(
+    name: str | None, by: str = "balance", call: Callable[[Tensor], Tensor] = torch.tanh
+) -> tuple[nn.Sequential, SplitPipe]:
     """A module that calls what is given in its last stage, and its pipeline, which has made a step."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Call(call), nn.Linear(4, 4))
     options: dict[str, Any] = {} if name is None else {"schedule": name, "loss_fn": F.mse_loss}
-    model = SplitPipe(copy.deepcopy(module), [1, 1, 1, 2] if name == "zb-v" else [2, 3], devices=["cpu"] * 2, chunks=3,
-                      checkpoint="never", **options)
+    wrapped, where = stages(copy.deepcopy(module), [1, 1, 1, 2] if name == "zb-v" else [2, 3], by)
+    model = SplitPipe(wrapped, devices=["cpu"] * 2, chunks=3, checkpoint="never", **where, **options)
     step(model, name)
     return module, model
 
@@ -61,10 +65,10 @@ def interrupt() -> Iterator[Callable[[], None]]:
         yield send
 
 
-@NAMES
+@WAYS
 @pytest.mark.parametrize("twice", [False, True])
 def test_an_interrupt_waits_for_the_ops_that_run_and_a_second_one_does_not(
-    name: str | None, twice: bool, interrupt: Callable[[], None]
+    name: str | None, by: str, twice: bool, interrupt: Callable[[], None]
 ) -> None:
     doing: list[Callable[[], Any]] = []
     go, ended = threading.Event(), threading.Event()
@@ -81,7 +85,7 @@ def test_an_interrupt_waits_for_the_ops_that_run_and_a_second_one_does_not(
             assert go.wait(60)
         ended.set()
 
-    plain, model = piped(name, call)
+    plain, model = piped(name, by, call)
     model.zero_grad()
     doing.append(interrupts)
     with pytest.raises(KeyboardInterrupt) as info:
@@ -94,14 +98,14 @@ def test_an_interrupt_waits_for_the_ops_that_run_and_a_second_one_does_not(
     assert_right(plain, model, name)
 
 
-@NAMES
+@WAYS
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_worker_that_dies_fails_the_call_and_the_next_has_new_ones(
-    name: str | None, worker: int, monkeypatch: pytest.MonkeyPatch, untraced: None
+    name: str | None, by: str, worker: int, monkeypatch: pytest.MonkeyPatch, untraced: None
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     before = set(threading.enumerate())
-    plain, model = piped(name)
+    plain, model = piped(name, by)
     threads = {thread.name: thread for thread in set(threading.enumerate()) - before}
     ident = ctypes.c_ulong(threads[f"splitpipe worker {worker}"].ident or 0)
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1

@@ -15,26 +15,32 @@ from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mean, mlp
 from tests.helpers.twin import assert_same, assert_same_tensors
 
+Way = tuple[str | None, int, dict[str, Any]]
 WAYS = pytest.mark.parametrize(
-    ("name", "devices", "options"),
+    "way",
     [
         (None, 2, {"checkpoint": "never"}),
         (None, 2, {"checkpoint": "except_last", "stash_limit": 0}),
         (None, 2, {"checkpoint": "always", "backward": "autograd"}),
+        (None, 2, {"checkpoint": "never", "by": "cuts"}),
         ("1f1b", 2, {}),
         ("zb-v", 2, {"checkpoint": "always"}),
         ("v-half", 2, {"backward": "autograd"}),
+        ("zb-h1", 2, {"checkpoint": "always", "by": "cuts"}),
     ],
-    ids=["drop-in", "not held back", "drop-in, autograd", "1f1b", "zb-v, checkpointed", "v-half, autograd"],
+    ids=["drop-in", "not held back", "drop-in, autograd", "drop-in, cuts", "1f1b", "zb-v, checkpointed",
+         "v-half, autograd", "zb-h1, cuts"],
 )
 
 
-def twins(module: nn.Sequential, name: str | None, devices: int, **options: Any) -> tuple[nn.Sequential, SplitPipe]:
+def twins(module: nn.Sequential, way: Way, **more: Any) -> tuple[nn.Sequential, SplitPipe]:
+    name, devices, options = way
+    options = {**options, **more}
     return twin.twins(module, **options) if name is None else scheduled.twins(module, name, devices, **options)
 
 
-def pair(name: str | None, devices: int, options: dict[str, Any]) -> tuple[nn.Sequential, SplitPipe]:
-    return twins(mlp(5), name, devices, chunks=3, **options)
+def pair(way: Way) -> tuple[nn.Sequential, SplitPipe]:
+    return twins(mlp(5), way, chunks=3)
 
 
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:
@@ -61,10 +67,8 @@ def hooked(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 @WAYS
-def test_tensor_hooks_of_parameters_fire_once_in_the_users_backward_and_may_change_the_gradient(
-    name: str | None, devices: int, options: dict[str, Any]
-) -> None:
-    models = pair(name, devices, options)
+def test_tensor_hooks_of_parameters_fire_once_and_may_change_the_gradient(way: Way) -> None:
+    models = pair(way)
     logs = [hooked(model) for model in models]
     found = losses(*models, torch.randn(7, 4))
     assert logs == [{}, {}]
@@ -76,11 +80,9 @@ def test_tensor_hooks_of_parameters_fire_once_in_the_users_backward_and_may_chan
 
 
 @WAYS
-def test_hooks_of_parameters_that_nobody_asks_for_stay_silent(
-    name: str | None, devices: int, options: dict[str, Any]
-) -> None:
+def test_hooks_of_parameters_that_nobody_asks_for_stay_silent(way: Way) -> None:
     fired: list[str] = []
-    _, model = pair(name, devices, options)
+    _, model = pair(way)
     for key, parameter in model.named_parameters():
         parameter.register_hook(lambda _, key=key: fired.append(key))
     torch.autograd.grad(loss_of(model, torch.randn(7, 4)), model[2].weight)
@@ -88,10 +90,8 @@ def test_hooks_of_parameters_that_nobody_asks_for_stay_silent(
 
 
 @WAYS
-def test_post_accumulate_hooks_fire_once_with_the_whole_gradient(
-    name: str | None, devices: int, options: dict[str, Any]
-) -> None:
-    models = pair(name, devices, options)
+def test_post_accumulate_hooks_fire_once_with_the_whole_gradient(way: Way) -> None:
+    models = pair(way)
     fired: list[Counter[str]] = [Counter(), Counter()]
     for model, counts in zip(models, fired):
         for key, parameter in model.named_parameters():
@@ -114,8 +114,8 @@ def test_post_accumulate_hooks_fire_once_with_the_whole_gradient(
 
 
 @WAYS
-def test_hooks_of_accumulate_grad_nodes_fire_once(name: str | None, devices: int, options: dict[str, Any]) -> None:
-    models = pair(name, devices, options)
+def test_hooks_of_accumulate_grad_nodes_fire_once(way: Way) -> None:
+    models = pair(way)
     counts: list[Counter[str]] = [Counter(), Counter()]
     nodes = []  # They live as long as someone holds them.
     for model, count in zip(models, counts):
@@ -129,8 +129,8 @@ def test_hooks_of_accumulate_grad_nodes_fire_once(name: str | None, devices: int
 
 
 @WAYS
-def test_module_hooks_fire_once_a_microbatch(name: str | None, devices: int, options: dict[str, Any]) -> None:
-    plain, model = pair(name, devices, options)
+def test_module_hooks_fire_once_a_microbatch(way: Way) -> None:
+    plain, model = pair(way)
     logs: list[list[Any]] = [[], []]
     for m, log in zip((plain, model), logs):
         m[2].register_full_backward_hook(lambda _, inputs, outputs, log=log: log.append((inputs[0], outputs[0])))
@@ -151,17 +151,15 @@ def test_module_hooks_fire_once_a_microbatch(name: str | None, devices: int, opt
 
 def test_hooks_of_the_whole_model_see_the_batch_and_the_loss() -> None:
     seen: list[tuple[int, torch.Size]] = []
-    _, model = pair("1f1b", 2, {})
+    _, model = pair(("1f1b", 2, {}))
     model.register_forward_hook(lambda m, given, loss: seen.append((len(given[0]), loss.shape)))
     model(torch.randn(7, 4), target=0.25)
     assert seen == [(7, torch.Size([]))]
 
 
 @WAYS
-def test_the_input_may_retain_its_gradient_and_have_hooks(
-    name: str | None, devices: int, options: dict[str, Any]
-) -> None:
-    plain, model = pair(name, devices, options)
+def test_the_input_may_retain_its_gradient_and_have_hooks(way: Way) -> None:
+    plain, model = pair(way)
     leaf = torch.randn(7, 4, requires_grad=True)
     found = []
     for module in (plain, model):
@@ -177,7 +175,7 @@ def test_the_input_may_retain_its_gradient_and_have_hooks(
 
 
 def test_the_loss_may_retain_its_gradient_and_have_hooks() -> None:
-    plain, model = pair("zb-h1", 2, {})
+    plain, model = pair(("zb-h1", 2, {}))
     for loss in losses(plain, model, torch.randn(7, 4)):
         loss.retain_grad()
         loss.register_hook(lambda grad: grad * 2)
@@ -187,10 +185,8 @@ def test_the_loss_may_retain_its_gradient_and_have_hooks() -> None:
 
 
 @WAYS
-def test_gradients_accumulate_in_place_over_backwards(
-    name: str | None, devices: int, options: dict[str, Any]
-) -> None:
-    plain, model = pair(name, devices, options)
+def test_gradients_accumulate_in_place_over_backwards(way: Way) -> None:
+    plain, model = pair(way)
     for _ in range(2):
         for loss in losses(plain, model, torch.randn(7, 4)):
             loss.backward()
@@ -249,12 +245,10 @@ def replace(layer: Any) -> None:
 
 @WAYS
 @pytest.mark.parametrize("touch", [hook_once, hook_and_remove, freeze, read_grad, mark, replace])
-def test_what_a_layer_does_to_its_parameter_in_forward(
-    touch: Callable[[Any], None], name: str | None, devices: int, options: dict[str, Any]
-) -> None:
+def test_what_a_layer_does_to_its_parameter_in_forward(touch: Callable[[Any], None], way: Way) -> None:
     """One microbatch, so that the unwrapped module's forward runs as often."""
     module = nn.Sequential(nn.Linear(4, 4), Touching(touch), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
-    plain, model = twins(module, name, devices, chunks=1, **{**options, "checkpoint": "never"})
+    plain, model = twins(module, way, chunks=1, checkpoint="never")
     for _ in range(3):  # The gradients of all accumulate.
         x = torch.randn(7, 4)
         for loss in losses(plain, model, x):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from tests.faults.test_interrupts import interrupt as interrupt
+from splitpipe.segments.walk import Walk
 from tests.helpers.covering import graded
 from tests.helpers.faults import ERRORS
 from tests.helpers.twin import Failing, assert_same_tensors
@@ -145,28 +145,26 @@ def test_an_error_in_a_recomputation_has_its_place(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_second_interrupt_waits_for_nothing(
-    schedule: str, twice: bool, interrupt: Callable[[], None]
+@pytest.mark.thorough
+def test_an_interrupt_while_microbatches_are_forgotten_leaves_the_model_usable(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, model = pair(schedule=schedule)
-    model.zero_grad()
-    go, ended = threading.Event(), threading.Event()
+    real = Walk.forget
+    for at in range(3):
+        model.inner.between[2] = throwing(ValueError("found"))
+        left = [at]
 
-    def interrupts() -> None:
-        interrupt()
-        if twice:
-            interrupt()
-            assert go.wait(60)
-        ended.set()
+        def interrupted(walk: Walk, left: list[int] = left) -> None:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            real(walk)
 
-    model.layers[1].calls[2] = interrupts
-    with pytest.raises(KeyboardInterrupt):
-        step(model)
-    assert ended.is_set() is not twice
-    go.set()
-    assert ended.wait(60) and all(parameter.grad is None for parameter in model.parameters())
-    assert_right(plain, model)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Walk, "forget", interrupted)
+            step(model)
+        assert_right(plain, model)
 
 
 def test_a_model_that_its_own_block_calls_is_refused() -> None:

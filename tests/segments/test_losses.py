@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.twin import assert_same_tensors
-from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, batch, piped
+from tests.segments.models import SCHEDULES, Stack, batch, piped
 
 CUTS = ["layers.1", "layers.3"]
 scheduled = pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -71,24 +71,6 @@ def test_an_output_without_a_loss_is_an_error(schedule: str) -> None:
     model(**batch())["loss"].backward()
 
 
-@scheduled
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_a_function_of_output_and_target_gives_the_loss(schedule: str, checkpoint: str) -> None:
-    plain, given, target = Stack(), torch.randn(7, 4), torch.randn(7, 4)
-
-    def loss_fn(output: Any, target: Tensor) -> Tensor:
-        return F.mse_loss(output["y"], target) + output["hidden"][0].square().mean()
-
-    model = piped(plain, CUTS, schedule=schedule, checkpoint=checkpoint, loss_fn=loss_fn)
-    for _ in range(2):
-        loss, expected = model(given, target=target), loss_fn(plain(given), target)
-        torch.testing.assert_close(loss, expected)
-        loss.backward()
-        expected.backward()
-    assert_same_tensors(model, plain)
-    torch.testing.assert_close(model(given)["y"], plain(given)["y"])
-
-
 def test_a_target_without_a_function_to_take_it_is_an_error() -> None:
     with pytest.raises((TypeError, ValueError), match="target"):
         piped(Stack(), CUTS, schedule="1f1b")(torch.randn(6, 4), target=torch.randn(6, 4))
@@ -106,31 +88,6 @@ def test_a_modules_own_argument_named_target_is_its_own() -> None:
     plain, x, y = Model(), torch.randn(6, 4), torch.randn(6, 4)
     for schedule in ("gpipe", "1f1b"):
         torch.testing.assert_close(piped(plain, ["two"], schedule=schedule)(x, target=y)["loss"], plain(x, y)["loss"])
-
-
-@scheduled
-def test_a_reduction_function_is_refused_by_schedules(schedule: str) -> None:
-    with pytest.raises(ValueError, match="reduction= is a function, but a schedule runs backward before"):
-        piped(Stack(), CUTS, schedule=schedule, reduction=lambda values, rows: values[0])(**batch())
-
-
-class Summed(Stack):
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:  # type: ignore[override]
-        found = super().forward(x, labels)
-        return {**found, "loss": (found["y"] - labels).square().sum()}
-
-
-@scheduled
-@pytest.mark.parametrize(("kind", "reduction"), [(Stack, "mean"), (Summed, "sum")])
-def test_sums_and_means_of_uneven_batches_add_up(kind: type[Stack], reduction: str, schedule: str) -> None:
-    module = kind()
-    model = piped(module, CUTS, schedule=schedule, reduction=reduction)
-    model(**batch())  # A loss that is thrown away leaves gradients alone.
-    assert all(parameter.grad is None for parameter in model.parameters())
-    for given in batch(7), batch(5):
-        for each in (model, module):
-            (each(**given)["loss"] / 2).backward()
-    assert_same_tensors(model, module)
 
 
 @scheduled

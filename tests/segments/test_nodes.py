@@ -109,30 +109,6 @@ def test_what_a_block_saves_is_gone_after_it(way: str) -> None:
     assert {*alive} == {0}
 
 
-@EACH
-def test_each_microbatch_may_use_another_leaf(way: str) -> None:
-    """Or all one: none of them is a parameter of the block."""
-    leaves = [torch.rand(4, dtype=torch.float64, requires_grad=True) for _ in range(4)]
-
-    def choose(x: Tensor, weight: Tensor) -> Tensor:
-        return (x @ weight + leaves[int(x[0, 0].detach().abs() * 1e6) % 3] * leaves[3]).tanh()
-
-    plain, model = piped(Chain(*[Block(choose) for _ in range(2)]), way)
-    for _ in range(4):
-        x, y = rows()
-        found = []
-        for module in (model, plain):
-            for leaf in leaves:
-                leaf.grad = None
-            if module is plain:
-                for part, target in zip(x.chunk(3), y.chunk(3)):
-                    (mean(plain(part), target) / 3).backward()
-            else:
-                loss_of(module, x, y).backward()
-            found.append([leaf.grad for leaf in leaves])
-        torch.testing.assert_close(*found)
-
-
 def test_a_leaf_that_was_not_there_in_the_first_step_is_an_error() -> None:
     late = torch.rand(4, dtype=torch.float64, requires_grad=True)
     extra: list[Tensor] = []
@@ -163,37 +139,6 @@ def test_another_number_of_nodes_is_an_error(way: str) -> None:
 
 
 @EACH
-def test_a_block_may_begin_to_write_to_its_input(way: str) -> None:
-    late: list[int] = []
-    plain, model = piped(Chain(Block(lambda x, weight: (x.mul_(2) if late else x * 2) @ weight)), way)
-    assert_steps(plain, model, 2)
-    late.append(1)
-    assert_steps(plain, model, 2)
-
-
-class Growing(Block):
-    """Makes a parameter in its forward, when it is told to."""
-
-    grow = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.grow and not hasattr(self, "more"):
-            self.more = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        return x @ self.weight * getattr(self, "more", 1.0)
-
-
-@EACH
-def test_a_block_may_make_a_parameter_late(way: str) -> None:
-    plain, model = piped(Chain(Growing(lambda x, weight: x)), way)
-    assert_steps(plain, model, 2)
-    for module in (plain, model):
-        module.get_submodule("blocks.0").grow = True  # type: ignore[assignment]
-    loss_of(model, *rows()).backward()
-    loss_of(plain, *rows())
-    assert_steps(plain, model, 2)
-
-
-@EACH
 def test_what_a_block_hands_on_is_the_callers_own_tensor(way: str) -> None:
     seen: list[bool] = []
 
@@ -214,36 +159,6 @@ def test_what_a_block_hands_on_is_the_callers_own_tensor(way: str) -> None:
     seen.clear()
     loss_of(model, *rows()).backward()
     assert all(seen)
-
-
-@EACH
-def test_hooks_of_parameters_fire_once_with_the_batchs_gradient(way: str) -> None:
-    plain, model = piped(Chain(nn.Linear(4, 4), nn.LayerNorm(4)), way)
-    assert_steps(plain, model, 1)
-    fired: dict[str, list[Any]] = {"plain": [], "model": []}
-    for name, module in (("plain", plain), ("model", model)):
-        module.zero_grad()
-        for key, parameter in module.named_parameters():
-            parameter.register_hook(lambda grad, key=key, name=name: fired[name].append((key, grad.clone())))
-            parameter.register_post_accumulate_grad_hook(
-                lambda x, key=key, name=name: fired[name].append((key, x.grad))
-            )
-    x, y = rows()
-    for module in (plain, model):
-        loss_of(module, x, y).backward()
-    found, expected = (sorted(each, key=lambda pair: pair[0]) for each in (fired["model"], fired["plain"]))
-    assert [key for key, _ in found] == [key for key, _ in expected]
-    torch.testing.assert_close([grad for _, grad in found], [grad for _, grad in expected])
-
-
-@EACH
-def test_parameters_frozen_and_thawed(way: str) -> None:
-    plain, model = piped(Chain(nn.Linear(4, 4), nn.Linear(4, 4)), way)
-    for flags in ((True, True), (False, True), (True, False), (False, False), (True, True)):
-        for module in (plain, model):
-            for block, flag in zip(module.blocks, flags):  # type: ignore[arg-type]
-                block.requires_grad_(flag)
-        assert_steps(plain, model, 2)
 
 
 @pytest.mark.parametrize("sequential", [False, True])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe, attach
 from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors
-from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, batch, piped
+from tests.segments.models import SCHEDULES, Stack, batch, piped
 
 CUTS = ["layers.1", "layers.3"]
 PLACES = pytest.mark.parametrize("place", [SplitPipe, attach])
@@ -114,33 +114,6 @@ def test_training_mode_is_one_however_it_is_set(place: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_hooks_fire_once_and_those_of_blocks_once_a_microbatch(
-    schedule: str, checkpoint: str
-) -> None:
-    model, seen, counts = piped(Stack(), CUTS, schedule=schedule, checkpoint=checkpoint), [], {"block": 0, "model": 0}
-
-    def count(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            counts[name] += 1
-        return hook
-
-    model.register_forward_hook(count("model"))
-    model.register_forward_pre_hook(count("model"))
-    model.layers[1].register_forward_hook(count("block"))
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: seen.append(name))
-        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: seen.append(name + " after"))
-    for _ in range(2):
-        seen.clear()
-        counts.update(block=0, model=0)
-        model(**batch())["loss"].backward()
-        names = [name for name, _ in model.named_parameters()]
-        assert sorted(seen) == sorted([*names, *(name + " after" for name in names)])
-        assert counts == {"model": 2, "block": 6 if checkpoint == "always" else 3}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_report_names_parameters_as_the_module_does(schedule: str) -> None:
     model = piped(Stack(), CUTS, schedule=schedule)
     assert {row.why for row in model.deferral_report()} == {"not known yet: run a step first"}
@@ -159,21 +132,6 @@ def test_steps_of_the_modules_own_loss_are_recorded() -> None:
         for _ in range(2):
             model(**batch())["loss"].backward()
     assert timeline.steps == 2 and len(timeline.utilisation) == 3
-
-
-@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
-def test_autocast_reaches_all_stages(options: Any) -> None:
-    plain, seen = Stack(), []
-    model = piped(plain, CUTS, **options)
-    model.layers[3].register_forward_hook(lambda layer, args, y: seen.append(y.dtype))
-    given = batch()
-    for each in (model, plain):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = each(**given)["loss"]
-        loss.backward()
-    assert set(seen) == {torch.bfloat16}
-    for found, expected in zip(model.parameters(), plain.parameters()):
-        assert (found.grad - expected.grad).norm() <= 0.05 * expected.grad.norm()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

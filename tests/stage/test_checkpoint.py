@@ -1,7 +1,6 @@
 """Checkpointing drops what autograd saves, and changes nothing else."""
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from typing import Any
@@ -18,10 +17,8 @@ from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import (
     Note,
     Nothing,
-    assert_same,
     assert_same_tensors,
     assert_transparent,
-    fresh,
     loss_of,
     twins,
 )
@@ -332,20 +329,6 @@ def test_order_holds_though_the_first_tensor_has_no_grad() -> None:
             assert [i for j, i in order if j == stage] == [3, 2, 1, 0]
 
 
-@CHECKPOINT
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-def test_functional_call_recomputes_with_its_parameters(by: str, checkpoint: Any) -> None:
-    plain, model = twins(mlp(), by=by, chunks=3, checkpoint=checkpoint)
-    x, gradients = torch.rand(5, 6), []
-    for module in (model, plain):
-        scale = torch.tensor(0.5, requires_grad=True)
-        given = {name: parameter.detach() * scale for name, parameter in plain.named_parameters()}
-        loss = torch.func.functional_call(module, given, (x,)).square().sum()
-        gradients.append(torch.autograd.grad(loss, [scale, *given.values()]))
-    assert_same(gradients[0], gradients[1], "gradients")
-    assert_same_tensors(model, plain)
-
-
 LEAF = torch.rand(6, requires_grad=True)
 
 
@@ -452,31 +435,6 @@ def test_saved_tensor_hooks_of_the_caller_may_give_copies() -> None:
         assert_same_tensors(model, plain)
 
 
-def test_checkpointing_around_a_pipeline() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    for mode in ("always", "never"):
-        plain, model = twins(mlp(), chunks=3, checkpoint=mode)
-        x, y = fresh(torch.linspace(0, 1, 30).reshape(5, 6)), fresh(torch.linspace(0, 1, 30).reshape(5, 6))
-        checkpoint(model, x, use_reentrant=False).square().sum().backward()
-        plain(y).square().sum().backward()
-        torch.testing.assert_close(x.grad, y.grad)
-        assert_same_tensors(model, plain)
-
-
-def test_a_pipeline_in_a_checkpointed_stage_of_a_pipeline() -> None:
-    inner = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
-    module = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 2))
-    first, _, last = copy.deepcopy(list(module))
-    plain = nn.Sequential(first, nn.Sequential(*copy.deepcopy(list(inner))), last)
-    model = SplitPipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint="always")
-    for _ in range(2):
-        x = torch.rand(7, 6)
-        model(x).square().sum().backward()
-        plain(x).square().sum().backward()
-        assert_same_tensors(model, plain)
-
-
 @CHECKPOINT
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_batch_overwritten_after_the_first_forward(
@@ -507,13 +465,6 @@ def test_a_first_layer_in_place_writes_to_the_batch(checkpoint: Any) -> None:
         version = x._version
         model(x).sum().backward()
         assert not x.any() and x._version > version
-
-
-@CHECKPOINT
-@pytest.mark.parametrize("through", [nn.Identity(), nn.Flatten(), nn.Dropout(0.0), nn.Unflatten(1, (2, 3))])
-def test_a_stage_in_place_after_one_that_passes_its_input_through(through: nn.Module, checkpoint: Any) -> None:
-    layers = [through, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6, 6)]
-    assert_transparent(nn.Sequential(*layers), torch.randn(7, 6), [1, 3], steps=3, chunks=3, checkpoint=checkpoint)
 
 
 class Write(nn.Module):
@@ -566,27 +517,6 @@ def test_writing_to_a_part_that_no_other_shares_is_fine(checkpoint: Any) -> None
 
     module = nn.Sequential(Give(lambda y: y.chunk(2, -1)), Apply(lambda xs: xs[0].mul(2).relu_() * xs[1]))
     assert_transparent(module, torch.rand(4, 6), chunks=2, checkpoint=checkpoint)
-
-
-@CHECKPOINT
-def test_layers_that_seed_for_themselves(checkpoint: Any) -> None:
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(9)
-                return x * torch.rand(6)
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(9)
-        factor = torch.rand(6)
-    model = SplitPipe(nn.Sequential(Own(), nn.Dropout(0.5), Own()), [1, 1, 1], devices=["cpu"] * 3, chunks=8,
-                      checkpoint=checkpoint)
-    for _ in range(5):
-        x = torch.ones(8, 6, requires_grad=True)
-        y = model(x)
-        y.sum().backward()
-        torch.testing.assert_close(x.grad, y.detach())
-        assert set(y.detach().div(factor * factor).round(decimals=4).flatten().tolist()) <= {0.0, 2.0}
 
 
 def test_generators_of_a_layers_own_are_drawn_from_again() -> None:

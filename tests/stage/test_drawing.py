@@ -78,22 +78,6 @@ def test_a_stage_that_begins_to_draw_in_its_third_call(checkpoint: Any) -> None:
 
 
 @modes
-def test_a_stage_that_draws_in_some_microbatches_only(checkpoint: Any) -> None:
-    def run() -> list[Tensor]:
-        layer = Apply(lambda x: F.dropout(x) if x[0, 0] == 1 else x * 1)
-        model = piped(layer, nn.Identity(), checkpoint=checkpoint)
-        model(torch.full((6, 32), 2.0))  # No stage is unknown beside one that begins to draw.
-        torch.manual_seed(1)
-        x = torch.ones(6, 32)
-        x[[0, 4]] = 2.0  # The first and the last microbatch draw nothing.
-        found = steps(model, 3, x)
-        assert rng_modes(model) == [RngMode.EXCLUSIVE, RngMode.NONE]
-        return found
-
-    assert_repeats(run)
-
-
-@modes
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_one_of_two_workers_draws_and_both_recompute(schedule: Any, checkpoint: Any) -> None:
     options = {"schedule": schedule, "loss_fn": lambda y, _: y.mean()} if schedule != "gpipe" else {}

@@ -125,22 +125,6 @@ def test_what_arrives_shared_is_shared_still_when_it_leaves() -> None:
     assert run(StageCache(), nn.Identity(), value=value).value.shared == {0}
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_stage_may_write_to_what_no_other_value_shares(checkpoint: bool) -> None:
-    class First(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[0].mul_(2) + pair[1]
-
-    for shared in (1, 0):
-        value = Activation(*microbatch.flatten((torch.ones(2), torch.ones(2)), "the input"), frozenset({shared}))
-        if shared == 0:
-            with pytest.raises(RuntimeError, match=r"stage 3 \(cpu\) wrote in place to an input that shares memory"):
-                run(StageCache(), First(), value=value, checkpoint=checkpoint)
-        else:
-            found = run(StageCache(), First(), value=value, checkpoint=checkpoint).value.leaves[0]
-            assert torch.equal(found, torch.full((2,), 3.0))
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_a_batch_written_to_since_is_an_error(own: bool) -> None:
     """Though a stage keeps a copy."""

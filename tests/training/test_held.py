@@ -166,24 +166,6 @@ def test_inputs_of_a_block_of_which_one_is_made_of_the_other() -> None:
 
 
 @BOTH
-def test_a_norm_that_is_used_in_both_stages(by_cuts: bool) -> None:
-    """B of the second one is asked for the norm's gradient, and must not go on to the first one's use of it."""
-    norm = nn.LayerNorm(4)
-
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(4, 4), norm
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.norm(self.linear(x))
-            return y
-
-    plain, model = pair(Normed(), Block(), Normed(), by_cuts=by_cuts)
-    assert_steps(plain, model)
-
-
-@BOTH
 def test_a_loss_of_what_hooks_have_kept_is_an_error(by_cuts: bool) -> None:
     kept: list[Tensor] = []
     _, model = pair(Block(), Block(), Block(), by_cuts=by_cuts)
@@ -235,79 +217,6 @@ def test_hooks_of_a_linear_layers_output_change_its_gradients(options: dict[str,
             inside = each is model and "schedule" in options
             (each(x, target=target) if inside else nn.functional.mse_loss(each(x), target)).backward()
         assert_same_tensors(model, plain)
-
-
-class Own(nn.Module):
-    """Four blocks of a linear layer and a function of its output and more, and a forward that a test gives."""
-
-    def __init__(self, forward: Callable[..., Tensor], block: Callable[..., Any]) -> None:
-        super().__init__()
-        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(Calling(block) for _ in range(4))
-        self.weight, self.own = nn.Parameter(torch.randn(4, 4)), forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own(self, self.first(x))
-
-
-class Calling(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(4, 4), function
-
-    def forward(self, x: Tensor, *more: Any) -> Any:
-        return self.function(self.linear(x), x, *more)
-
-
-def written_views(own: Any, x: Tensor) -> Tensor:
-    for block in own.blocks:
-        y, z = block(x)
-        y.mul_(2)
-        x = y + z.repeat(1, 2)
-    return x
-
-
-def written_inputs(own: Any, x: Tensor) -> Tensor:
-    for block in own.blocks:
-        x = x * 1
-        y = block(x)
-        y.mul_(2)
-        x = x + y
-    return x
-
-
-def given_weights(own: Any, x: Tensor) -> Tensor:
-    for number, block in enumerate(own.blocks):
-        x = block(x, own.weight.t() if number % 2 else own.weight)
-    return x
-
-
-def hooks_between(own: Any, x: Tensor) -> Tensor:
-    for block in own.blocks:
-        x = block(x)
-        x.register_hook(doubled)
-    return x
-
-
-def skips(own: Any, x: Tensor) -> Tensor:
-    first, second, third, last = own.blocks
-    x, skip = first(x)
-    x, _ = third(second(x)[0])
-    x, y = last(x, skip)
-    return x + y
-
-
-@pytest.mark.parametrize(("forward", "block"), [
-    (written_views, lambda y, x: (y, y[:, :2])), (written_inputs, lambda y, x: x.view_as(x)),
-    (given_weights, lambda y, x, weight: nn.functional.linear(y, weight).tanh()),
-    (hooks_between, lambda y, x: y.tanh()),
-    (skips, lambda y, x, skip=0: ((y + skip).tanh(), (y + skip).sin())),
-], ids=["views", "inputs", "weights", "hooks", "skips"])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_values_between_blocks(forward: Any, block: Any, checkpoint: str, backward: Any) -> None:
-    plain = Own(forward, block).double()
-    assert_steps(plain, SplitPipe(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=3,
-                                  checkpoint=checkpoint, backward=backward))
 
 
 def test_a_loss_kept_from_inside_that_comes_after_the_output() -> None:

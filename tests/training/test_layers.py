@@ -13,11 +13,9 @@ from splitpipe import SplitPipe, schedule
 from splitpipe.skip import Namespace
 from tests.helpers.covering import graded, pairs, pairwise
 from tests.helpers.deferring import double as double
-from tests.helpers.scheduled import NAMES, assert_transparent, mean, mlp, stages_of, twins
+from tests.helpers.scheduled import assert_transparent, mean, mlp, stages_of, twins
 from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import assert_same, assert_same_tensors
-
-CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "always"])
 
 
 def skipping(stages: int, spans: list[tuple[int, int]]) -> nn.Sequential:
@@ -44,12 +42,6 @@ SKIPS: dict[str, list[Any]] = {
 def test_skips_go_down_and_up_a_v(name: str, spans: list[tuple[int, int]], backward: Any, checkpoint: Any) -> None:
     assert_transparent(skipping(8, spans), torch.randn(7, 4), name, 4, chunks=3, backward=backward,
                        checkpoint=checkpoint, steps=1)
-
-
-@NAMES
-def test_skips_by_every_schedule(name: str) -> None:
-    stages = 2 * stages_of(name)
-    assert_transparent(skipping(stages, [(0, stages - 1)]), torch.randn(7, 4), name, 2, chunks=3)
 
 
 def in_any_order() -> tuple[nn.Module, nn.Module]:
@@ -112,16 +104,6 @@ def test_deferred_batch_norm_is_that_of_drop_in(name: str) -> None:
     assert_same_tensors(model, dropin)
 
 
-@CHECKPOINT
-def test_batch_norm_counts_microbatches_in_the_order_of_f(checkpoint: Any) -> None:
-    plain, model = twins(normed(), "zb-v", 2, chunks=3, checkpoint=checkpoint)
-    x = torch.randn(8, 4)
-    parts = x.chunk(3)
-    torch.stack([mean(plain(part), 0.25) * len(part) / 8 for part in parts]).sum().backward()
-    model(x, target=0.25).backward()
-    assert_same_tensors(model, plain)
-
-
 # Randomness
 
 
@@ -139,15 +121,6 @@ def seeded(model: SplitPipe, steps: int = 2) -> list[Any]:
         loss.backward()
         found.append((loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
     return found
-
-
-@graded(
-    {"checkpoint": ["never", "always"], "name": schedule.names()}, essence=[["checkpoint"]], thorough=[["name"]]
-)
-def test_seeded_runs_repeat(name: str, checkpoint: Any) -> None:
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2 * stages_of(name))])
-    _, model = twins(layers, name, 2, chunks=3, checkpoint=checkpoint)
-    assert_same(seeded(model), seeded(model), "steps")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])

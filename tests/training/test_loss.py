@@ -14,8 +14,6 @@ from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
 
 NAMES = pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-v", "v-min"])
-#: Rows of a batch, microbatches.
-SIZES = pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 3), (5, 4), (2, 8), (1, 1)])
 
 
 def assert_equal(plain: nn.Module, model: SplitPipe, x: Any, y: Any, expected: Tensor) -> None:
@@ -25,44 +23,6 @@ def assert_equal(plain: nn.Module, model: SplitPipe, x: Any, y: Any, expected: T
     loss.backward()
     expected.backward()
     assert_same_tensors(model, plain)
-
-
-@NAMES
-@SIZES
-def test_a_mean_is_that_of_the_whole_batch(name: str, rows: int, chunks: int) -> None:
-    plain, model = twins(mlp(5), name, 2, loss_fn=F.mse_loss, chunks=chunks)
-    x, y = torch.randn(rows, 4), torch.randn(rows, 4)
-    assert_equal(plain, model, x, y, F.mse_loss(plain(x), y))
-
-
-def total(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return F.cross_entropy(output, target, ignore_index=-1, reduction="sum"), (target != -1).sum()
-
-
-@pytest.mark.parametrize(("name", "dtype"), [
-    *[(name, torch.float64) for name in ("gpipe", "1f1b", "zb-v", "v-min")], ("zb-v", torch.float32),
-])
-@SIZES
-def test_totals_and_counts_ignore_what_the_whole_batch_ignores(
-    name: str, rows: int, chunks: int, dtype: torch.dtype
-) -> None:
-    plain, model = twins(mlp(5).to(dtype), name, 2, loss_fn=total, chunks=chunks)
-    x, y = torch.randn(rows, 4, dtype=dtype), torch.arange(rows) % 4
-    y[1 : 1 + rows // 2] = -1
-    assert_equal(plain, model, x, y, F.cross_entropy(plain(x), y, ignore_index=-1))
-
-
-@NAMES
-@pytest.mark.parametrize("empty", [[0], [3], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]])
-def test_microbatches_may_count_nothing(name: str, empty: list[int]) -> None:
-    plain, model = twins(mlp(5), name, 2, loss_fn=total, chunks=4)
-    x, y = torch.randn(8, 4), torch.arange(8) % 4
-    for number in empty:
-        y[2 * number : 2 * number + 2] = -1
-    if len(empty) == 4:
-        assert model(x, target=y).isnan() and F.cross_entropy(plain(x), y, ignore_index=-1).isnan()
-        return
-    assert_equal(plain, model, x, y, F.cross_entropy(plain(x), y, ignore_index=-1))
 
 
 @pytest.mark.parametrize("kind", [
@@ -169,9 +129,3 @@ def test_a_target_of_another_size_than_the_batch_is_refused() -> None:
         model(torch.randn(7, 4), target=(torch.randn(7, 4), torch.randn(14)))
     x, y = torch.randn(7, 4), torch.randn(7, 4)
     assert_equal(plain, model, x, y, F.mse_loss(plain(x), y))
-
-
-def test_a_target_without_a_loss_function_is_refused() -> None:
-    model = SplitPipe(mlp(4), [2, 2], devices=["cpu"] * 2)
-    with pytest.raises(ValueError, match=r"no loss_fn to pass it to.*loss_fn=criterion"):
-        model(torch.randn(7, 4), target=torch.randn(7, 4))

@@ -35,20 +35,6 @@ def reduced(rows: list[int], parts: list[tuple[Any, ...]], scale: float | None =
     return *reduction.result(), seeds
 
 
-def test_means_are_weighted_by_rows() -> None:
-    value, unit, seeds = reduced([3, 3, 1], [(1.0,), (2.0,), (5.0,)])
-    assert unit is None
-    torch.testing.assert_close(value, torch.tensor((3 + 6 + 5) / 7, dtype=torch.float64))
-    assert [float(seed) for seed in seeds] == pytest.approx([3 / 7, 3 / 7, 1 / 7])
-
-
-def test_totals_are_divided_by_the_sum_of_counts() -> None:
-    value, unit, seeds = reduced([3, 3, 1], [(6.0, 3), (4.0, 0), (5.0, torch.tensor(2))])
-    torch.testing.assert_close(value, torch.tensor(3.0, dtype=torch.float64))
-    for seed in seeds:
-        torch.testing.assert_close(float(seed * unit), 1 / 5)
-
-
 @pytest.mark.parametrize("counts", [[1, 1], [0, 7], [1000, 3], [1e12, 1]])
 def test_totals_start_from_one_power_of_two(counts: list[float]) -> None:
     _, unit, seeds = reduced([1, 1], [(1.0, torch.tensor(counts[0])), (1.0, torch.tensor(counts[1]))])
@@ -85,11 +71,6 @@ def test_gradients_need_no_scaling_where_all_is_counted() -> None:
     assert reduced([3, 3, 1], [(1.0, 6, ""), (1.0, 6, ""), (5.0, 2, "")])[1] is None
 
 
-def test_a_sum_is_the_sum_and_starts_from_one() -> None:
-    value, unit, seeds = reduced([3, 3, 1], [(1.0, None), (2.0, None), (5.0, None)])
-    assert unit is None and value == 8 and seeds == [1, 1, 1]
-
-
 def test_counts_and_totals_that_half_precision_has_no_number_for() -> None:
     for parts in ([2.0, 100_000, ""], [4.0, 300_000, ""]), ([40_000.0, 90_000], [50_000.0, 90_000]):
         reduction = Reduction([1, 3], None)
@@ -98,15 +79,6 @@ def test_counts_and_totals_that_half_precision_has_no_number_for() -> None:
         loss, _ = reduction.result()
         assert loss.dtype is torch.float16
         torch.testing.assert_close(float(loss.detach()), 3.5 if len(parts[0]) == 3 else 0.5, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("parts", [
-    [(6.0, torch.tensor(0)), (4.0, torch.tensor(0))],
-    [(float("nan"), torch.tensor(0), ""), (float("nan"), torch.tensor(0), "")],
-])
-def test_where_nothing_counts_no_gradient_is_nan(parts: list[tuple[Any, ...]]) -> None:
-    value, unit, seeds = reduced([3, 3], parts)
-    assert not value.isfinite() and unit.isfinite() and all(seed.isfinite() for seed in seeds)
 
 
 def test_the_objective_takes_its_target_as_a_skip() -> None:

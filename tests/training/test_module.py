@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import threading
 from typing import Any
 
@@ -57,14 +55,6 @@ def test_a_schedule_that_cannot_run_is_refused() -> None:
         wrap([2, 2], schedule=schedule.Schedule(rows, [0, 1]), chunks=1)
 
 
-def test_a_refusal_leaves_the_module_as_it_was() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
-    layers = list(module)
-    with pytest.raises(ValueError):
-        SplitPipe(module, [1, 1], devices=CPU, schedule="zb-v", loss_fn=F.mse_loss, deferred_batch_norm=True)
-    assert list(module) == layers
-
-
 def test_devices_default_to_the_cpu_for_every_row(no_accelerator: None) -> None:
     model = wrap(schedule="zb-v", devices=None)
     assert model.devices == [torch.device("cpu")] * 4 and model.schedule.devices == 2
@@ -79,34 +69,6 @@ def test_options_can_be_read(name: str) -> None:
 
 
 # State
-
-
-def test_states_are_the_modules_and_go_both_ways() -> None:
-    plain, model = pair()
-    x, y = batch()
-    model(x, target=y).backward()
-    assert list(model.state_dict()) == list(plain.state_dict())
-    other = mlp(4)
-    model.load_state_dict(other.state_dict())
-    torch.testing.assert_close(model(x, target=y), F.mse_loss(other(x), y))
-    plain.load_state_dict(model.state_dict())
-
-
-def test_copies_train_on_their_own() -> None:
-    plain, model = pair()
-    x, y = batch()
-    model(x, target=y).backward()
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
-    F.mse_loss(plain(x), y).backward()
-    for other in copies:
-        assert other[0].weight is not model[0].weight and other.schedule == model.schedule
-        other.zero_grad()
-        other(x, target=y).backward()
-        assert_same_tensors(other, plain)
-    assert_same_tensors(model, plain)
 
 
 def replace_layer(module: Any) -> None:
@@ -139,15 +101,6 @@ def test_layers_and_parameters_may_be_replaced() -> None:
 
 
 # What torch does to a model
-
-
-def test_anomaly_mode() -> None:
-    plain, model = pair()
-    x, y = batch()
-    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
-        model(x, target=y).backward()
-    F.mse_loss(plain(x), y).backward()
-    assert_same_tensors(model, plain)
 
 
 @pytest.mark.parametrize("way", ["reentrant", "early stop", "no early stop"])
@@ -198,35 +151,6 @@ def test_a_model_in_a_checkpointed_layer_of_another(outer: dict[str, Any]) -> No
     loss.backward()
     assert_same_tensors(model, plain)
     assert_same_tensors(first, other)
-
-
-def test_three_threads_use_one_model() -> None:
-    plain, model = pair()
-    batches = [batch(rows) for rows in (7, 3)]
-    barrier = threading.Barrier(3, timeout=60)
-    outputs: list[Tensor] = []
-
-    def train(x: Tensor, y: Tensor) -> None:
-        for _ in range(4):
-            barrier.wait()
-            model(x, target=y).backward()
-
-    def ask(x: Tensor) -> None:
-        for _ in range(4):
-            barrier.wait()
-            outputs.append(model(x).detach())
-
-    threads = [threading.Thread(target=train, args=each) for each in batches]
-    threads.append(threading.Thread(target=ask, args=batches[0][:1]))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for x, y in batches * 4:
-        F.mse_loss(plain(x), y).backward()
-    assert_same_tensors(model, plain)
-    assert_same(outputs, [plain(batches[0][0]).detach()] * 4, "outputs")
-
 
 
 class Inner(nn.Module):

@@ -76,14 +76,6 @@ def test_targets_of_more_dimensions(reduction: str, chances: bool, more: tuple[i
         assert_equal(plain, model, torch.randn(7, 4), target, loss_fn)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_microbatch_whose_classes_weigh_nothing(smoothing: float) -> None:
-    loss_fn = nn.CrossEntropyLoss(torch.tensor([0.0, 2.0, 1.0, 0.5]).double(), label_smoothing=smoothing)
-    plain, model = twins(nn.Sequential(*mlp(3), Shaped()), "zb-h1", 2, loss_fn=loss_fn, chunks=4)
-    for y in ([0, 0, 1, 2, 0, 0, 0, 3], [1, 0, 3, 3, 0, 0, 2, 2]):
-        assert_equal(plain, model, torch.randn(8, 4), torch.tensor(y), loss_fn)
-
-
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 @pytest.mark.parametrize("make", [
     lambda: nn.MSELoss(reduction="sum"), lambda: partial(partial(F.mse_loss, reduction="mean"), reduction="sum"),
