@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import sys
 import time
@@ -181,3 +182,27 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+
+
+class Said(logging.Handler):
+    """What the package has logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Notes one."""
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The messages that are logged."""
+    log, handler = logging.getLogger("splitpipe"), Said()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield handler.messages
+    log.removeHandler(handler)
+    log.setLevel(level)

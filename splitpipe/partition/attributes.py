@@ -1,6 +1,7 @@
 """Plain attributes of modules, which all microbatches of a call share."""
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections import deque
@@ -32,6 +33,9 @@ def noted(module: nn.Module, traces: list[Any]) -> Iterator[None]:
 
 def _nothing(microbatch: int) -> None:
     """Looks at nothing."""
+
+
+_log = logging.getLogger("splitpipe")
 
 
 class Suspect(NamedTuple):
@@ -92,7 +96,10 @@ class Attributes:
 
     @contextmanager
     def reported(self, layers: nn.Module, rows: list[int]) -> Iterator[None]:
-        """Warns of what layers of an nn.Sequential leave there: nothing between them reads it, but their user may."""
+        """Logs what layers of an nn.Sequential leave there: nothing between them reads it, but their user may.
+
+        This isn't a warning, since it may be right: a penalty on weights is the same for each microbatch.
+        """
         if self.looked or len(rows) == 1:
             yield
             return
@@ -102,12 +109,11 @@ class Attributes:
         new = [(where, x) for where, part, own, x in _kept(layers) if vars(part)[own] is x is not kept.get(where)]
         left = [where for where, x in new if x.grad_fn is not None or list(x.shape[:1]) == rows[-1:]]
         if left:
-            warnings.warn(
-                f"a layer left {', '.join(map(repr, left[:3]))}, a tensor of one microbatch, in an attribute of a "
-                "module, which all microbatches share: what reads it later gets that of the last microbatch, and "
-                "another layer may get any other's. Return it from the layer, use splitpipe.skip, or collect one per "
-                "microbatch in a list.",
-                stacklevel=2,
+            _log.warning(
+                "a layer left %s, a tensor of one microbatch, in an attribute of a module, which all microbatches "
+                "share: what reads it later gets that of the last microbatch, and another layer may get any other's. "
+                "Return it from the layer, use splitpipe.skip, or collect one per microbatch in a list.",
+                ", ".join(map(repr, left[:3])),
             )
 
     def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
@@ -175,7 +181,8 @@ def _leaves(value: Any, depth: int = 3) -> Iterator[Any]:
     elif type(value) is dict:
         inside = list(value.values())
     elif is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        inside = [getattr(value, field.name, None) for field in fields(value)]
+        held = getattr(value, "__dict__", {})  # Reading an attribute may run a property.
+        inside = [held.get(field.name) for field in fields(value)]
     else:
         inside = []
     if not inside or not depth:

@@ -1,8 +1,6 @@
 """Balance, cuts, devices and chunks that are left out are chosen."""
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,30 +17,6 @@ from tests.segments.models import Stack
 pytestmark = pytest.mark.filterwarnings("ignore:no accelerator is available")
 
 CPU = torch.device("cpu")
-
-
-class Said(logging.Handler):
-    """What the package has logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Notes one."""
-        self.messages.append(record.getMessage())
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """The messages that are logged."""
-    log, handler = logging.getLogger("splitpipe"), Said()
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield handler.messages
-    log.removeHandler(handler)
-    log.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
