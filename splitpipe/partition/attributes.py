@@ -181,8 +181,10 @@ def _leaves(value: Any, depth: int = 3) -> Iterator[Any]:
     elif type(value) is dict:
         inside = list(value.values())
     elif is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        held = getattr(value, "__dict__", {})  # Reading an attribute may run a property.
-        inside = [held.get(field.name) for field in fields(value)]
+        # No property that a subclass has in place of a field is called.
+        inside = list(vars(value).values()) if hasattr(value, "__dict__") else [
+            getattr(value, field.name, None) for field in fields(value)
+        ]
     else:
         inside = []
     if not inside or not depth:
