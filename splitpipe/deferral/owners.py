@@ -113,7 +113,7 @@ class Groups(Protocol):
 
     @property
     def ways(self) -> dict[Any, Way]:
-        """What is known about owners, by their rule and leaves' nodes, which it keeps alive."""
+        """What is known about owners, by their rule and the identities of leaves, which its groups keep alive."""
 
     def known(self, key: object) -> WeightGroup | None:
         """A group that other microbatches use too."""
@@ -318,7 +318,8 @@ def _leaf_of(after: Sequence[Edge], number: int | None) -> object:
         kinds.append(kind)
         ((node, _),) = node.next_functions
         kind = type(node)
-    return (node, *kinds) if kinds else node
+    leaf = None if node is None else id(node.variable)  # Not the node: see ``shape``.
+    return (leaf, *kinds) if kinds else leaf
 
 
 def _weight(edge: Edge, computed: Mapping[Edge, Tensor]) -> Weight | None:

@@ -3,11 +3,17 @@
 The graphs that microbatches make on one stage usually have the same nodes in the same places, leading to the same
 leaves. Then the owners of weights are in the same places, too, and a survey (``owners``) of the first graph is one of
 the others. A graph of another shape is surveyed itself, so a wrong guess costs only time.
+
+A shape knows leaves, not their nodes: if Python alone kept a leaf's node, a forward would wait for the interpreter's
+lock inside torch's lock of that leaf, while another thread may wait for the latter with the former.
 """
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from splitpipe.core.graph import Edge
 from splitpipe.core.torch_private import AccumulateGrad
@@ -47,24 +53,33 @@ class _Tail(NamedTuple):
     """An edge from an owner to a leaf, through nodes of these kinds."""
 
     kinds: tuple[Any, ...]
-    leaf: Any
+    leaf: Tensor
+
+
+class _Leaf(NamedTuple):
+    """An edge to a leaf, and its place among the leaves whose gradients B computes."""
+
+    leaf: Tensor
+    place: int
 
 
 class _End:
     """An edge at which the graph ends."""
 
 
-#: What an edge leads to: the node with a number, the node of a leaf, nothing, or one of the above.
+#: What an edge leads to: the node with a number, nothing, or one of the above.
 _Link = Any
 
 
 class Shape:
     """The places of nodes and leaves in a graph, numbered in the order of a walk."""
 
-    def __init__(self, roots: Sequence[Edge], ends: Ends, found: Sequence[Owner]) -> None:
+    def __init__(self, roots: Sequence[Edge], ends: Ends, found: Survey) -> None:
         self._kinds: list[Any] = []
         self._links: list[list[_Link]] = []
-        owners = {owner.node: owner for owner in found}
+        owners = {owner.node: owner for owner in found.owners}
+        places = {id(leaf): place for place, leaf in enumerate(found.leaves)}
+        self._count = len(places)
         numbers: dict[Any, int] = {}
         nodes: list[Any] = []
 
@@ -75,7 +90,7 @@ class Shape:
             if edge in ends:
                 return _End
             if type(node) is AccumulateGrad:
-                return node  # It stays the same object as long as somebody has it.
+                return _Leaf(node.variable, places[id(node.variable)])
             if node not in numbers:
                 numbers[node] = len(nodes)
                 nodes.append(node)
@@ -97,14 +112,15 @@ class Shape:
         """True if a graph of the same shape has the same owners."""
         return not found.others and all([owner.way is not None for owner in found.owners])
 
-    def match(self, roots: Sequence[Edge], ends: Ends, gains: GainsOf) -> list[Owner] | None:
-        """The owners in a graph with these roots; None if it has another shape."""
+    def match(self, roots: Sequence[Edge], ends: Ends, gains: GainsOf) -> tuple[list[Owner], list[GradientEdge]] | None:
+        """The owners in a graph with these roots, and the edges of the leaves; None if it has another shape."""
         nodes: list[Any] = []
         tails: list[Any] = []
-        if not _same(roots, self._roots, nodes, tails, ends):
+        leaves: list[Any] = [None] * self._count
+        if not _same(roots, self._roots, nodes, tails, leaves, ends):
             return None
         for node, kind, links in zip(nodes, self._kinds, self._links):  # The nodes grow.
-            if type(node) is not kind or not _same(node.next_functions, links, nodes, tails, ends):
+            if type(node) is not kind or not _same(node.next_functions, links, nodes, tails, leaves, ends):
                 return None
         if len({*nodes}) < len(self._kinds) or not ends.within(nodes, tails):
             return None
@@ -116,11 +132,13 @@ class Shape:
             if rule.refuses(node, way.leaf, way.turned, gains) is not None:
                 return None
             owners.append(Owner(node, rule, group, edges, way))
-        return owners
+        return owners, [GradientEdge(node, 0) for node in leaves]
 
 
-def _same(after: Sequence[Edge], links: Sequence[_Link], nodes: list[Any], tails: list[Any], ends: Ends) -> bool:
-    """True if edges lead where they should; adds the nodes that are reached for the first time, and those of tails."""
+def _same(
+    after: Sequence[Edge], links: Sequence[_Link], nodes: list[Any], tails: list[Any], leaves: list[Any], ends: Ends
+) -> bool:
+    """True if edges lead where they should; adds the nodes that are reached for the first time, of tails and leaves."""
     if len(after) != len(links):
         return False
     for edge, link in zip(after, links):
@@ -137,8 +155,12 @@ def _same(after: Sequence[Edge], links: Sequence[_Link], nodes: list[Any], tails
                     return False
                 tails.append(node)
                 ((node, _),) = node.next_functions
-            if node is not link.leaf:
+            if type(node) is not AccumulateGrad or node.variable is not link.leaf:
                 return False
+        elif kind is _Leaf:
+            if type(node) is not AccumulateGrad or node.variable is not link.leaf:
+                return False
+            leaves[link.place] = node
         elif link is _End:
             if edge not in ends:
                 return False
@@ -152,4 +174,4 @@ def _tail(edge: Edge) -> _Tail:
     while type(node) is not AccumulateGrad:
         kinds.append(type(node))
         ((node, _),) = node.next_functions
-    return _Tail(tuple(kinds), node)
+    return _Tail(tuple(kinds), node.variable)

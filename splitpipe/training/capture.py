@@ -185,7 +185,8 @@ class Capture:
         known = self._shapes.get(kind) if alike else None
         found = None if known is None else known[0].match(starts, ends, gains)
         if known is not None and found is not None:
-            return known[1]._replace(entered=entered, phonies=phonies, owners=found)
+            owners, edges = found
+            return known[1]._replace(entered=entered, phonies=phonies, owners=owners, edges=edges)
         every = survey(starts, ends, numbers, self._computed, groups, gains, note)
         leaves = every.leaves
         # Each leaf once, however many paths lead to it: the engine returns its whole gradient each time it is listed.
@@ -193,7 +194,8 @@ class Capture:
         large = [k for k, leaf in enumerate(leaves) if _is_large(leaf)]
         graph = Graph(entered, phonies, every.owners, every.custom, leaves, every.edges, keep_graph, every.bound, large)
         if alike and kind not in self._shapes and Shape.known(every):
-            self._shapes[kind] = Shape(starts, ends, every.owners), graph._replace(entered=(), phonies=(), owners=())
+            kept = graph._replace(entered=(), phonies=(), owners=(), edges=())
+            self._shapes[kind] = Shape(starts, ends, every), kept
         elif known is not None:
             self._shapes[kind] = None
         return graph

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from splitpipe.core.graph import Edge
-from splitpipe.core.torch_private import _get_sequence_nr
+from splitpipe.core.torch_private import AccumulateGrad, _get_sequence_nr
+from splitpipe.deferral import owners
 from splitpipe.deferral.owners import survey
 from splitpipe.deferral.shape import Entered, Shape
 from splitpipe.training import capture
@@ -167,8 +169,22 @@ def test_a_node_from_elsewhere_is_not_that_of_a_microbatch() -> None:
         y = layer(x)
         graphs.append(([(y.grad_fn, 0)], (x.grad_fn, 0), range(first, _get_sequence_nr())))
     (roots, end, numbers), (others, other, more) = graphs
-    assert Shape.known(survey(roots, Entered([end], numbers), numbers, {}))
-    shape = Shape(roots, Entered([end], numbers), [])
-    assert shape.match(others, Entered([other], more), (True, True)) == []
+    found = survey(roots, Entered([end], numbers), numbers, {})
+    assert Shape.known(found)
+    shape = Shape(roots, Entered([end], numbers), found)
+    assert shape.match(others, Entered([other], more), (True, True)) == ([], found.edges)
     assert shape.match(others, Entered([other], numbers), (True, True)) is None
     assert shape.match(others, Entered([other, others[0]], more), (True, True)) is None
+
+
+def test_neither_a_shape_nor_what_is_known_of_owners_keeps_a_leafs_node() -> None:
+    """If Python alone kept it, two threads that train models with this leaf could wait for each other."""
+    layer = nn.Linear(4, 4)
+    first = _get_sequence_nr()
+    y = layer(torch.randn(2, 4))
+    roots, ends = [(y.grad_fn, 0)], Entered([], range(first, _get_sequence_nr()))
+    shape = Shape(roots, ends, survey(roots, ends, range(first, _get_sequence_nr()), {}))
+    ways = [owners._leaf_of(y.grad_fn.next_functions, number) for number in (0, 2)]
+    del y, roots, ends
+    assert shape and len(ways) == 2
+    assert not [x for x in gc.get_objects() if type(x) is AccumulateGrad and x.variable is layer.weight]
