@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any, TypeVar, cast
@@ -223,6 +223,8 @@ class ChainRuntime(Runtime):
         return self._engine.guarded(state, loss)
 
     def _watched(self, layers: ModelLayers, call: Call) -> AbstractContextManager[None]:
+        if self._attributes.looked:
+            return nullcontext()
         return self._attributes.reported(_together(layers), [count for _, count in call.rows])
 
     def report(self, module: nn.Module) -> DeferralReport:

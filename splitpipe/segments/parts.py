@@ -85,7 +85,8 @@ class Cutting:
         return not self._several and self._writes.setdefault(self._kind, False)
 
 
-#: Cutting a graph that has more nodes than this for each that owns a weight takes longer than W saves.
+#: A graph with more nodes than this for each that owns a weight isn't worth cutting: W of ResNet-101, with 4 on a CPU,
+#: saves more time than the walks take, and that of AmoebaNet-D, with 620, saves less.
 _NODES_AN_OWNER = 100
 
 
