@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from shutil import which
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import splitpipe.skip
 from benchmarks.harness.compiling import COMPILED, compile_layers
 from benchmarks.harness.subject import Case, Step, Subject, case, sgd
+from benchmarks.models.loop import Loop, cuts
 from benchmarks.models.resnet import in_blocks
 from splitpipe import SplitPipe, schedule
 
@@ -145,6 +147,13 @@ def dropin(
     return outside(case, SplitPipe(case.layers, case.balance(2), devices=places(case.subject.device, 2), **more))
 
 
+def by_cuts(case: Case, *, backward_by: Literal["split", "autograd"], checkpoint: str) -> Pass:
+    """SplitPipe by cuts of a module that calls the layers in a loop; of a model without skips."""
+    more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": checkpoint, "backward": backward_by}
+    devices = places(case.subject.device, 2)
+    return outside(case, SplitPipe(Loop(case.layers), cuts=cuts(case.balance(2)), devices=devices, **more))
+
+
 def torchgpipe(case: Case, *, checkpoint: str = "never", compiled: bool = False) -> Pass:
     """torchgpipe's GPipe. What is ``compiled`` is so by one thread, before: its workers would do it at once."""
     from torchgpipe import GPipe
@@ -190,6 +199,16 @@ def drop_ins(checkpoint: str = "never") -> list[Contender]:
         for engine in engines
     ]
     return [*found, Contender("torchgpipe", f"GPipe{more}", "peer", partial(torchgpipe, checkpoint=checkpoint))]
+
+
+def checkpointed() -> list[Contender]:
+    """splitpipe's two engines in the modes that recompute, as a Sequential, and by cuts."""
+    engines: tuple[Literal["split", "autograd"], ...] = ("split", "autograd")
+    found = [each for mode in ("except_last", "always") for each in drop_ins(mode) if each.role == "own"]
+    for mode, engine in product(("never", "except_last", "always"), engines):
+        make = partial(by_cuts, backward_by=engine, checkpoint=mode)
+        found.append(Contender("splitpipe", f"cuts, {engine}, {mode}", "own", make))
+    return found
 
 
 def by_schedule(names: tuple[str, ...]) -> list[Contender]:

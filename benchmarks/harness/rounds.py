@@ -58,10 +58,14 @@ class Processes:
         contender: who.
         subject: what it is to train.
         environment: variables on top of this process's own.
+        root: the folder from which the processes import splitpipe and benchmarks.
     """
 
-    def __init__(self, contender: Contender, subject: Subject, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, contender: Contender, subject: Subject, environment: Mapping[str, str] | None = None, root: Path = ROOT
+    ) -> None:
         self.contender = contender
+        self._root = root
         threads = str(contender.threads)
         own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self._environment = {**os.environ, **own, **(environment or {})}
@@ -78,7 +82,7 @@ class Processes:
             self._said.append(tempfile.TemporaryFile())
             command = [*self._command, "--rank", str(rank), *meeting]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said[-1]}
-            self._processes.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, **pipes))
+            self._processes.append(subprocess.Popen(command, cwd=self._root, env=self._environment, **pipes))
         return self
 
     def __exit__(
@@ -147,6 +151,18 @@ class Processes:
 def rounds(
     contenders: Sequence[Contender], subject: Subject, passes: int, warm_up: int = 1
 ) -> dict[str, tuple[Taken, int]]:
+    """Lets all take a turn each round; see ``turns``.
+
+    Args:
+        contenders: that take turns.
+        subject: what they are to train.
+        passes: number of rounds.
+        warm_up: rounds before, not timed.
+    """
+    return turns({each.name: Processes(each, subject) for each in contenders}, passes, warm_up)
+
+
+def turns(groups: Mapping[str, Processes], passes: int, warm_up: int = 1) -> dict[str, tuple[Taken, int]]:
     """Lets all take a turn each round, in an order drawn again for each.
 
     A turn is two steps, the second of them timed: it finds its memory, its caches and its threads as a step of a long
@@ -154,8 +170,7 @@ def rounds(
     given one: who comes first compiles what later ones find in the compiler's cache.
 
     Args:
-        contenders: that take turns.
-        subject: what they are to train.
+        groups: that take turns, by name.
         passes: number of rounds.
         warm_up: rounds before, not timed.
 
@@ -163,24 +178,24 @@ def rounds(
         by name, the steps and the peak of memory in bytes.
     """
     draw = random.Random(0)
-    taken = {each.name: Taken() for each in contenders}
+    taken = {name: Taken() for name in groups}
     with ExitStack() as stack:
-        groups = [stack.enter_context(Processes(each, subject)) for each in contenders]
-        for group in groups:
+        for group in groups.values():
+            stack.enter_context(group)
+        for group in groups.values():
             group.wait()
         for number in range(-warm_up, passes):
-            for group in draw.sample(groups, len(groups)) if number >= 0 else groups:
-                its = taken[group.contender.name]
-                group.step(its, timed=False)
-                group.step(its, timed=number >= 0)
-                group.ask("rest")
+            for name in draw.sample([*groups], len(groups)) if number >= 0 else groups:
+                groups[name].step(taken[name], timed=False)
+                groups[name].step(taken[name], timed=number >= 0)
+                groups[name].ask("rest")
             print(f"round {number + 1} of {passes}", file=sys.stderr, flush=True)
-        return {each.contender.name: (taken[each.contender.name], each.peak()) for each in groups}
+        return {name: (taken[name], group.peak()) for name, group in groups.items()}
 
 
-def exact_peak(contender: Contender, subject: Subject, passes: int = 3) -> int:
+def exact_peak(contender: Contender, subject: Subject, passes: int = 3, root: Path = ROOT) -> int:
     """Bytes that the tensors of a step take at most, all processes together; measured in fresh ones."""
-    with Processes(contender, subject, EXACT) as group:
+    with Processes(contender, subject, EXACT, root) as group:
         group.wait()
         for _ in range(passes):
             group.step(Taken(), timed=False)

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
-from benchmarks.parts.overhead import Loop, cuts
+from benchmarks.models.loop import Loop, cuts
 from splitpipe import SplitPipe
 
 Step = Callable[[], object]
@@ -180,7 +180,7 @@ def cost(options: argparse.Namespace, peer: bool) -> list[Row]:
             rows.append({
                 "devices": count, **way._asdict(), "ms": 1e3 * min(its.wall), "median": 1e3 * its.median,
                 "processor, ms": 1e3 * min(its.cpu), "launches": counted(runs[str(way)]),
-                **{what: measure.ratio(its.wall, found[str(rival)].wall)
+                **{what: min(its.wall) / min(found[str(rival)].wall)
                    for what, rival in way.rivals().items() if str(rival) in found},
             })
         show(rows, count)

@@ -35,6 +35,7 @@ from benchmarks.harness import measure, script
 from benchmarks.harness.compiling import COMPILED
 from benchmarks.harness.measure import Row
 from benchmarks.models.gpt import gpt
+from benchmarks.models.loop import Loop, cuts
 from splitpipe import SplitPipe
 
 TARGET = 0.5  # of torchgpipe's cost
@@ -59,24 +60,6 @@ class Many(nn.Sequential):
 
     def __init__(self, count: int = 24) -> None:
         super().__init__(*[Scale() for _ in range(count)])
-
-
-class Loop(nn.Module):
-    """Layers that a forward of the module's own calls one after the other."""
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def cuts(balance: Sequence[int]) -> list[str]:
-    """The names in a Loop at which the stages of a balance begin."""
-    return [f"layers.{sum(balance[:stage])}" for stage in range(1, len(balance))]
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {"scale": Scale, "linear": lambda: nn.Linear(1, 1)}

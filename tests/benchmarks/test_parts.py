@@ -130,6 +130,22 @@ def test_growth_prints_a_row_for_each_schedule_and_number_of_devices(capsys: pyt
     assert capsys.readouterr().out.count("| zb-h1 |") == 3
 
 
+@pytest.mark.thorough
+def test_a_version_beside_itself_has_the_same_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "found.json"
+    words = f"{ROOT} --models gpt --preset tiny --contenders zb-v --passes 1 --save {path}"
+    assert module(["parts.versions"]).main(words.split()) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    complete(found, capsys.readouterr().out)
+    assert [row["way"] for row in found["tables"]["versions, gpt"]] == ["zb-v"]
+
+
+def test_another_version_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        module(["parts.versions"]).main([str(tmp_path)])
+    assert f"found no splitpipe/__init__.py in {tmp_path}: expected the root of another" in capsys.readouterr().err
+
+
 @pytest.mark.cuda
 @pytest.mark.devices(4)
 @pytest.mark.thorough
