@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 import splitpipe
-
 from benchmarks.harness import contenders, measure, torch_pipelining
 from benchmarks.harness.subject import MODELS, PRESETS, WHERE, Step, Subject, case, device
 
