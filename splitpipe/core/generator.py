@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Context, ContextVar
+from contextvars import ContextVar
 from ctypes import string_at
 from sys import _current_frames as frames_of_threads
 from typing import Any
@@ -100,9 +100,14 @@ def set_state(state: Tensor, generator: Generator | None = None) -> None:
         (torch.default_generator if generator is None else generator).set_state(state)
 
 
-def inherit_lock(context: Context) -> None:
-    """Lets this context use the lock held by another one, whose thread waits for this one meanwhile."""
-    _inner.set(context.get(_inner))
+def lock_here() -> Any:
+    """The lock that this context draws under; None: the process's."""
+    return _inner.get()
+
+
+def inherit_lock(lock: Any) -> None:
+    """Lets this context draw under the lock of another one, whose thread waits for this one meanwhile."""
+    _inner.set(lock)
 
 
 class _Inside:

@@ -19,8 +19,8 @@ run, these states are unknown, and a recomputation that draws is an error.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -67,7 +67,11 @@ class RngFacts(Protocol):
 
 
 class Numbers:
-    """The random numbers of one microbatch on one stage: drawn by a first run, and, if ``again``, by recomputations."""
+    """The random numbers of one microbatch on one stage, or on a block of it.
+
+    They are drawn by a first run, and, if ``again``, by recomputations. A block whose stage has the default generator
+    alone (``held``) draws from where its stage is, so that its numbers are those of a run without checkpointing.
+    """
 
     def __init__(
         self,
@@ -77,8 +81,10 @@ class Numbers:
         again: bool = False,
         owned: Collection[Generator] = (),
         compiled: bool = False,
+        held: bool = False,
     ) -> None:
         self._seed = seed
+        self._held = held
         self._facts = facts
         self._again = again
         new = facts.rng in (RngMode.UNKNOWN, RngMode.DOUBTED) or again and facts.generators is None
@@ -89,7 +95,7 @@ class Numbers:
         #: True if a free run drew; None if that can't be known.
         self._drew: bool | None = False
         self._states: tuple[Tensor, Tensor] | None = None
-        self._from: Tensor | None = None  # The state at the start of the run inside ``redraw``, if it is exclusive.
+        self._begun: Tensor | None = None  # The state at the start of the first run, if that wasn't free.
 
     def draw(self, call: Callable[[], T]) -> tuple[T, bool]:
         """The value of the call, and whether it drew random numbers."""
@@ -106,8 +112,8 @@ class Numbers:
         if not self._exclusive:
             value = self._free(call) if self._again else call()
             return value, False
-        start = self._start()
-        with exclusive_generator(start):
+        self._begun = start = state_of() if self._held else self._start()
+        with nullcontext() if self._held else exclusive_generator(start):
             value = call()
             drew = has_moved(start)
         if drew or self._watch is not None and self._watch.moved:
@@ -129,7 +135,7 @@ class Numbers:
         return value
 
     def _start(self) -> Tensor:
-        return Generator().manual_seed(self._seed).get_state()
+        return Generator().manual_seed(self._seed).get_state() if self._begun is None else self._begun
 
     def redraw(self, call: Callable[[], object]) -> None:
         """Runs the call with the numbers of the first run, twice if necessary; generators stay as they are now."""
@@ -137,27 +143,12 @@ class Numbers:
         try:
             _set(self._generators)
             if self._exclusive:
-                with self._exclusively(self._start()):
+                with exclusive_generator(self._start()):
                     call()
             else:
                 self._repeat(call)
         finally:
             _set(now)
-
-    def restart(self) -> None:
-        """Called by the run inside ``redraw`` when it starts again: resets the generators."""
-        _set(self._generators)
-        if self._from is not None:
-            set_state(self._from)
-
-    @contextmanager
-    def _exclusively(self, start: Tensor) -> Iterator[None]:
-        with exclusive_generator(start):
-            self._from = start
-            try:
-                yield
-            finally:
-                self._from = None
 
     def _repeat(self, call: Callable[[], object]) -> None:
         """Repeats a free run."""
@@ -171,7 +162,7 @@ class Numbers:
         # set the CPU's generator to an earlier state, without the lock.
         for _ in range(1 if self._states is not None else _TRIES):
             _set(self._generators)
-            with self._exclusively(start):
+            with exclusive_generator(start):
                 call()
                 end = state_of()
             if not states_differ(start, end):

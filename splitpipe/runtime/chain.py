@@ -144,7 +144,7 @@ class ChainRuntime(Runtime):
         run, cutting = ChainRun(call, stages, ranked=state.grad), Cutting(stages[0].sink is not None)
         work = DropinWork(run, cutting, resources.routes(call.computes))
         for i, activation in enumerate(call.cut(call.input, 0)):
-            work.add(ChainWalk(run, i, activation, inside=not state.function_modes))
+            work.walks.append(ChainWalk(run, i, activation, work, inside=not state.function_modes))
         found, _ = self._found(work, threads, self._watched(layers, call))
         for each in stages:
             if each.sink is not None and call.checkpointed:

@@ -31,7 +31,7 @@ from splitpipe.partition.call_hook import surround
 from splitpipe.partition.homes import Homes, buffer_versions, rehearse
 from splitpipe.runtime.base import Runtime, forgetting
 from splitpipe.segments.code import CodeWalk
-from splitpipe.segments.forward import DropinWork
+from splitpipe.segments.forward import CodeDropinWork
 from splitpipe.segments.nodes import BlockNodes
 from splitpipe.segments.parts import Cutting
 from splitpipe.segments.stages import CodeRun, ModuleLayers, Options, SegmentStage, report
@@ -225,9 +225,9 @@ class CodeRuntime(Runtime):
         kind = self._kind(args, kwargs, False, state.grad)
         cutting = Cutting(stages[0].sink is not None, self._homes.several, self._writes, kind)
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
-        work = DropinWork(run, cutting, self._resources.routes(call.computes))
+        work = CodeDropinWork(run, cutting, self._resources.routes(call.computes), self._homes)
         for i, activation in enumerate(call.cut(call.input, 0)):
-            work.add_code(CodeWalk(run, i, activation), self._homes)
+            work.walks.append(CodeWalk(run, i, activation, work))
         found, numbers = self._found(work, threads, self._watched(call))
         if len(work.walks) > 1:
             self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers))

@@ -23,13 +23,14 @@ from splitpipe.segments.forward import Sent
 from splitpipe.segments.nodes import made_again
 from splitpipe.segments.stages import Run
 from splitpipe.segments.step import StepWork
-from splitpipe.segments.walk import Walk
+from splitpipe.segments.walk import Forwards, Walk
 from splitpipe.skip.box import Key
-from splitpipe.stage.again import BlockRun, may_be_plain, plain
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import Remade, remade
 from splitpipe.stage.layers import ModelLayers, StageCache
-from splitpipe.stage.stage import Result, Skips, Stage, Task
+from splitpipe.stage.run import SeparateRun, may_be_plain, plain
+from splitpipe.stage.stage import Stage
+from splitpipe.stage.task import Result, Skips, Task
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET
 from splitpipe.training.sink import Keyed
@@ -62,6 +63,7 @@ class ChainWalk(Walk):
         run: the call.
         i: the number of the microbatch.
         activation: its input.
+        forwards: those of the call.
         inside: whether its thread is in the caller's state.
         target: the target, if the loss is the last layer.
     """
@@ -69,14 +71,14 @@ class ChainWalk(Walk):
     run: ChainRun
 
     def __init__(
-        self, run: ChainRun, i: int, activation: Activation, inside: bool, target: Activation | None = None
+        self, run: ChainRun, i: int, activation: Activation, forwards: Forwards, inside: bool,
+        target: Activation | None = None,
     ) -> None:
-        super().__init__(run, i, activation)
+        super().__init__(run, i, activation, forwards)
         self._inside = inside
         self._target = target
         self._skips: dict[Key, _OnItsWay] = {}
         self._state = run.call.state
-        self.finish = lambda output: (output.leaves, output.spec)
 
     def step(self, j: int) -> None:
         """F of a stage."""
@@ -87,12 +89,12 @@ class ChainWalk(Walk):
         value, self._given = self._given, None
         self._begin(j)
         with stream.use(stage.compute):
-            value = self._taken(value) if j else value.holding([*self.opening(value.leaves)])
+            value = self._taken(value) if j else value.holding(self.transfer.opening(value.leaves))
             # In the order in which they were sent, which is also that of their gradients.
             skips = {key: self._taken(self._skips.pop(key)) for key in [*self._skips] if key in stage.own.arriving}
             if j == last and self._target is not None:
                 target, self._target = self._target, None
-                skips[TARGET] = target.holding(self._transfer.given(target.leaves, TARGET))
+                skips[TARGET] = target.holding(self.transfer.given(target.leaves, TARGET))
             made = self._made_of(stage, value, skips)
             value, frame = made.value, made.frame
             leaving = [(key, target, made.skips[key]) for key, target in stage.own.leaving if key in made.skips]
@@ -100,7 +102,8 @@ class ChainWalk(Walk):
                 self.rank([value.leaves, *(activation.leaves for *_, activation in leaving)])
             self._end()
             if j == last:
-                self._value = self.finish(value if frame is None else value.holding(remade(value.leaves, frame)))
+                value = value if frame is None else value.holding(remade(value.leaves, frame))
+                self._value = self._forwards.finish(self, value)
             else:
                 self._given = self._sent(value, j + 1, frame)
             self._skips.update({key: self._sent(activation, target, frame) for key, target, activation in leaving})
@@ -126,11 +129,11 @@ class ChainWalk(Walk):
                 values.append(leaf)
         at = [places.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in activation.leaves]
         rest = activation.holding([None if isinstance(leaf, Tensor) else leaf for leaf in activation.leaves])
-        return _OnItsWay(rest, at, self._transfer.send(values, self.stage, target, frame), self.stage)
+        return _OnItsWay(rest, at, self.transfer.send(values, self.stage, target, frame), self.stage)
 
     def _taken(self, it: _OnItsWay) -> Activation:
         """A value of an earlier stage, for the current one."""
-        values = self._transfer.take(it.sent, it.source)
+        values = self.transfer.take(it.sent, it.source)
         return it.rest.holding([leaf if k is None else values[k] for leaf, k in zip(it.rest.leaves, it.at)])
 
     def _made_of(self, stage: Stage, value: Activation, skips: Skips) -> Result:
@@ -138,7 +141,7 @@ class ChainWalk(Walk):
         task = Task(stage, self.run.call, self.i, value, skips, self._state, self._inside)
         counting = None
         if self._state.hooks is None and not self._state.hooks_disabled:
-            counting = self.counting(stage.index)
+            counting = self._forwards.counting(self.i, stage.index)
         if not task.checkpoint:
             if counting is not None:
                 task.state, task.inside = self._state._replace(hooks=counting), False
@@ -154,7 +157,7 @@ class ChainWalk(Walk):
     def _node(self, stage: Stage, task: Task, given: list[Any]) -> Result:
         """The same, as a node that recomputes it."""
         call, seed = self.run.call, task.seed()
-        again = BlockRun(stage, call, self._state, seed, given, task.run, str(stage), handed=stage.shared)
+        again = SeparateRun(stage, call, self._state, seed, given, task.run, str(stage), handed=stage.shared)
         versions = task.versions(given)
         made, (value, skips), block = made_again(again, stage.sink, given, self.i, alone=True)
         task.note_writes(versions, given)
@@ -185,12 +188,16 @@ class ChainStep(StepWork):
         self._chain_run = ChainRun(self._call, self.stages, ranked=False)
         return self._chain_run
 
-    def _walk(self, i: int, activation: Activation) -> tuple[ChainWalk, DetachedTransfer]:
+    def _walk(self, i: int, activation: Activation) -> ChainWalk:
         inside = autocast_off(self._call.state) is self._call.state
-        walk = ChainWalk(self._chain_run, i, activation, inside, self._targets[i])
-        return walk, DetachedTransfer(walk, self._routes, self._traces)
+        return ChainWalk(self._chain_run, i, activation, self, inside, self._targets[i])
 
-    def _finish(self, i: int, output: Activation) -> Any:
-        flight = self.transfers[i].flights[-1]
+    def transfer(self, walk: Walk) -> DetachedTransfer:
+        """How a microbatch's values reach later stages."""
+        return DetachedTransfer(walk, self._routes, self._traces)
+
+    def finish(self, walk: Walk, output: Activation) -> Any:
+        """The loss of a microbatch, which is the last leaf of the last stage's output."""
+        flight = walk.transfer.flights[-1]
         flight.value = [get_gradient_edge(output.leaves[k]) for k in output.differentiable]
         return output.leaves[-1]

@@ -36,7 +36,7 @@ from splitpipe.partition.call_hook import taker
 from splitpipe.segments.executor import Stopped
 from splitpipe.segments.stages import CodeRun
 from splitpipe.segments.values import SIMPLE, Follow, Transfer, Values
-from splitpipe.segments.walk import Walk
+from splitpipe.segments.walk import Forwards, Walk
 from splitpipe.skip.box import opened
 from splitpipe.stage.call import Activation
 from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
@@ -51,17 +51,17 @@ class CodeWalk(Walk):
     run: CodeRun
     parked = True
 
-    def __init__(self, run: CodeRun, i: int, activation: Activation) -> None:
-        super().__init__(run, i, activation)
-        self.finish = self.flat
+    def __init__(self, run: CodeRun, i: int, activation: Activation, forwards: Forwards) -> None:
+        super().__init__(run, i, activation, forwards)
         shared = [x for k in activation.shared if isinstance(x := activation.leaves[k], Tensor)]
         #: Arguments whose memory is shared, and their versions; empty if they need no gradient.
         self._shared = [(x, version_of(x)) for x in shared] if any([x.requires_grad for x in shared]) else []
         self.trace = None if run.tracing is None else run.tracing.trace(i)
-        #: Called between two stages; raises Stopped if the microbatch must stop.
-        self.pause: Callable[[], None]
-        self.values: Values
-        self._follow: Follow
+        transfer: Transfer = self.transfer
+        self.values = values = Values(transfer, None if self.trace is None else self.trace.facts.link)
+        self._follow = Follow(
+            values.here, values.latest, values.asked, transfer.differentiates, transfer.one_graph, values.note_writes
+        )
         self._caller: Caller | None = None
         self._segment: ExitStack | None = None
         self._start: Tensor | None = None  # The generator's state at the start of the segment, if it has one.
@@ -69,21 +69,17 @@ class CodeWalk(Walk):
         self._hooks: Any = None
         #: The hook of a checkpoint in which the current segment began, and its device's random state there.
         self._inside_of: tuple[Any, DeviceState] | None = None
-        self._calls = 0
         self._where = ""
         self._noted = 0  # The identity of an error raised by a block.
 
-    def connect(self, transfer: Transfer) -> None:
-        """Sets how values reach later stages."""
-        super().connect(transfer)
-        self.values = Values(transfer, None if self.trace is None else self.trace.facts.link)
-        values = self.values
-        self._follow = Follow(
-            values.here, values.latest, values.asked, transfer.differentiates, transfer.one_graph, values.note_writes
-        )
+    @property
+    def has_generator(self) -> bool:
+        """True while the segment has the default generator to itself."""
+        return self._start is not None
 
-    def walk(self) -> None:
-        """The whole forward."""
+    def walk(self, pause: Callable[[], None]) -> None:
+        """The whole forward; ``pause`` is called between two stages, and raises Stopped if it must stop."""
+        self._pause = pause
         try:
             self.run.call.contexts[self.i].run(self._forward)
         finally:
@@ -102,7 +98,7 @@ class CodeWalk(Walk):
             try:
                 self._enter(0)
                 self.settled(run.blocks.module)
-                leaves = self.opening(given.leaves)
+                leaves = self.transfer.opening(given.leaves)
                 args, kwargs = tree_unflatten(leaves, given.spec)
                 if self.trace is not None:
                     with DisableTorchFunction():
@@ -115,7 +111,7 @@ class CodeWalk(Walk):
                 self._verify_shared()
                 self.advance(len(run.stages) - 1)
                 # Its tensors are used as they were last: a later stage may have written to them.
-                self._value = self.finish(output)
+                self._value = self._forwards.finish(self, output)
                 del output
                 self._leave()
             except BaseException as error:
@@ -139,7 +135,7 @@ class CodeWalk(Walk):
 
     def _counted(self, state: State) -> Hooks | None:
         """The caller's saved-tensor hooks, or else those that count for the current stage."""
-        counting = [self.counting(stage) for stage in range(len(self.run.stages))]
+        counting = [self._forwards.counting(self.i, stage) for stage in range(len(self.run.stages))]
         if state.hooks is not None or state.hooks_disabled or None in counting:
             return state.hooks
         packs = [hooks[0] for hooks in counting if hooks is not None]
@@ -172,7 +168,7 @@ class CodeWalk(Walk):
                 self._begun = state_of()
             self.run.look(self.i)
             self._leave()
-            self.pause()
+            self._pause()
             self._enter(self.stage + 1)
             if foreign:
                 top = _top_saved_tensors_default_hooks(True)
@@ -282,7 +278,6 @@ class CodeWalk(Walk):
         handed = containers(args, kwargs) if own else []
         verify_once(handed, len(own))
         then = copies(handed)
-        self._calls += 1
         described, where = blocks.described(block), self._where
         token = taker.set(None)
         traced = self._traced(block, call)
@@ -350,4 +345,4 @@ class CodeWalk(Walk):
     def _checkpointed(
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool
     ) -> Any:
-        return self._alone(self.run.calls.checkpointed, (self, block, call, args, kwargs, follow, self._calls), {})
+        return self._alone(self.run.calls.checkpointed, (self, block, call, args, kwargs, follow), {})

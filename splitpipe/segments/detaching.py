@@ -89,6 +89,10 @@ class DetachedTransfer:
         self.flights[self._walk.stage].entered.setdefault(source, []).append(get_gradient_edge(made))
         return made
 
+    def opening(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of the caller's input, entered."""
+        return self.given(leaves, None)
+
     def given(self, leaves: Sequence[Any], whose: Key | None) -> list[Any]:
         """The caller's input or target, entered."""
         if not self._walk.run.call.state.grad:

@@ -24,7 +24,7 @@ forward that must not continue has Stopped raised at its border.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from functools import partial
 from queue import SimpleQueue
@@ -44,8 +44,8 @@ class Stopped(BaseException):
 class Work(Protocol):
     """What the threads do."""
 
-    def walk(self, i: int) -> None:
-        """The whole forward of a microbatch; between two stages, it calls ``Executor.pause``."""
+    def walk(self, i: int, pause: Callable[[], None]) -> None:
+        """The whole forward of a microbatch; between two stages, it calls ``pause``, which may raise Stopped."""
 
     def forward(self, run: OpRun) -> None:
         """F of a stage, if it is a separate call; then none of the next three is called."""
@@ -132,7 +132,7 @@ class Executor:
     def _complete(self) -> bool:
         return not self._at_work and all(count == len(row) for count, row in zip(self._next, self._rows))
 
-    def pause(self, i: int) -> None:
+    def _pause(self, i: int) -> None:
         """Ends F of a stage, and begins that of the next one when it is ready. Called by the forward."""
         if self._over:
             raise Stopped
@@ -174,7 +174,7 @@ class Executor:
                 [i] = run.microbatches
                 self._thread_of[i] = number
                 self._work.begin(run)
-                self._work.walk(i)
+                self._work.walk(i, partial(self._pause, i))
                 if self._over:  # The user's code has caught Stopped.
                     return None
                 self._work.end(self._doing[number])

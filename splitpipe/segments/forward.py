@@ -12,8 +12,7 @@ done. So the error of the earliest cycle is raised, whichever thread was faster.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,27 +46,18 @@ class DropinWork:
 
     def __init__(self, run: Run, cutting: Cutting, routes: Routes | None) -> None:
         self._run, self._cutting, self._routes = run, cutting, routes
-        self._events: list[Events] = []
         self.walks: list[Any] = []
 
-    def add(self, walk: Walk) -> None:
-        """Adds a microbatch of an nn.Sequential."""
-        walk.connect(GraphTransfer(walk, self._routes, self._cutting))
-        self._add(walk)
+    def transfer(self, walk: Any) -> GraphTransfer:
+        """How a microbatch's values reach later stages."""
+        return GraphTransfer(walk, self._routes, self._cutting)
 
-    def _add(self, walk: Walk) -> None:
-        if self._cutting.known:
-            walk.opening = partial(entered, walk, self._cutting)
-        self.walks.append(walk)
+    def finish(self, walk: Walk, output: Any) -> Flat:
+        """The flat output of a microbatch, and its nesting."""
+        return output.leaves, output.spec
 
-    def add_code(self, walk: CodeWalk, homes: Homes) -> None:
-        """Adds a microbatch of any other module."""
-        ends = Events(self._run.in_turn)
-        walk.connect(CodeGraphTransfer(walk, homes, self._routes, self._cutting, ends))
-        if self._routes is not None:
-            walk.leaving = ends.mark
-        self._events.append(ends)
-        self._add(walk)
+    def counting(self, i: int, stage: int) -> None:
+        """None: drop-in, nothing is counted."""
 
     def run(self, threads: Pool, workers: Sequence[int]) -> None:
         """Runs all forwards, in the order of the clock; ``workers``: that of each stage."""
@@ -77,10 +67,7 @@ class DropinWork:
         rows = rows_of(len(walks), [0] * len(workers) if one else workers)
         around = call.state._replace(function_modes=())
         parked, ahead = walks[0].parked, None if call.state.grad else AHEAD
-        executor = Executor(rows, self, around, call.variables, parked=parked, clocked=True, ahead=ahead)
-        for i, walk in enumerate(walks if parked else ()):
-            walk.pause = partial(executor.pause, i)
-        executor.run(threads)
+        Executor(rows, self, around, call.variables, parked=parked, clocked=True, ahead=ahead).run(threads)
 
     def found(self) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
         """The flat outputs, their graphs cut into those of stages, and what numbers among them consist of."""
@@ -95,13 +82,11 @@ class DropinWork:
 
     def rejoin(self) -> None:
         """Makes the caller's streams wait for the stages'."""
-        for ends in self._events:
-            ends.spent()
         self._run.call.rejoin()
 
-    def walk(self, i: int) -> None:
+    def walk(self, i: int, pause: Callable[[], None]) -> None:
         """The whole forward of a microbatch."""
-        self.walks[i].walk()
+        self.walks[i].walk(pause)
 
     def forward(self, op: OpRun) -> None:
         """F of a stage."""
@@ -117,6 +102,30 @@ class DropinWork:
 
     def done(self, complete: bool) -> None:
         """Nothing."""
+
+
+class CodeDropinWork(DropinWork):
+    """The same for any module other than an nn.Sequential."""
+
+    def __init__(self, run: Run, cutting: Cutting, routes: Routes | None, homes: Homes) -> None:
+        super().__init__(run, cutting, routes)
+        self._homes = homes
+        self._events: list[Events] = []
+
+    def transfer(self, walk: Any) -> CodeGraphTransfer:
+        """How a microbatch's values reach later stages."""
+        self._events.append(Events(self._run.in_turn))
+        return CodeGraphTransfer(walk, self._homes, self._routes, self._cutting, self._events[-1])
+
+    def finish(self, walk: Any, output: Any) -> Flat:
+        """The flat output of a microbatch, and its nesting."""
+        return walk.flat(output)  # type: ignore[no-any-return]
+
+    def rejoin(self) -> None:
+        """Makes the caller's streams wait for the stages'."""
+        for events in self._events:
+            events.spent()
+        super().rejoin()
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -177,6 +186,13 @@ class GraphTransfer:
         self._routes = routes
         self._cutting = cutting
 
+    def opening(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of the caller's input, as the first stage gets them."""
+        return entered(self._walk, self._cutting, leaves) if self._cutting.known else [*leaves]
+
+    def leaving(self, walk: Walk) -> None:
+        """Nothing: values that cross have been sent."""
+
     def send(self, values: Sequence[Tensor], source: int, target: int, frame: Remade | None) -> Sent:
         """Sends values of the current stage to a later one; ``frame``: if the stage is checkpointed.
 
@@ -236,6 +252,11 @@ class CodeGraphTransfer(GraphTransfer):
         self.writing, self.refuses = cutting.write, not cutting.watched
 
     one_graph = True
+
+    def leaving(self, walk: Walk) -> None:
+        """Marks the end of a segment, for which copies of its values wait."""
+        if self._routes is not None:
+            self._events.mark(walk)
 
     def differentiates(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Results of a backward in the module's own code come after the ends of its stages' segments."""

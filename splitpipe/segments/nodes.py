@@ -5,7 +5,6 @@ A segment can't be recomputed: its Python frame can't be entered twice. A block'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -22,18 +21,16 @@ from splitpipe.loss.tracing import TracedBlock
 from splitpipe.segments.code import CodeWalk
 from splitpipe.segments.stages import SegmentStage
 from splitpipe.segments.values import SIMPLE, Follow, Values, replay
-from splitpipe.stage.again import BlockRun, may_be_plain, plain
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
 from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
-from splitpipe.stage.stage import Result, Stage, Task
+from splitpipe.stage.run import SeparateRun, may_be_plain, plain
+from splitpipe.stage.stage import Stage
+from splitpipe.stage.task import Task
 from splitpipe.training.dropped import Dropped, may_be_made_again, outputs_of
 from splitpipe.training.loss import Losses
 from splitpipe.training.sink import Keyed, Sink
-
-#: Large enough that the seeds of a stage's blocks are none of another stage's.
-_STEP = 1_000_003
 
 
 class BlockNodes:
@@ -55,14 +52,13 @@ class BlockNodes:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         follow: bool,
-        number: int,
     ) -> Any:
         """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
         stage = self._stage(walk, block)
         given, nesting = _apart(args, kwargs)
         facts = stage.facts
         if may_be_plain(stage) and not facts.in_place and not follow and not isinstance(call, TracedBlock):
-            found = self._again(walk, stage, call, given, nesting, number)
+            found = self._again(walk, stage, call, given, nesting)
             self._note_draws(walk, facts)
             if found is not None:
                 return found, {}
@@ -77,7 +73,7 @@ class BlockNodes:
         nestings: list[Any] = []
         count = len(containers(args, kwargs))
         layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
-        result = _BlockTask(stage, self._call, walk, value, layer, number)()
+        result = _BlockTask(stage, self._call, walk, value, layer)()
         self._note_draws(walk, facts)
         frame, made = result.frame, result.value
         # Values that share memory stay as they are, since the forward may write to them: what they save checks for it.
@@ -91,7 +87,7 @@ class BlockNodes:
         return (leaves[0], {}) if nesting is None else outputs.unflatten(leaves, nesting)
 
     def _note_draws(self, walk: CodeWalk, facts: StageFacts) -> None:
-        """Makes a block that draws separately if checkpointed draw among its stage's numbers if it isn't."""
+        """Records that a stage draws if one of its blocks does."""
         if facts.rng is RngMode.EXCLUSIVE:
             self._stages[walk.stage].facts.rng = RngMode.EXCLUSIVE
 
@@ -100,7 +96,7 @@ class BlockNodes:
         return [((own.own,), own.parameters.tensors) for (_, number), own in self._blocks.items() if number == stage]
 
     def _again(
-        self, walk: CodeWalk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any, number: int
+        self, walk: CodeWalk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any
     ) -> Any:
         """The value of a plain block's call, as a node; None if this call isn't plain."""
         sink, state = self._stages[walk.stage].sink, thread_state.capture()
@@ -119,8 +115,9 @@ class BlockNodes:
                 made = call(*args, **kwargs)
             return ([made], None) if type(made) is Tensor else outputs.flatten(made)
 
-        seed = _seed(self._call, walk, number)
-        made, made_of, _ = made_again(BlockRun(stage, self._call, state, seed, given, run, where), sink, given, walk.i)
+        seed = self._call.seeds.of(walk.stage, walk.i)
+        block = SeparateRun(stage, self._call, state, seed, given, run, where, held=walk.has_generator)
+        made, made_of, _ = made_again(block, sink, given, walk.i)
         return made[0] if made_of is None else outputs.unflatten(made, made_of)
 
     def _stage(self, walk: CodeWalk, block: nn.Module) -> Stage:
@@ -135,7 +132,7 @@ class BlockNodes:
 
 
 def made_again(
-    again: BlockRun, sink: Sink, given: Sequence[Any], i: int, alone: bool = False
+    again: SeparateRun, sink: Sink, given: Sequence[Any], i: int, alone: bool = False
 ) -> tuple[list[Any], Any, Dropped | None]:
     """The leaves of a checkpointed block's output, their nesting, and what its node has if it can be recomputed so.
 
@@ -184,19 +181,11 @@ class _BlockTask(Task):
     """One microbatch on one block."""
 
     def __init__(
-        self, stage: Stage, call: Call, walk: CodeWalk, value: Activation, block: Callable[[Any], Any], number: int
+        self, stage: Stage, call: Call, walk: CodeWalk, value: Activation, block: Callable[[Any], Any]
     ) -> None:
         super().__init__(stage, call, walk.i, value, {}, thread_state.capture(), inside=True)
-        self.variables = copy_context()
         self.calls = [block]
-        self._seed = _seed(call, walk, number)
-
-    def __call__(self) -> Result:
-        return self.variables.run(super().__call__)
-
-    def seed(self) -> int:
-        """A separate seed for the block, made from that of the microbatch on the stage."""
-        return self._seed
+        self.held = walk.has_generator
 
 
 def _sharing(made: Sequence[Any], given: Sequence[Any]) -> frozenset[int]:
@@ -204,11 +193,7 @@ def _sharing(made: Sequence[Any], given: Sequence[Any]) -> frozenset[int]:
     return sharing(made, [x for x in given if isinstance(x, Tensor)])
 
 
-def _seed(call: Call, walk: CodeWalk, number: int) -> int:
-    return (call.seeds.of(walk.stage, walk.i) + _STEP * number) % 2**62
-
-
-def _foreign(made: list[Any], run: BlockRun, parameters: Sequence[Tensor]) -> list[Tensor]:
+def _foreign(made: list[Any], run: SeparateRun, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The leaves to which a block's graph leads that aren't its parameters."""
     known = {*map(id, parameters), *map(id, run.entered)}
     tensors = [x for x in made if isinstance(x, Tensor)]

@@ -37,7 +37,7 @@ from splitpipe.deferral.owners import Note
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.segments.stages import Run
 from splitpipe.segments.walk import Walk
-from splitpipe.stage.again import TENSORS
+from splitpipe.stage.run import TENSORS
 from splitpipe.training.capture import Graph
 from splitpipe.training.dropped import OPEN
 from splitpipe.training.node import BlockNode, Held

@@ -176,7 +176,7 @@ class BlockCalls(Protocol):
 
     def checkpointed(
         self, walk: Any, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-        follow: bool, number: int,
+        follow: bool,
     ) -> Any:
         """The value of a call, and what it has changed in lists and dicts among its arguments."""
 

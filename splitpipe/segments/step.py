@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from splitpipe.batch import outputs
 from splitpipe.batch.division import Division
 from splitpipe.core import microbatch, stream
 from splitpipe.core.note import add_note
+from splitpipe.core.thread_state import Hooks
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums
@@ -74,15 +74,8 @@ class StepWork:
         run = self._run = self._running()
         self._targets = run.call.cut_detached(target, len(self.stages) - 1)
         for i, activation in enumerate(run.call.cut_detached(run.call.input, 0)):
-            walk, transfer = self._walk(i, activation)
-            walk.connect(transfer)
-            walk.opening = partial(transfer.given, whose=None)
-            walk.finish = partial(self._finish, i)
-            walk.leaving = transfer.leaving
-            if self._traces:
-                walk.counting = partial(self._counting, i)
-            self.walks.append(walk)
-            self.transfers.append(transfer)
+            self.walks.append(self._walk(i, activation))
+            self.transfers.append(self.walks[-1].transfer)
 
     def _stage(self, j: int, ledger: Ledger | None) -> RunningStage:
         """A stage."""
@@ -92,30 +85,32 @@ class StepWork:
         """The run for all stages."""
         raise NotImplementedError
 
-    def _walk(self, i: int, activation: Activation) -> tuple[Walk, DetachedTransfer]:
-        """A microbatch, and how its values reach later stages."""
+    def _walk(self, i: int, activation: Activation) -> Walk:
+        """A microbatch."""
         raise NotImplementedError
 
-    def _finish(self, i: int, output: Any) -> Losses:
+    def transfer(self, walk: Any) -> DetachedTransfer:
+        """How a microbatch's values reach later stages."""
+        raise NotImplementedError
+
+    def finish(self, walk: Any, output: Any) -> Losses:
         """The loss of a microbatch, from the output of the last stage."""
         raise NotImplementedError
 
-    def _counting(self, i: int, stage: int) -> Any:
-        trace = self._traces[stage]
-        return trace.counting() if trace.measured_microbatch == i else None
+    def counting(self, i: int, stage: int) -> Hooks | None:
+        """Hooks that count what a microbatch saves on a stage, if a recording needs it."""
+        trace = self._traces[stage] if self._traces else None
+        return trace.counting() if trace is not None and trace.measured_microbatch == i else None
 
     def run(self, execution: Execution) -> None:
         """Runs all ops; raises the first error."""
         self._execution = execution
         parked = self.walks[0].parked
-        executor = Executor(execution.rows, self, execution.around, self._run.call.variables, parked=parked)
-        for i, walk in enumerate(self.walks if parked else ()):
-            walk.pause = partial(executor.pause, i)
-        executor.run(self._threads)
+        Executor(execution.rows, self, execution.around, self._run.call.variables, parked=parked).run(self._threads)
 
-    def walk(self, i: int) -> None:
+    def walk(self, i: int, pause: Callable[[], None]) -> None:
         """The whole forward of a microbatch."""
-        self.walks[i].walk()
+        self.walks[i].walk(pause)
 
     def forward(self, op: OpRun) -> None:
         """F of a stage."""
@@ -192,10 +187,13 @@ class CodeStep(StepWork):
         self._code_run = self._run_of(self.stages)
         return self._code_run
 
-    def _walk(self, i: int, activation: Activation) -> tuple[CodeWalk, CodeDetachedTransfer]:
-        walk, events = CodeWalk(self._code_run, i, activation), Events(self._code_run.in_turn)
-        self._events.append(events)
-        return walk, CodeDetachedTransfer(walk, self._homes, self._routes, events, self._traces)
+    def _walk(self, i: int, activation: Activation) -> CodeWalk:
+        return CodeWalk(self._code_run, i, activation, self)
+
+    def transfer(self, walk: CodeWalk) -> CodeDetachedTransfer:
+        """How a microbatch's values reach later stages."""
+        self._events.append(Events(self._code_run.in_turn))
+        return CodeDetachedTransfer(walk, self._homes, self._routes, self._events[-1], self._traces)
 
     def leave(self) -> None:
         """Ends the step."""
@@ -203,12 +201,13 @@ class CodeStep(StepWork):
             events.spent()
         super().leave()
 
-    def _finish(self, i: int, output: Any) -> Losses:
-        walk, transfer = self.walks[i], self.transfers[i]
+    def finish(self, walk: CodeWalk, output: Any) -> Losses:
+        """The loss of a microbatch, from the module's output."""
+        transfer = walk.transfer
         if self._objective is None:
-            losses = self._own_loss(i, output)
+            losses = self._own_loss(walk, output)
         else:
-            activation = self._targets[i]
+            activation = self._targets[walk.i]
             output = walk.values.hand(output)
             target = microbatch.unflatten(transfer.given(activation.leaves, TARGET), activation.spec)
             losses = self._objective.loss(output, target, walk.trace)
@@ -217,8 +216,7 @@ class CodeStep(StepWork):
         transfer.flights[walk.stage].value = [get_gradient_edge(walk.values.here(root)) for root in roots]
         return losses
 
-    def _own_loss(self, i: int, output: Any) -> Losses:
-        walk = self.walks[i]
+    def _own_loss(self, walk: CodeWalk, output: Any) -> Losses:
         found, values = loss_of(output), walk.values
         made = None if walk.trace is None else walk.trace.number(found)
         loss = values.here(found)
@@ -227,8 +225,8 @@ class CodeStep(StepWork):
         leaves = [values.latest(x).detach() if isinstance(x, Tensor) else x for x in leaves]
         walk.numbers = {id(leaves[k]): number.detached() if isinstance(number, Number) else number
                         for k, number in numbers.items()}
-        self.outputs[i] = leaves, nesting
-        self.transfers[i].given([], TARGET)
+        self.outputs[walk.i] = leaves, nesting
+        walk.transfer.given([], TARGET)
         return self._losses(loss.reshape(()) if loss.dim() else loss, made)
 
     def bring_home(self, sums: Sequence[Sums]) -> None:

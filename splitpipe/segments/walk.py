@@ -5,8 +5,7 @@ There are two kinds of forward: the code of any module, which reaches the border
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,15 +17,29 @@ from splitpipe.segments.stages import Run
 from splitpipe.stage.call import Activation
 
 
+class Forwards(Protocol):
+    """What the forwards of a call's microbatches have in common."""
+
+    def transfer(self, walk: Any) -> Any:
+        """How a microbatch's values reach later stages."""
+
+    def finish(self, walk: Any, output: Any) -> Any:
+        """What to keep of the module's output. Called at the end of a microbatch, in the last stage."""
+
+    def counting(self, i: int, stage: int) -> Hooks | None:
+        """Hooks that count what a microbatch saves on a stage, if a recording needs it."""
+
+
 class Walk:
     """A microbatch: the stage that it is on, and what its segments have made."""
 
     #: Whether its forward is one call, which stays on its thread's stack between two stages.
     parked = False
 
-    def __init__(self, run: Run, i: int, activation: Activation) -> None:
+    def __init__(self, run: Run, i: int, activation: Activation, forwards: Forwards) -> None:
         self.run = run
         self.i = i
+        self._forwards = forwards
         self.stage = 0
         #: The numbers of autograd's nodes at which each segment starts, and at which it ends.
         self.firsts: list[int] = []
@@ -42,19 +55,7 @@ class Walk:
         #: What the numbers among the output's leaves consist of, by their identity.
         self.numbers: dict[int, Number | Unknown] = {}
         self._value: Any = None
-        self._transfer: Any
-        #: Called at the end, in the last stage, with the module's output; returns what to keep of it.
-        self.finish: Callable[[Any], Any]
-        #: Called at the start, in the first stage, with the flat arguments; returns those to continue with.
-        self.opening: Callable[[Sequence[Any]], Sequence[Any]] = lambda leaves: leaves
-        #: Returns hooks that count what a stage saves, if a recording needs it.
-        self.counting: Callable[[int], Hooks | None] = lambda stage: None
-        #: Called at the end of each segment.
-        self.leaving: Callable[[Walk], None] | None = None
-
-    def connect(self, transfer: Any) -> None:
-        """Sets how values reach later stages."""
-        self._transfer = transfer
+        self.transfer = forwards.transfer(self)
 
     def taken(self) -> Any:
         """What was kept of the output, once it is there."""
@@ -76,8 +77,7 @@ class Walk:
     def _end(self) -> None:
         """Ends the segment."""
         self._ends.append(_get_sequence_nr())
-        if self.leaving is not None:
-            self.leaving(self)
+        self.transfer.leaving(self)
 
     def rank(self, tree: Any) -> None:
         """Ranks nodes that leave a stage below all others, so that a device runs one microbatch after another."""

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from splitpipe.core.graph import rank, rank_of, unleaf
+from splitpipe.core.graph import rank, rank_of
 from splitpipe.core.note import uncompiled
-from splitpipe.core.tensors import storage_of, version_of
+from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Hooks
 from splitpipe.core.torch_private import _current_graph_task_id, _get_current_graph_task_keep_graph, queue_callback
 from splitpipe.schedule.plurals import counted
@@ -46,11 +46,16 @@ Fill = Callable[[Callable[[], object], Callable[[], Collection[int]]], None]
 
 
 class Frame:
-    """One checkpointed microbatch on one stage, which ``again`` recomputes, once or several times, to fill it."""
+    """One checkpointed microbatch on one stage, which ``again`` recomputes, once or several times, to fill it.
 
-    def __init__(self, again: Callable[[Fill], None], direct: SavedDirectly) -> None:
+    ``holds``: saved tensors are held until the end of the first forward, which may turn out not to be repeatable.
+    """
+
+    def __init__(self, again: Callable[[Fill], None], direct: SavedDirectly, holds: bool = False) -> None:
         self._again = again
         self._direct = direct
+        self._held: list[Record] | None = [] if holds else None
+        self._kept = False  # Whether what was held stays.
         self._metas: list[Meta] = []
         self._records: list[Tensor | None] = []
         self._versions: list[int] = []  # The records' versions.
@@ -63,7 +68,7 @@ class Frame:
     def hooks(self) -> Hooks:
         """The hooks of the first forward. They are called for every saved tensor, so they must be cheap."""
         direct, metas, like = self._direct, self._metas, self._direct.metas
-        ids, same = direct.ids, direct.same
+        ids, same, held = direct.ids, direct.same, self._held
 
         @uncompiled
         def pack(x: Tensor) -> Record | int:
@@ -74,14 +79,26 @@ class Frame:
             if meta is None or meta[0] != shape or meta[1] != dtype:
                 meta = same.setdefault((shape, dtype), (shape, dtype))  # Looking at the previous one is cheaper.
             metas.append(meta)
+            if held is not None:
+                held.append((x, x._version))
             return number
 
         return pack, self._unpack
 
-    def close(self) -> None:
-        """Ends the first forward: every recomputation must save as many tensors as it has saved."""
+    def close(self, keep: bool = False) -> bool:
+        """Ends the first forward: every recomputation must save as many tensors as it has saved.
+
+        ``keep``: there can be none. Returns True if what the forward has saved was held, and is kept.
+        """
         self._complete = True
         self._direct.metas = self._metas
+        held, self._held = self._held, None
+        if held is not None:
+            if keep:
+                self._records = [x if x.is_leaf else x.detach() for x, _ in held]
+                self._versions, self._kept = [version for _, version in held], True
+            held.clear()  # The hooks have the list: see ``_fill``.
+        return self._kept
 
     def recompute(self) -> None:
         """Fills the records, unless they are filled or there are none."""
@@ -104,7 +121,7 @@ class Frame:
             if packed == self._last + 1:
                 self._last = packed
             elif packed < self._first or packed > self._last:
-                if not self._keep:
+                if not self._keep and not self._kept:
                     for number in range(self._first, self._last + 1):
                         records[number] = None
                 self._first = self._last = packed
@@ -195,35 +212,6 @@ WRITTEN = (
     "the {} was modified in place between the forward and its recomputation: expected it as the forward saw it. Write "
     "to the batch after backward, or pass a copy (x.clone()) to the model."
 )
-
-
-class SavedInput:
-    """A tensor that a recomputation starts from."""
-
-    def __init__(self, leaf: Tensor, hooks: Hooks | None, in_place: bool) -> None:
-        self._requires_grad = leaf.requires_grad
-        self._in_place = in_place
-        x = leaf.detach()  # The input itself would keep the graph of every earlier stage alive.
-        if in_place:
-            x = x.clone()  # The stage uses the input itself, as without a pipeline.
-        # The caller's hooks pack the kept tensor: they may move it to the CPU, or recompute it.
-        self._hooks = hooks
-        self._packed = x if hooks is None else hooks[0](x)
-        self._version = None if hooks is not None else version_of(x)
-
-    def keep(self, storages: Collection[int]) -> None:
-        """Copies it if it is in one of these storages."""
-        if self._hooks is None and not self._in_place and storage_of(self._packed) in storages:
-            self._packed = self._packed.clone()
-            self._version = version_of(self._packed)
-
-    def again(self, stage: str) -> Tensor:
-        """The tensor as the stage found it."""
-        x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
-        if self._version is not None and x._version != self._version:
-            raise RuntimeError(WRITTEN.format(f"input of {stage}"))
-        x = x.detach().clone() if self._in_place else x.detach()
-        return unleaf(x.requires_grad_()) if self._requires_grad else x
 
 
 class Remade(Protocol):

@@ -22,8 +22,6 @@ from splitpipe.partition.call_hook import compiled_call
 Table = dict[str, Any]
 #: The index of one of the modules' tables, and a name in it.
 Slot = tuple[int, str]
-#: The content of a missing slot.
-ABSENT = object()
 #: These count their batches in ``num_batches_tracked`` whenever they write to running statistics.
 _WRITING = (_BatchNorm.forward, nn.SyncBatchNorm.forward, DeferredBatchNorm.forward)
 
@@ -47,14 +45,10 @@ class Slots(NamedTuple):
                 table.clear()
                 table.update(then)
 
-    def moved(self, now: Slots) -> dict[Slot, tuple[Any, Any]]:
-        """The contents of each slot that has changed, then and now; ABSENT where there is no slot."""
-        return {
-            (k, name): (then.get(name, ABSENT), later.get(name, ABSENT))
-            for k, (then, later) in enumerate(zip(self._each(), now._each()))
-            for name in then.keys() | later.keys()
-            if then.get(name, ABSENT) is not later.get(name, ABSENT)
-        }
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules in the slots."""
+        return [value for value in self.values if isinstance(value, nn.Module)]
 
     def _each(self) -> Iterator[Table]:
         at = 0
@@ -103,7 +97,7 @@ class Inventory:
             table for module in self._modules for table in (module._parameters, module._buffers, module._modules)
         ]
         self._views = [table.values() for table in self.tables]
-        self._slots = Slots(self.tables, [], [ABSENT], [])
+        self._slots = Slots(self.tables, [], [object()], [])
         self._buffers: tuple[Slots, Buffers] | None = None
 
     def slots(self) -> Slots:

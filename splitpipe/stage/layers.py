@@ -40,6 +40,8 @@ class StageFacts:
     generators: Collection[Generator] | None = None
     #: True if the stage writes to its input in place. None: no run yet.
     in_place: bool | None = None
+    #: True if a run has assigned parameters, buffers or submodules. None: no run yet.
+    assigns: bool | None = None
     #: True if a checkpointed run has been compared with the snapshot before it.
     compared: bool = False
     #: True if it can be recomputed separately, with its graph made in backward; None: no run has shown that yet.

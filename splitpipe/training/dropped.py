@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from splitpipe.core.graph import Edge, kind_of, reached
 from splitpipe.core.torch_private import _current_graph_task_id
 from splitpipe.deferral.owners import about
-from splitpipe.stage.again import BlockRun, Made
+from splitpipe.stage.run import Made, SeparateRun
 from splitpipe.stage.saved import Record, load, made_other, recomputation_error
 from splitpipe.training.capture import Graph
 from splitpipe.training.node import BlockNode, Flight
@@ -31,7 +31,7 @@ class Dropped(Flight):
     __slots__ = ("_again", "_kinds", "_lock", "_others", "_places", "_ready")
 
     def __init__(
-        self, again: BlockRun, sink: Sink, i: int, ids: Ids, places: list[tuple[int, Any]], kinds: Any, where: str,
+        self, again: SeparateRun, sink: Sink, i: int, ids: Ids, places: list[tuple[int, Any]], kinds: Any, where: str,
         others: Sequence[Tensor] = (),
     ) -> None:
         super().__init__(sink, i, ids, where)

@@ -118,19 +118,17 @@ def test_nobody_is_inside_together_with_another() -> None:
 
 
 def test_a_thread_draws_in_the_turn_of_one_that_waits_for_it() -> None:
-    variables = copy_context()
-
     def waiting() -> Tensor:
         with exclusive_generator(state_of(1)), ThreadPoolExecutor(1) as pool:
-            first = torch.rand(3)
-            torch.testing.assert_close(pool.submit(Context().run, helping).result(), drawn(2))
+            first, lock = torch.rand(3), generator.lock_here()
+            torch.testing.assert_close(pool.submit(Context().run, helping, lock).result(), drawn(2))
             return torch.cat([first, torch.rand(3)])
 
-    def helping() -> Tensor:
-        generator.inherit_lock(variables)
+    def helping(lock: Any) -> Tensor:
+        generator.inherit_lock(lock)
         return drawn(2)
 
-    torch.testing.assert_close(variables.run(waiting), torch.rand(6, generator=torch.Generator().manual_seed(1)))
+    torch.testing.assert_close(waiting(), torch.rand(6, generator=torch.Generator().manual_seed(1)))
 
 
 def test_what_drew_between_two_looks_is_told_and_unknown_if_somebody_had_the_generator() -> None:

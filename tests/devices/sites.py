@@ -30,7 +30,7 @@ ROOT = Path(splitpipe.__file__).parent
 READS = "deferral/streams.py: Reads.add"
 #: Places without which some case has a hazard: the subjects whose cases show it.
 CAUGHT: dict[str, str] = {
-    "stage/stage.py: _Rerun.__call__: use": "chain",
+    "stage/run.py: StageRun.again: use": "chain",
     "core/transfer.py: Wait.forward: wait_for": "chain",
     "core/transfer.py: _await: wait": "chain",
     "core/transfer.py: _await: wait_for": "module: carried",
@@ -83,7 +83,6 @@ EXPLAINED: dict[str, str] = {
     "deferral/stash.py: Stash.gradients: wait": "For a weight whose gradient is B's in another place.",
     "segments/ops.py: StageOps.phony: use": _OTHERS,
     "segments/parts.py: _Cut.join: use": _OTHERS,
-    "stage/again.py: BlockRun.__call__: use": "Autograd has its threads on the streams of forward.",
     "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",
     "training/release.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }

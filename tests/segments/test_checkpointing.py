@@ -72,6 +72,31 @@ def test_a_blocks_mask_is_the_same_when_it_is_run_again_and_from_the_first_step_
     assert (found[0] == 0).any()
 
 
+class Between(Linear):
+    """Draws between blocks, too."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.1)
+        return {"loss": x.sum(1).mean(), "y": x}
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", [Linear, Between])
+def test_masks_are_the_same_in_every_checkpoint_mode(kind: type[Linear], schedule: str, backward: str) -> None:
+    found = []
+    for mode in [*CHECKPOINTS, "except_last"]:
+        torch.manual_seed(5)
+        model = piped(kind(), ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode, backward=backward)
+        for _ in range(3):
+            torch.manual_seed(3)
+            out = model(torch.ones(6, 4))
+            out["loss"].backward()
+            found.append(out["y"].detach())
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
 def test_blocks_draw_different_masks() -> None:
     model = piped(Linear(), ["layers.1", "layers.3"], checkpoint="always")
     with torch.no_grad():

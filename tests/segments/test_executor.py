@@ -34,12 +34,12 @@ class Work:
         self.ends: list[bool] = []
         self.executor: Executor
 
-    def walk(self, i: int) -> None:
+    def walk(self, i: int, pause: Callable[[], None]) -> None:
         try:
             for stage in range(self.stages):
                 self.does(OpRun("F", stage, (i,)))
                 if stage + 1 < self.stages:
-                    self.executor.pause(i)
+                    pause()
         except Stopped:
             self.unwound.append(i)
             raise
@@ -173,9 +173,9 @@ def test_by_a_schedule_nothing_is_begun_after_a_failure(parked: bool) -> None:
 
 def test_a_forward_that_catches_what_stops_it_ends_too() -> None:
     class Catching(Work):
-        def walk(self, i: int) -> None:
+        def walk(self, i: int, pause: Callable[[], None]) -> None:
             try:
-                super().walk(i)
+                super().walk(i, pause)
             except Stopped:
                 pass
 

@@ -1,4 +1,4 @@
-"""Recomputations that take several tries, or that two threads ask for at once."""
+"""Recomputations that two threads ask for at once, and stages that make something behind a flag."""
 from __future__ import annotations
 
 import copy
@@ -38,7 +38,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_second_try_draws_the_numbers_of_the_forward(own: bool, backward: Any) -> None:
+def test_a_stage_that_makes_a_buffer_behind_a_flag_has_the_numbers_of_its_forward(own: bool, backward: Any) -> None:
     layers = [nn.Identity() if own else nn.Dropout(), Table(torch.Generator().manual_seed(1) if own else None)]
     model = SplitPipe(nn.Sequential(*layers), [2], devices=["cpu"], checkpoint="always", backward=backward)
     x = torch.ones(64, 6, requires_grad=True)

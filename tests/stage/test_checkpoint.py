@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
-from splitpipe.stage import again
-from splitpipe.stage.checkpoint import SavedInput
+from splitpipe.stage.run import SavedInput
 from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import (
     Note,
@@ -217,13 +216,12 @@ def test_saved_tensors_are_no_objects_for_the_collector() -> None:
 
 @ENGINES
 def test_inputs_of_stages_are_freed_by_backward(backward: Any) -> None:
-    kind = again._Kept if backward == "split" else SavedInput
     # Those of other tests may still be there, and may go at any moment: they are held, and not counted.
-    others = [thing for thing in gc.get_objects() if type(thing) is kind]
+    others = [thing for thing in gc.get_objects() if type(thing) is SavedInput]
     theirs = set(map(id, others))
 
     def kept() -> int:
-        return sum(type(thing) is kind and id(thing) not in theirs for thing in gc.get_objects())
+        return sum(type(thing) is SavedInput and id(thing) not in theirs for thing in gc.get_objects())
 
     model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always", backward=backward)
     gc.disable()

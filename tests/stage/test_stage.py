@@ -18,7 +18,8 @@ from splitpipe.skip import skippable, stash
 from splitpipe.stage.call import Activation, begin
 from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.layers import StageCache, StageLayers
-from splitpipe.stage.stage import Result, Skips, Stage, Task
+from splitpipe.stage.stage import Stage
+from splitpipe.stage.task import Result, Skips, Task
 
 CPU = torch.device("cpu")
 
