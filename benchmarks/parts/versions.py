@@ -43,7 +43,8 @@ def chosen(subject: Subject, words: Sequence[str]) -> list[Contender]:
             names = "; ".join(each.way for each in own)
             raise ValueError(f"no way has {word!r} in its name: expected a part of one of these: {names}")
     fitting = [each for each in own if any(word in each.way for word in words)]
-    return [each for each in fitting if subject.model != "unet" or "cuts" not in each.way]  # It has skips.
+    # The others' layers have skips, which a loop over them doesn't carry.
+    return [each for each in fitting if subject.model == "gpt" or "cuts" not in each.way]
 
 
 def folder(into: Path, other: Path) -> Path:

@@ -199,10 +199,13 @@ class StageOps:
     def _captured(self, i: int, roots: list[Any], grads: list[Tensor], graph: Graph) -> Grads:
         summed = Summed(self._sums, self.stage.compute)
         found, own = self._capture.backward(roots, grads, graph, partial(self._leave, i), summed)
-        left = [(leaf, grad) for leaf, grad in zip(graph.leaves, own) if grad is not None]
-        if left:
+        leaves = graph.leaves
+        if any([grad is None for grad in own]):
+            leaves = [leaf for leaf, grad in zip(leaves, own) if grad is not None]
+            own = [grad for grad in own if grad is not None]
+        if own:
             with torch.no_grad():  # The worker has the forward's grad mode, in which each sum would be a new tensor.
-                self._sums.add([leaf for leaf, _ in left], [grad for _, grad in left])
+                self._sums.add(leaves, own)
         return found
 
     def _leave(self, i: int, group: WeightGroup, new: PendingGrad) -> None:
