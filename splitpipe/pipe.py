@@ -26,11 +26,11 @@ from splitpipe.partition.resident import Shell
 from splitpipe.piped import Given, Sample, options_of, piped
 from splitpipe.runtime.chain import ChainRuntime
 from splitpipe.runtime.code import CodeRuntime
+from splitpipe.runtime.guards import called, outside_of_compilers, refuse_export, refuse_transforms
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.skip.pairs import verify_skippables
-from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
 
 class SplitPipe(Shell):

@@ -24,9 +24,9 @@ from splitpipe.partition import dispatched
 from splitpipe.partition.blocks import verify_cuts
 from splitpipe.partition.homes import verify_filled
 from splitpipe.runtime.code import CodeRuntime
+from splitpipe.runtime.guards import called, outside_of_compilers, refuse_export, refuse_transforms
 from splitpipe.schedule.op import Schedule
 from splitpipe.segments.stages import Options
-from splitpipe.training.engine import called, outside_of_compilers, refuse_export, refuse_transforms
 
 _log = logging.getLogger("splitpipe")
 

@@ -24,7 +24,7 @@ from splitpipe.loss.reducing import Reducer
 from splitpipe.partition import placing
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.homes import verify_filled
-from splitpipe.runtime.base import Runtime, forgetting
+from splitpipe.runtime.base import Runtime, forgetting, inner_state
 from splitpipe.schedule.plurals import counted
 from splitpipe.segments.chain import ChainRun, ChainStep, ChainWalk
 from splitpipe.segments.forward import DropinWork
@@ -34,7 +34,6 @@ from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import ModelLayers, Named
 from splitpipe.stage.stage import Stage
-from splitpipe.training.engine import inner_state
 
 T = TypeVar("T")
 
@@ -112,7 +111,7 @@ class ChainRuntime(Runtime):
             self._resources.settle_rng_modes(call.end())
             return whole
 
-        return self._engine.guarded(state, outputs)
+        return self._guarded(state, outputs)
 
     def _reduced(self, whole: Any, parts: Parts, rows: list[int]) -> Any:
         """The output with its numbers, which were stacked, reduced."""
@@ -177,7 +176,7 @@ class ChainRuntime(Runtime):
 
     def _split(self, split: Split, input: Any, target: Any, chunks: int) -> tuple[Division, Division | None]:
         named = {} if target is None else {"target": target}
-        parts = parts_of(split, (input,), named, chunks, None if self._engine.trainer is None else chunks)
+        parts = parts_of(split, (input,), named, chunks, None if self._trainer is None else chunks)
         for number, (args, kwargs) in enumerate(parts):
             if len(args) != 1 or kwargs.keys() != named.keys():
                 expected = "((input,), {})" if target is None else "((input,), {'target': target})"
@@ -200,8 +199,8 @@ class ChainRuntime(Runtime):
         grad_scaler: Any,
     ) -> Tensor:
         """Runs forward and backward, and returns the loss of the batch."""
-        trainer, state = self._trainer(), thread_state.capture()
-        scale = self._engine.scale(state, grad_scaler)
+        trainer, state = self._step_trainer(), thread_state.capture()
+        scale = self._scale(state, grad_scaler)
         inner = inner_state(state)
 
         def loss() -> Tensor:
@@ -220,7 +219,7 @@ class ChainRuntime(Runtime):
             step.leave()
             return value
 
-        return self._engine.guarded(state, loss)
+        return self._guarded(state, loss)
 
     def _watched(self, layers: ModelLayers, call: Call) -> AbstractContextManager[None]:
         if self._attributes.looked:
@@ -234,7 +233,7 @@ class ChainRuntime(Runtime):
         for stage, (start, end) in enumerate(self._spans):
             for part in [part for layer in layers[start:end] for part in layer.modules()]:
                 stage_of.setdefault(part, stage)
-        return report(module, stage_of, self._resources.caches, self._engine.split)
+        return report(module, stage_of, self._resources.caches, self.options.split)
 
 
 def _together(layers: ModelLayers) -> nn.Sequential:

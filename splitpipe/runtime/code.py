@@ -29,7 +29,7 @@ from splitpipe.partition.attributes import Attributes, noted
 from splitpipe.partition.blocks import Blocks, device_map
 from splitpipe.partition.call_hook import surround
 from splitpipe.partition.homes import Homes, buffer_versions, rehearse
-from splitpipe.runtime.base import Runtime, forgetting
+from splitpipe.runtime.base import Runtime, forgetting, inner_state
 from splitpipe.segments.code import CodeWalk
 from splitpipe.segments.forward import CodeDropinWork
 from splitpipe.segments.nodes import BlockNodes
@@ -38,7 +38,6 @@ from splitpipe.segments.stages import CodeRun, ModuleLayers, Options, SegmentSta
 from splitpipe.segments.step import CodeStep, with_loss
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import StageCache
-from splitpipe.training.engine import inner_state
 from splitpipe.training.loss import Losses
 
 
@@ -90,7 +89,7 @@ class CodeRuntime(Runtime):
 
     def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = thread_state.capture()
-        return self._engine.guarded(state, partial(self._outputs, args, kwargs, state, whole=True), alone=True)
+        return self._guarded(state, partial(self._outputs, args, kwargs, state, whole=True), alone=True)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Any:
         """The module's output for the batch; with a schedule, the loss for a target, or the output with its loss."""
@@ -100,7 +99,7 @@ class CodeRuntime(Runtime):
             call = partial(self._train, args, kwargs, target, state)
         else:
             call = partial(self._outputs, args, kwargs, state)
-        return self._engine.guarded(state, call, alone=True)
+        return self._guarded(state, call, alone=True)
 
     # Common to both.
 
@@ -272,13 +271,13 @@ class CodeRuntime(Runtime):
     # With a schedule.
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, state: thread_state.State) -> Any:
-        trainer, options = self._trainer(), self.options
+        trainer, options = self._step_trainer(), self.options
         if target is not None and options.loss_fn is None:
             raise ValueError(
                 "target= was given, but the model has no loss_fn to pass it to: expected SplitPipe(..., "
                 "loss_fn=criterion), or labels for the module's own loss."
             )
-        scale, inner = self._engine.scale(state, options.grad_scaler), inner_state(state)
+        scale, inner = self._scale(state, options.grad_scaler), inner_state(state)
         blocks = Blocks(self.module, options.cuts)
         division, targets = self._divided(args, kwargs, target, inner, blocks)
         self._prepare(blocks)
@@ -321,4 +320,4 @@ class CodeRuntime(Runtime):
 
     def report(self, module: object = None) -> DeferralReport:
         """The report on deferral, from the uses of parameters seen in the stages' forwards."""
-        return report(self.module, self.stage_of, self._resources.caches, self._engine.split)
+        return report(self.module, self.stage_of, self._resources.caches, self.options.split)

@@ -39,8 +39,8 @@ from splitpipe.segments.values import SIMPLE, Follow, Transfer, Values
 from splitpipe.segments.walk import Forwards, Walk
 from splitpipe.skip.box import opened
 from splitpipe.stage.call import Activation
+from splitpipe.stage.checkpoint import is_checkpoint
 from splitpipe.stage.containers import change, changes, containers, copies, marked, returned, verify_once
-from splitpipe.training.engine import recomputes
 
 _BETWEEN = "the code between blocks"
 
@@ -313,7 +313,7 @@ class CodeWalk(Walk):
 
     def _checkpoints(self) -> bool:
         """True if blocks are checkpointed, except inside torch.utils.checkpoint, which recomputes them itself."""
-        return self.i < self.run.call.checkpointed and not recomputes(_top_saved_tensors_default_hooks(True))
+        return self.i < self.run.call.checkpointed and not is_checkpoint(_top_saved_tensors_default_hooks(True))
 
     def _traced(self, block: nn.Module, call: Callable[..., Any]) -> TracedBlock | None:
         """The call under a trace, if numbers may be computed in it."""

@@ -185,6 +185,13 @@ def _clear(frame: weakref.ref[Frame]) -> None:
         there.clear()
 
 
+def is_checkpoint(hooks: Hooks | None) -> bool:
+    """True if saved-tensor hooks belong to a checkpoint: torch's, or that of a pipeline around the model."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) in (
+        "torch.utils.checkpoint", __name__, Refill.__module__
+    )
+
+
 class Batch:
     """The tensors of a batch, which must not be written to between the forward and a recomputation that uses them."""
 

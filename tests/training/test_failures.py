@@ -40,7 +40,7 @@ def test_a_layer_that_writes_to_what_another_needs_is_told_of_it() -> None:
 def test_a_child_of_a_fork_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = twins(mlp(2), "1f1b", 2, loss_fn=F.mse_loss, chunks=4)
     run(model)
-    held = model._runtime._engine._lock.lock  # As a thread of the parent's has it.
+    held = model._runtime._lock.lock  # As a thread of the parent's has it.
     threading.Thread(target=held.acquire).start()
     monkeypatch.setattr("os.getpid", lambda: -1)
     run(model).backward()
