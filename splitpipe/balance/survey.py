@@ -20,10 +20,10 @@ from splitpipe.batch.reading import Memory
 from splitpipe.checks import verify_ungathered
 from splitpipe.core.note import add_note
 from splitpipe.core.torch_private import tree_map_only
+from splitpipe.engine.scheduled import loss_of
 from splitpipe.partition.homes import verify_filled
 from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.partition.resident import Shell
-from splitpipe.segments.step import loss_of
 
 
 class Surveyed(NamedTuple):

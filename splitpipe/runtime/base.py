@@ -21,14 +21,14 @@ from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.stash import Stashes
 from splitpipe.deferral.streams import BackwardStreams
+from splitpipe.engine.dropin import DropinWork
+from splitpipe.engine.parts import Flat
+from splitpipe.engine.stages import Options, RunningStage
 from splitpipe.loss.reducing import NO_FUNCTION, Told
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.partition.homes import without_trace
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.segments.forward import DropinWork
-from splitpipe.segments.parts import Flat
-from splitpipe.segments.stages import Options, RunningStage
 from splitpipe.stage.call import Call, begin
 from splitpipe.stage.checkpoint import is_checkpoint
 from splitpipe.stage.layers import AllLayers, StageLayers
@@ -138,7 +138,7 @@ class Runtime:
         self, work: DropinWork, threads: Pool, during: AbstractContextManager[object]
     ) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
         """Runs all microbatches; returns their flat outputs, and what numbers among these consist of."""
-        with forgetting(threads, work.walks), during:
+        with forgetting(threads, work.forwards), during:
             work.run(threads, self._resources.workers)
             found = work.found()
         work.rejoin()
@@ -207,11 +207,11 @@ def defers(split: bool, schedule: Schedule | None) -> bool:
 
 
 @contextmanager
-def forgetting(threads: Pool, walks: Sequence[Any]) -> Iterator[None]:
+def forgetting(threads: Pool, forwards: Sequence[Any]) -> Iterator[None]:
     """Ensures that no microbatch's thread works afterwards, unless a second interrupt ends the wait for that."""
     try:
         yield
     finally:
         if not threads.left:
-            for walk in walks:
-                walk.forget()
+            for forward in forwards:
+                forward.forget()

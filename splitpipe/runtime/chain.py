@@ -20,16 +20,16 @@ from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import tree_map_only
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
+from splitpipe.engine.chain import ChainForward, ChainRun, ChainStep
+from splitpipe.engine.dropin import DropinWork
+from splitpipe.engine.parts import Cutting
+from splitpipe.engine.stages import Options, report
 from splitpipe.loss.reducing import Reducer
 from splitpipe.partition import placing
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.homes import verify_filled
 from splitpipe.runtime.base import Runtime, forgetting, inner_state
 from splitpipe.schedule.plurals import counted
-from splitpipe.segments.chain import ChainRun, ChainStep, ChainWalk
-from splitpipe.segments.forward import DropinWork
-from splitpipe.segments.parts import Cutting
-from splitpipe.segments.stages import Options, report
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import ModelLayers, Named
@@ -143,7 +143,7 @@ class ChainRuntime(Runtime):
         run, cutting = ChainRun(call, stages, ranked=state.grad), Cutting(stages[0].sink is not None)
         work = DropinWork(run, cutting, resources.routes(call.computes))
         for i, activation in enumerate(call.cut(call.input, 0)):
-            work.walks.append(ChainWalk(run, i, activation, work, inside=not state.function_modes))
+            work.forwards.append(ChainForward(run, i, activation, work, inside=not state.function_modes))
         found, _ = self._found(work, threads, self._watched(layers, call))
         for each in stages:
             if each.sink is not None and call.checkpointed:
@@ -214,7 +214,7 @@ class ChainRuntime(Runtime):
             resources = self._resources
             threads = resources.pool(found)
             step = ChainStep(found, resources.caches, call, resources.routes(call.computes), threads)
-            with forgetting(threads, step.walks), self._watched(found, call):
+            with forgetting(threads, step.forwards), self._watched(found, call):
                 value = trainer.train(found, call, targets, scale, step)
             step.leave()
             return value

@@ -22,6 +22,12 @@ from splitpipe.core.torch_private import tree_map_only
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import DeferralReport
+from splitpipe.engine.code import CodeForward
+from splitpipe.engine.dropin import CodeDropinWork
+from splitpipe.engine.nodes import BlockNodes
+from splitpipe.engine.parts import Cutting
+from splitpipe.engine.scheduled import CodeStep, with_loss
+from splitpipe.engine.stages import CodeRun, ModuleLayers, Options, SegmentStage, report
 from splitpipe.loss.reducing import AS_FUNCTION, Reducer
 from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
 from splitpipe.loss.tracing import Numbers, Tracing
@@ -30,12 +36,6 @@ from splitpipe.partition.blocks import Blocks, device_map
 from splitpipe.partition.call_hook import surround
 from splitpipe.partition.homes import Homes, buffer_versions, rehearse
 from splitpipe.runtime.base import Runtime, forgetting, inner_state
-from splitpipe.segments.code import CodeWalk
-from splitpipe.segments.forward import CodeDropinWork
-from splitpipe.segments.nodes import BlockNodes
-from splitpipe.segments.parts import Cutting
-from splitpipe.segments.stages import CodeRun, ModuleLayers, Options, SegmentStage, report
-from splitpipe.segments.step import CodeStep, with_loss
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import StageCache
 from splitpipe.training.loss import Losses
@@ -226,9 +226,9 @@ class CodeRuntime(Runtime):
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
         work = CodeDropinWork(run, cutting, self._resources.routes(call.computes), self._homes)
         for i, activation in enumerate(call.cut(call.input, 0)):
-            work.walks.append(CodeWalk(run, i, activation, work))
+            work.forwards.append(CodeForward(run, i, activation, work))
         found, numbers = self._found(work, threads, self._watched(call))
-        if len(work.walks) > 1:
+        if len(work.forwards) > 1:
             self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers))
         run.verify_copies()
         try:
@@ -304,9 +304,9 @@ class CodeRuntime(Runtime):
             objective=objective,
             losses=self._losses,
         )
-        with forgetting(threads, step.walks), self._watched(call):
+        with forgetting(threads, step.forwards), self._watched(call):
             loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._homes.in_turn)
-            numbers = [walk.numbers for walk in step.walks]
+            numbers = [forward.numbers for forward in step.forwards]
         step.leave()
         if tracing is not None:
             self._numbers.end(kind, True)

@@ -1,6 +1,6 @@
 """The gradients on their way between the stages of a step.
 
-An op begins when those that send it something have ended (see ``segments.executor``), so nothing waits here.
+An op begins when those that send it something have ended (see ``engine.executor``), so nothing waits here.
 """
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from splitpipe import SplitPipe
 from splitpipe.balance import defaults
 from splitpipe.core.stream import Place
 from splitpipe.schedule import build
-from tests.segments.models import Stack
+from tests.engine.models import Stack
 
 pytestmark = pytest.mark.filterwarnings("ignore:no accelerator is available")
 

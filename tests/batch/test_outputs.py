@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.engine.models import piped
 from tests.helpers.twin import assert_same
-from tests.segments.models import piped
 
 Pair = namedtuple("Pair", ["left", "right"])
 

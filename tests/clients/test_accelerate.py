@@ -10,7 +10,7 @@ from torch import nn
 
 import splitpipe
 from splitpipe import SplitPipe
-from tests.segments.models import Stack
+from tests.engine.models import Stack
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("default")]
 

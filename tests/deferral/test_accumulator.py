@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
 from splitpipe.deferral.accumulator import Allocate, Sums, Total
-from splitpipe.segments.ops import StageOps
+from splitpipe.engine.ops import StageOps
 from tests.helpers.scheduled import mean
 
 SHAPES = (3,), (2, 4)

@@ -41,9 +41,9 @@ CAUGHT: dict[str, str] = {
     "core/transfer.py: move: wait": "chain",
     "core/transfer.py: arrive: wait_for": "detached",
     "training/exchange.py: Exchange.receive: wait_for": "chain",
-    "segments/detaching.py: DetachedTransfer.take: wait_for": "chain",
-    "segments/step.py: StepWork.other: use": "module: carried",
-    "segments/detaching.py: CodeDetachedTransfer.carry: wait_for": "module: carried",
+    "engine/detaching.py: DetachedTransfer.take: wait_for": "chain",
+    "engine/scheduled.py: StepWork.other: use": "module: carried",
+    "engine/detaching.py: CodeDetachedTransfer.carry: wait_for": "module: carried",
     "deferral/streams.py: Reads.release: wait_for": "residuals",
     "deferral/streams.py: BackwardStreams.allocate: wait": "chain",
     "stage/call.py: begin: wait": "chain",
@@ -57,17 +57,17 @@ CAUGHT: dict[str, str] = {
 #: Places without which some step takes longer, though nothing goes wrong: of ``makespans.CHECKED``.
 SLOWER: tuple[str, ...] = (
     "deferral/stash.py: Stash._compute_early: use",
-    "segments/forward.py: GraphTransfer._left: use",
+    "engine/dropin.py: GraphTransfer._left: use",
 )
 _OTHERS = "The stage's stream, whichever the thread has: on the default one others' work would be waited for."
 _TWICE = "A call has the streams wait as well, and autograd those of its nodes; hand_over is right by itself."
 #: Places that no case misses, and why they are there.
 EXPLAINED: dict[str, str] = {
-    "segments/chain.py: ChainWalk._step: use": _OTHERS,
+    "engine/chain.py: ChainForward._step: use": _OTHERS,
     "core/transfer.py: leave: use": _OTHERS,
     "core/transfer.py: arrive: use": _OTHERS,
-    "segments/code.py: CodeWalk._forward: use": _OTHERS,
-    "segments/code.py: CodeWalk._enter: use": _OTHERS,
+    "engine/code.py: CodeForward._forward: use": _OTHERS,
+    "engine/code.py: CodeForward._enter: use": _OTHERS,
     "partition/homes.py: Homes.brought.<locals>.bring: hold": (
         "Where nobody takes a block's call: torch.utils.checkpoint runs it again, in backward, on streams of its own."
     ),
@@ -76,13 +76,13 @@ EXPLAINED: dict[str, str] = {
     "core/transfer.py: hand_over: wait": _TWICE,
     "core/transfer.py: hand_over: hold": _TWICE,
     "deferral/stash.py: Stashes.flushing: use": "What Flush itself computes: little, and compute waits for it.",
-    "segments/ops.py: StageOps.close: use": _OTHERS,
+    "engine/ops.py: StageOps.close: use": _OTHERS,
     "training/release.py: _order_streams: wait": "Autograd has them wait where their sums go through a transpose.",
     "training/ledger.py: Ledger.leave: hold": "What a layer on a stream of its own has saved: in its pool.",
     "deferral/stash.py: Stash.leave: hold": "The same, drop-in.",
     "deferral/stash.py: Stash.gradients: wait": "For a weight whose gradient is B's in another place.",
-    "segments/ops.py: StageOps.phony: use": _OTHERS,
-    "segments/parts.py: _Cut.join: use": _OTHERS,
+    "engine/ops.py: StageOps.phony: use": _OTHERS,
+    "engine/parts.py: _Cut.join: use": _OTHERS,
     "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",
     "training/release.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }

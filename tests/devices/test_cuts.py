@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe.segments.stages import CodeRun
+from splitpipe.engine.stages import CodeRun
 from tests.devices.cut import BOTH, DEVICES, batch, trained, wrapped
 from tests.devices.modules import WIDTH, Carried, Module, Of, Tied, recomputing
 from tests.devices.subjects import mean
+from tests.engine import test_parts as parts
 from tests.gpu.checks import assert_same_gradients
 from tests.helpers.twin import Note
-from tests.segments import test_parts as parts
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
 ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])

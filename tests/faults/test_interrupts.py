@@ -23,7 +23,7 @@ import splitpipe
 from splitpipe import SplitPipe
 from splitpipe.core.note import add_note
 from splitpipe.core.worker import WorkerDiedError
-from splitpipe.segments.walk import Walk
+from splitpipe.engine.forward import MicrobatchForward
 from tests.faults.test_ops import Case
 from tests.helpers.deferring import Call
 from tests.helpers.signals import interrupts
@@ -151,7 +151,7 @@ def test_the_traceback_of_an_interrupt_holds_nothing_that_was_on_its_way(interru
     with pytest.raises(KeyboardInterrupt) as info:
         model(torch.randn(8, 4))
     held = [value for entry in info.traceback for value in entry.frame.f_locals.values()]
-    assert not [value for value in held if isinstance(value, Walk) and vars(value)]
+    assert not [value for value in held if isinstance(value, MicrobatchForward) and vars(value)]
 
 
 def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked(interrupt: Callable[[], None]) -> None:

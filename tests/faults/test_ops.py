@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from splitpipe import DeferredBatchNorm, SplitPipe, schedule
 from splitpipe.core import microbatch
 from splitpipe.core.note import add_note
-from splitpipe.segments.chain import ChainWalk
+from splitpipe.engine.chain import ChainForward
 from splitpipe.training.exchange import Exchange
 from tests.helpers.faults import ERRORS, SIGNALS, Loss, Place, fragile, throws, watch
 from tests.helpers.scheduled import flat
@@ -203,8 +203,8 @@ def test_an_error_in_any_kind_of_op_is_raised_in_the_caller_and_the_model_is_as_
 
 
 @pytest.mark.parametrize(("name", "owner", "function"), [
-    ("drop-in", microbatch, "scatter"), ("drop-in", microbatch, "gather"), ("drop-in", ChainWalk, "_taken"),
-    ("zb-h1", microbatch, "scatter"), ("zb-h1", ChainWalk, "_taken"), ("zb-h1", Exchange, "send"),
+    ("drop-in", microbatch, "scatter"), ("drop-in", microbatch, "gather"), ("drop-in", ChainForward, "_taken"),
+    ("zb-h1", microbatch, "scatter"), ("zb-h1", ChainForward, "_taken"), ("zb-h1", Exchange, "send"),
 ])
 def test_an_error_between_ops_is_raised_in_the_caller_and_the_model_is_as_it_was(
     name: str, owner: object, function: str, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ from torch import nn
 import splitpipe
 from splitpipe import SplitPipe
 from splitpipe.partition.by_bytes import memory_of
-from tests.segments.models import Stack
+from tests.engine.models import Stack
 
 pytestmark = [
     pytest.mark.cuda,

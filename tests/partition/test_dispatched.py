@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import splitpipe
-from tests.segments.models import Stack
+from tests.engine.models import Stack
 
 
 class AlignDevicesHook:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.engine.models import piped
 from tests.helpers.twin import assert_same
-from tests.segments.models import piped
 
 
 class Cache:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
+from tests.engine.models import piped
 from tests.helpers.twin import assert_same, assert_same_tensors
-from tests.segments.models import piped
 
 
 class Three(nn.Module):

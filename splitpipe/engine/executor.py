@@ -44,7 +44,7 @@ class Stopped(BaseException):
 class Work(Protocol):
     """What the threads do."""
 
-    def walk(self, i: int, pause: Callable[[], None]) -> None:
+    def whole(self, i: int, pause: Callable[[], None]) -> None:
         """The whole forward of a microbatch; between two stages, it calls ``pause``, which may raise Stopped."""
 
     def forward(self, run: OpRun) -> None:
@@ -174,7 +174,7 @@ class Executor:
                 [i] = run.microbatches
                 self._thread_of[i] = number
                 self._work.begin(run)
-                self._work.walk(i, partial(self._pause, i))
+                self._work.whole(i, partial(self._pause, i))
                 if self._over:  # The user's code has caught Stopped.
                     return None
                 self._work.end(self._doing[number])

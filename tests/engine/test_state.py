@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from tests.engine.models import SCHEDULES, Stack, assert_same_step, batch, piped
 from tests.helpers.twin import assert_same_tensors
-from tests.segments.models import SCHEDULES, Stack, assert_same_step, batch, piped
 
 CUTS = ["layers.1", "layers.3"]
 variable: ContextVar[int] = ContextVar("variable", default=0)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
+from tests.engine.models import SCHEDULES, Stack, batch, piped
 from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors
-from tests.segments.models import SCHEDULES, Stack, batch, piped
 
 CUTS = ["layers.1", "layers.3"]
 PLACES = pytest.mark.parametrize("place", [SplitPipe, attach])

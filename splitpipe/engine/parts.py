@@ -5,8 +5,8 @@
 
 B of a part is then one call of autograd's engine, and leaves weight gradients to W. One thread makes all nodes of a
 microbatch, stage by stage, so their sequence numbers show the stages, except for nodes that were ranked or with which a
-value has crossed; the Walk knows these. Only the edge of a value that crosses is known, so a tensor without memory
-represents it.
+value has crossed, which the MicrobatchForward knows. Only the edge of a value that crosses is known, so a tensor
+without memory represents it.
 
 A graph stays whole if cutting it could change what autograd does. Its gradients are the same, but none is left to W:
 
@@ -34,9 +34,9 @@ from splitpipe.core.tensors import sharing
 from splitpipe.core.torch_private import AccumulateGrad
 from splitpipe.core.transfer import Crossing
 from splitpipe.deferral.owners import Note
+from splitpipe.engine.forward import MicrobatchForward
+from splitpipe.engine.stages import Run
 from splitpipe.loss.terms import Number, Unknown
-from splitpipe.segments.stages import Run
-from splitpipe.segments.walk import Walk
 from splitpipe.stage.run import TENSORS
 from splitpipe.training.capture import Graph
 from splitpipe.training.dropped import OPEN
@@ -97,8 +97,8 @@ class _Whole(Exception):
 class _Ends:
     """The edges at which a stage's part ends. Looking one up records it, or the node that it leads to."""
 
-    def __init__(self, walk: Walk, around: Mapping[Edge, Tensor], stage: int, dry: bool) -> None:
-        self._walk, self._around, self._stage, self._dry = walk, around, stage, dry
+    def __init__(self, forward: MicrobatchForward, around: Mapping[Edge, Tensor], stage: int, dry: bool) -> None:
+        self._forward, self._around, self._stage, self._dry = forward, around, stage, dry
         self.edges: dict[Edge, None] = {}
         #: The nodes of the part.
         self.nodes: set[Any] = set()
@@ -112,13 +112,13 @@ class _Ends:
         return True
 
     def within(self, nodes: Sequence[Any], tails: Sequence[Any]) -> bool:
-        """True if the walk has made all nodes on this stage, except for casts of leaves; records them."""
-        walk, k = self._walk, self._stage
-        span, crossed = walk.span(k), walk.crossed
+        """True if the forward has made all nodes on this stage, except for casts of leaves; records them."""
+        forward, k = self._forward, self._stage
+        span, crossed = forward.span(k), forward.crossed
         if not crossed.keys().isdisjoint(nodes) or not {node for node, _ in self._around}.isdisjoint(nodes):
             return False
         others = [node for node in (*nodes, *tails) if node._sequence_nr() not in span]
-        if not all([_may_be_shared(node) or walk.maker(node, k) == k for node in others]):
+        if not all([_may_be_shared(node) or forward.maker(node, k) == k for node in others]):
             return False
         self.owned = True
         self.nodes.update([node for node in nodes if not _may_be_shared(node)])
@@ -130,9 +130,9 @@ class _Ends:
         node = edge[0]
         if _may_be_shared(node):
             return False
-        found = self._walk.maker(node, self._stage)
+        found = self._forward.maker(node, self._stage)
         if found == self._stage:
-            if node in self._walk.crossed:
+            if node in self._forward.crossed:
                 return True
             self.nodes.add(node)
             return False
@@ -145,11 +145,11 @@ class _Ends:
 class _Cut:
     """The graph of one microbatch."""
 
-    def __init__(self, walk: Walk, copies: Mapping[Edge, Tensor], dry: bool) -> None:
-        self._walk, self._run, self._dry = walk, walk.run, dry
+    def __init__(self, forward: MicrobatchForward, copies: Mapping[Edge, Tensor], dry: bool) -> None:
+        self._forward, self._run, self._dry = forward, forward.run, dry
         self._copies = copies
         #: The tensors of the surrounding graph that stages get, by the edges at which their parts end.
-        self._given: dict[Edge, Tensor] = {**copies, **walk.inputs}
+        self._given: dict[Edge, Tensor] = {**copies, **forward.inputs}
         #: Those that stages return, by the edges at which they leave the parts.
         self._outputs: dict[Edge, Tensor] = {**copies}
         #: These edges for each stage, in order.
@@ -178,7 +178,7 @@ class _Cut:
         """Records an edge at which a value leaves a part for a stage."""
         if edge in self._copies:
             return
-        found = self._walk.maker(edge[0])
+        found = self._forward.maker(edge[0])
         # Autograd remakes a view's node after a write to its memory, possibly in a later stage.
         if found is None or found >= stage:
             raise _Whole
@@ -186,9 +186,9 @@ class _Cut:
 
     def _part(self, k: int) -> Graph:
         sink = self._sink(k)
-        ends, seen = _Ends(self._walk, self._given, k, self._dry), list[tuple[Tensor, bool, str]]()
+        ends, seen = _Ends(self._forward, self._given, k, self._dry), list[tuple[Tensor, bool, str]]()
         # With any numbers: ``ends`` knows the part's own nodes.
-        graph = sink.graph(self._walk.i, _edges(self._roots[k]), (), range(2**64), seen=seen, ends=ends)
+        graph = sink.graph(self._forward.i, _edges(self._roots[k]), (), range(2**64), seen=seen, ends=ends)
         if sink.note is not None:
             self._notes += [(sink.note, *each) for each in seen]
         self._used[k] = used_by(graph)
@@ -210,7 +210,7 @@ class _Cut:
             for number in owner.edges:
                 node = after[number][0]
                 while type(node) is not AccumulateGrad and node is not None:
-                    if self._walk.maker(node, k) is None and type(node).__name__ != _CAST:
+                    if self._forward.maker(node, k) is None and type(node).__name__ != _CAST:
                         return False
                     node = node.next_functions[0][0]
         return True
@@ -245,17 +245,17 @@ class _Cut:
 
     def join(self) -> None:
         """Makes the nodes of the surrounding graph."""
-        walk, stages = self._walk, self._run.stages
+        forward, stages = self._forward, self._run.stages
         for k, graph in sorted(self._graphs.items()):
             stage, sink, roots = stages[k], self._sink(k), self._roots[k]
             inputs = [self._input((edge.node, edge.output_nr)) for edge in graph.entered]
-            where = f"{stage}, microbatch {walk.i} of {len(self._run.call.rows)}"
+            where = f"{stage}, microbatch {forward.i} of {len(self._run.call.rows)}"
             with stream.use(stage.compute):
                 phony, ids = sink.phony_of(graph, self._run.parameters(k))
                 values = [self._value(edge) for edge in roots]
-                held = Held(graph, _edges(roots), sink, walk.i, ids, where)
+                held = Held(graph, _edges(roots), sink, forward.i, ids, where)
                 made: tuple[Tensor, ...] = BlockNode.apply(held, values, phony, *inputs)
-            rank(made[0], LAST + 1 + walk.i * len(stages) + k)
+            rank(made[0], LAST + 1 + forward.i * len(stages) + k)
             self._outputs.update(zip(roots, made))
 
     def _input(self, edge: Edge) -> Tensor:
@@ -308,24 +308,24 @@ def _values(leaves: Sequence[Any], numbers: Numbers) -> list[Tensor]:
     return found + [term.value for each in made for term in each.terms if _has_graph(term.value)]
 
 
-def _may_leave(walk: Walk, leaves: Sequence[Any], several: bool) -> bool:
+def _may_leave(forward: MicrobatchForward, leaves: Sequence[Any], several: bool) -> bool:
     """True if a part of the surrounding graph may return an output's leaves instead of the module's own."""
     own = {id(x): x for x in leaves if isinstance(x, Tensor) and x.requires_grad}
     if not several and len(own) > 1:  # Hooks on one would also get what comes from another.
         return False
-    others = [x for x in walk.inputs.values() if id(x) not in own]
+    others = [x for x in forward.inputs.values() if id(x) not in own]
     return all([isinstance(x, OPEN) for x in leaves]) and not sharing([*own.values()], others)
 
 
 def cut(
-    run: Run, walks: Sequence[Walk], found: Sequence[Flat], numbers: Sequence[Numbers],
+    run: Run, forwards: Sequence[MicrobatchForward], found: Sequence[Flat], numbers: Sequence[Numbers],
     dry: bool = False, whole: bool = False,
 ) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
     """Cuts the graphs of all microbatches that aren't checkpointed, where possible.
 
     Args:
         run: the call.
-        walks: those of its microbatches, which are done.
+        forwards: those of its microbatches, which are done.
         found: their outputs.
         numbers: what numbers among these consist of.
         dry: whether only to record for the report what would be done.
@@ -335,15 +335,15 @@ def cut(
         The outputs as values of the surrounding graph, and the same numbers for these.
     """
     copies = {_edge(y): y for _, y in run.copies() if y.grad_fn is not None}
-    cuts: list[_Cut | None] = [None] * len(walks)
+    cuts: list[_Cut | None] = [None] * len(forwards)
     seen: set[Any] = set()
     whole = whole or any([stage.own.computed for stage in run.stages])
-    for i, walk in enumerate(walks):
+    for i, forward in enumerate(forwards):
         if whole or i < run.call.checkpointed:
             continue
-        each = _Cut(walk, copies, dry)
+        each = _Cut(forward, copies, dry)
         try:
-            if walk.odd or not _may_leave(walk, found[i][0], len(walks) > 1):
+            if forward.odd or not _may_leave(forward, found[i][0], len(forwards) > 1):
                 raise _Whole
             each.find(_values(found[i][0], numbers[i]))
         except _Whole:
@@ -359,7 +359,7 @@ def cut(
                 return list[Flat](found), [{**own} for own in numbers]
         whole = whole or not seen.isdisjoint(each.nodes)
         seen |= each.nodes
-    for i in range(min(run.call.checkpointed, len(walks)) if seen and not whole else 0):
+    for i in range(min(run.call.checkpointed, len(forwards)) if seen and not whole else 0):
         whole = whole or not seen.isdisjoint(reached(map(_edge, _values(found[i][0], numbers[i]))).nodes)
     outputs, made = list[Flat](found), [{**each} for each in numbers]
     for stage in run.stages:

@@ -25,9 +25,9 @@ from splitpipe.core.rng import torch_checkpoint_rng
 from splitpipe.deferral.accumulator import Sums
 from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
-from splitpipe.segments.detaching import DetachedTransfer, Flight
-from splitpipe.segments.stages import RunningStage
-from splitpipe.segments.walk import Walk
+from splitpipe.engine.detaching import DetachedTransfer, Flight
+from splitpipe.engine.forward import MicrobatchForward
+from splitpipe.engine.stages import RunningStage
 from splitpipe.skip.box import Key
 from splitpipe.training.capture import Capture, Grads, Graph, Summed
 from splitpipe.training.ledger import Ledger
@@ -48,7 +48,7 @@ class StageOps:
         capture: Capture,
         shared: Shared,
         trace: StageTrace | None,
-        walks: Sequence[Walk],
+        forwards: Sequence[MicrobatchForward],
         transfers: Sequence[DetachedTransfer],
     ) -> None:
         self.stage = stage
@@ -61,7 +61,7 @@ class StageOps:
         stage.sink = self if shared.call.state.grad else None
         self._phony: Tensor | None = None
         self._last: dict[int, Prepared] = {}
-        self._walks = walks
+        self._forwards = forwards
         self._transfers = transfers
         #: The gradients of the caller's values: for each microbatch, those of the input (key None) and the target.
         self.given: dict[tuple[Key | None, int], Grads] = {}
@@ -123,7 +123,7 @@ class StageOps:
             trace.stop()
             trace.note("F", (i,))
         if j == self._shared.last:
-            self._shared.reduction.add(i, self._walks[i].taken())
+            self._shared.reduction.add(i, self._forwards[i].taken())
             self.differentiable = self.differentiable or bool(self._transfers[i].flights[j].value)
 
     def leave(self) -> None:

@@ -18,11 +18,11 @@ from splitpipe.core import stream
 from splitpipe.core.graph import Enter, reached
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.core.transfer import Routes
+from splitpipe.engine.code import CodeForward
+from splitpipe.engine.dropin import Events, Sent
+from splitpipe.engine.forward import MicrobatchForward
+from splitpipe.engine.values import differentiated
 from splitpipe.partition.homes import Homes
-from splitpipe.segments.code import CodeWalk
-from splitpipe.segments.forward import Events, Sent
-from splitpipe.segments.values import differentiated
-from splitpipe.segments.walk import Walk
 from splitpipe.skip.box import Key
 from splitpipe.stage.checkpoint import Remade
 from splitpipe.training.record import StageTrace
@@ -46,22 +46,22 @@ class Flight:
 class DetachedTransfer:
     """Passes values to later stages outside autograd; ``flights`` has their edges, by stage."""
 
-    def __init__(self, walk: Walk, routes: Routes | None, traces: Sequence[StageTrace]) -> None:
-        self._walk = walk
+    def __init__(self, forward: MicrobatchForward, routes: Routes | None, traces: Sequence[StageTrace]) -> None:
+        self._forward = forward
         self._routes = routes
         self._traces = traces
-        self.flights = [Flight() for _ in walk.run.stages]
+        self.flights = [Flight() for _ in forward.run.stages]
 
-    def leaving(self, walk: Walk) -> None:
+    def leaving(self, forward: MicrobatchForward) -> None:
         """Ends a segment."""
-        self.flights[walk.stage].numbers = range(walk.firsts[-1], _get_sequence_nr())
+        self.flights[forward.stage].numbers = range(forward.firsts[-1], _get_sequence_nr())
 
     def send(self, values: Sequence[Tensor], source: int, target: int, frame: Remade | None) -> Sent:
         """Sends values of the current stage to a later one, where those that require grad are leaves.
 
         ``frame``: if the stage is checkpointed. An op recomputes it before its gradient arrives, or its own nodes do.
         """
-        grad = self._walk.run.call.state.grad
+        grad = self._forward.run.call.state.grad
         tracked = [x.requires_grad and grad for x in values]
         edges = [get_gradient_edge(x) for x, each in zip(values, tracked) if each]
         if edges:
@@ -78,7 +78,7 @@ class DetachedTransfer:
         if route is not None and event is not None:
             stream.wait_for(route.target.compute, event)
             stream.spent(event)
-        if not self._walk.run.call.state.grad:
+        if not self._forward.run.call.state.grad:
             return [*values]
         return [self.enter(x, source) if x.requires_grad else x for x in values]
 
@@ -86,7 +86,7 @@ class DetachedTransfer:
         """The leaf, as the output of a node at which a gradient is captured."""
         with torch.enable_grad():
             made: Tensor = Enter.apply(y)
-        self.flights[self._walk.stage].entered.setdefault(source, []).append(get_gradient_edge(made))
+        self.flights[self._forward.stage].entered.setdefault(source, []).append(get_gradient_edge(made))
         return made
 
     def opening(self, leaves: Sequence[Any]) -> list[Any]:
@@ -95,9 +95,9 @@ class DetachedTransfer:
 
     def given(self, leaves: Sequence[Any], whose: Key | None) -> list[Any]:
         """The caller's input or target, entered."""
-        if not self._walk.run.call.state.grad:
+        if not self._forward.run.call.state.grad:
             return list(leaves)
-        self.flights[self._walk.stage].entered[whose] = []
+        self.flights[self._forward.stage].entered[whose] = []
         return [
             self.enter(leaf, whose) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves
         ]
@@ -107,16 +107,16 @@ class CodeDetachedTransfer(DetachedTransfer):
     """The same for the values of a module's own code, which it finds by their devices and nodes."""
 
     def __init__(
-        self, walk: CodeWalk, homes: Homes, routes: Routes | None, events: Events, traces: Sequence[StageTrace]
+        self, forward: CodeForward, homes: Homes, routes: Routes | None, events: Events, traces: Sequence[StageTrace]
     ) -> None:
-        super().__init__(walk, routes, traces)
-        self._of, self._homes, self._events = walk, homes, events
+        super().__init__(forward, routes, traces)
+        self._of, self._homes, self._events = forward, homes, events
 
-    def leaving(self, walk: Walk) -> None:
+    def leaving(self, forward: MicrobatchForward) -> None:
         """Ends a segment."""
-        super().leaving(walk)
+        super().leaving(forward)
         if self._routes is not None:
-            self._events.mark(walk)
+            self._events.mark(forward)
 
     def foreign(self, x: Tensor) -> bool:
         """True for a tensor on another stage's device, or in another segment's graph."""
@@ -175,8 +175,8 @@ class CodeDetachedTransfer(DetachedTransfer):
 
     def carry(self, x: Tensor, source: int) -> Tensor:
         """The value as the output of a node in the current segment's graph."""
-        stage = self._walk.stage
-        tracked = x.requires_grad and self._walk.run.call.state.grad
+        stage = self._forward.stage
+        tracked = x.requires_grad and self._forward.run.call.state.grad
         if tracked and source >= stage:  # Its B would wait for a gradient that is never sent.
             raise RuntimeError(
                 f"stage {stage} uses a tensor with a graph on the device of stage {source}, which comes later: "

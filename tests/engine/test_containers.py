@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.engine.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
 from tests.helpers.covering import pairwise
-from tests.segments.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
 
 
 class Keeper(nn.Module):

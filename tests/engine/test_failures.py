@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from splitpipe.segments.walk import Walk
+from splitpipe.engine.forward import MicrobatchForward
+from tests.engine.models import CHECKPOINTS, SCHEDULES, Stack, piped
 from tests.helpers.covering import graded
 from tests.helpers.faults import ERRORS
 from tests.helpers.twin import Failing, assert_same_tensors
-from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, piped
 
 CUTS = ["layers.1", "layers.3"]
 ROWS = torch.arange(6)
@@ -150,19 +150,19 @@ def test_an_interrupt_while_microbatches_are_forgotten_leaves_the_model_usable(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, model = pair(schedule=schedule)
-    real = Walk.forget
+    real = MicrobatchForward.forget
     for at in range(3):
         model.inner.between[2] = throwing(ValueError("found"))
         left = [at]
 
-        def interrupted(walk: Walk, left: list[int] = left) -> None:
+        def interrupted(walk: MicrobatchForward, left: list[int] = left) -> None:
             if not left[0]:
                 raise KeyboardInterrupt
             left[0] -= 1
             real(walk)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Walk, "forget", interrupted)
+            patch.setattr(MicrobatchForward, "forget", interrupted)
             step(model)
         assert_right(plain, model)
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe import SplitPipe
-from splitpipe.segments.walk import Walk
+from splitpipe.engine.forward import MicrobatchForward
 from tests.helpers.twin import assert_same_tensors, twins
 from tests.promise.layers import Apply
 
@@ -387,9 +387,9 @@ def test_what_microbatches_have_in_common_may_have_any_number(
         return each(x).square().sum()
 
     plain, model = pair(shared, checkpoint=checkpoint)
-    maker = Walk.maker
+    maker = MicrobatchForward.maker
     monkeypatch.setattr(
-        Walk, "maker", lambda walk, node, likely=None:
+        MicrobatchForward, "maker", lambda walk, node, likely=None:
         0 if type(node).__name__ == "ExpBackward0" else maker(walk, node, likely)
     )
     assert_steps(plain, model, loss_of=loss_of)

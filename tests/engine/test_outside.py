@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.engine.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
 from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same, assert_same_tensors
-from tests.segments.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
 
 
 class Scaled(nn.Module):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from splitpipe import attach
+from tests.engine.models import Stack, piped
 from tests.helpers.twin import assert_same_tensors
 from tests.helpers.world import SIZE, World
-from tests.segments.models import Stack, piped
 
 CUTS = ["layers.1", "layers.3"]
 

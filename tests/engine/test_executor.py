@@ -14,8 +14,8 @@ import pytest
 from splitpipe import schedule
 from splitpipe.core import thread_state
 from splitpipe.core.worker import Pool
-from splitpipe.segments.executor import Executor, Stopped
-from splitpipe.segments.forward import rows_of as clock_rows
+from splitpipe.engine.dropin import rows_of as clock_rows
+from splitpipe.engine.executor import Executor, Stopped
 from splitpipe.training.rows import OpRun, rows_of
 
 F00, F10, B00, B10 = OpRun("F", 0, (0,)), OpRun("F", 1, (0,)), OpRun("B", 0, (0,)), OpRun("B", 1, (0,))
@@ -34,7 +34,7 @@ class Work:
         self.ends: list[bool] = []
         self.executor: Executor
 
-    def walk(self, i: int, pause: Callable[[], None]) -> None:
+    def whole(self, i: int, pause: Callable[[], None]) -> None:
         try:
             for stage in range(self.stages):
                 self.does(OpRun("F", stage, (i,)))
@@ -173,9 +173,9 @@ def test_by_a_schedule_nothing_is_begun_after_a_failure(parked: bool) -> None:
 
 def test_a_forward_that_catches_what_stops_it_ends_too() -> None:
     class Catching(Work):
-        def walk(self, i: int, pause: Callable[[], None]) -> None:
+        def whole(self, i: int, pause: Callable[[], None]) -> None:
             try:
-                super().walk(i, pause)
+                super().whole(i, pause)
             except Stopped:
                 pass
 

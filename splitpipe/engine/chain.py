@@ -18,12 +18,12 @@ from splitpipe.core import stream, thread_state
 from splitpipe.core.thread_state import autocast_off
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
-from splitpipe.segments.detaching import DetachedTransfer
-from splitpipe.segments.forward import Sent
-from splitpipe.segments.nodes import made_again
-from splitpipe.segments.stages import Run
-from splitpipe.segments.step import StepWork
-from splitpipe.segments.walk import Forwards, Walk
+from splitpipe.engine.detaching import DetachedTransfer
+from splitpipe.engine.dropin import Sent
+from splitpipe.engine.forward import Host, MicrobatchForward
+from splitpipe.engine.nodes import made_again
+from splitpipe.engine.scheduled import StepWork
+from splitpipe.engine.stages import Run
 from splitpipe.skip.box import Key
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import Remade, remade
@@ -56,14 +56,14 @@ class _OnItsWay(NamedTuple):
     source: int
 
 
-class ChainWalk(Walk):
+class ChainForward(MicrobatchForward):
     """A microbatch of an nn.Sequential.
 
     Args:
         run: the call.
         i: the number of the microbatch.
         activation: its input.
-        forwards: those of the call.
+        host: what it has in common with the others of its call.
         inside: whether its thread is in the caller's state.
         target: the target, if the loss is the last layer.
     """
@@ -71,10 +71,10 @@ class ChainWalk(Walk):
     run: ChainRun
 
     def __init__(
-        self, run: ChainRun, i: int, activation: Activation, forwards: Forwards, inside: bool,
+        self, run: ChainRun, i: int, activation: Activation, host: Host, inside: bool,
         target: Activation | None = None,
     ) -> None:
-        super().__init__(run, i, activation, forwards)
+        super().__init__(run, i, activation, host)
         self._inside = inside
         self._target = target
         self._skips: dict[Key, _OnItsWay] = {}
@@ -103,7 +103,7 @@ class ChainWalk(Walk):
             self._end()
             if j == last:
                 value = value if frame is None else value.holding(remade(value.leaves, frame))
-                self._value = self._forwards.finish(self, value)
+                self._value = self._host.finish(self, value)
             else:
                 self._given = self._sent(value, j + 1, frame)
             self._skips.update({key: self._sent(activation, target, frame) for key, target, activation in leaving})
@@ -141,7 +141,7 @@ class ChainWalk(Walk):
         task = Task(stage, self.run.call, self.i, value, skips, self._state, self._inside)
         counting = None
         if self._state.hooks is None and not self._state.hooks_disabled:
-            counting = self._forwards.counting(self.i, stage.index)
+            counting = self._host.counting(self.i, stage.index)
         if not task.checkpoint:
             if counting is not None:
                 task.state, task.inside = self._state._replace(hooks=counting), False
@@ -172,7 +172,7 @@ class ChainWalk(Walk):
 class ChainStep(StepWork):
     """A step of an nn.Sequential, whose last layer is the loss."""
 
-    walks: list[ChainWalk]
+    forwards: list[ChainForward]
     recomputes = True
 
     def __init__(
@@ -188,16 +188,16 @@ class ChainStep(StepWork):
         self._chain_run = ChainRun(self._call, self.stages, ranked=False)
         return self._chain_run
 
-    def _walk(self, i: int, activation: Activation) -> ChainWalk:
+    def _forward(self, i: int, activation: Activation) -> ChainForward:
         inside = autocast_off(self._call.state) is self._call.state
-        return ChainWalk(self._chain_run, i, activation, self, inside, self._targets[i])
+        return ChainForward(self._chain_run, i, activation, self, inside, self._targets[i])
 
-    def transfer(self, walk: Walk) -> DetachedTransfer:
+    def transfer(self, forward: MicrobatchForward) -> DetachedTransfer:
         """How a microbatch's values reach later stages."""
-        return DetachedTransfer(walk, self._routes, self._traces)
+        return DetachedTransfer(forward, self._routes, self._traces)
 
-    def finish(self, walk: Walk, output: Activation) -> Any:
+    def finish(self, forward: MicrobatchForward, output: Activation) -> Any:
         """The loss of a microbatch, which is the last leaf of the last stage's output."""
-        flight = walk.transfer.flights[-1]
+        flight = forward.transfer.flights[-1]
         flight.value = [get_gradient_edge(output.leaves[k]) for k in output.differentiable]
         return output.leaves[-1]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from tests.engine.models import SCHEDULES, Stack, batch, piped
 from tests.helpers.twin import assert_same_tensors
-from tests.segments.models import SCHEDULES, Stack, batch, piped
 
 CUTS = ["layers.1", "layers.3"]
 scheduled = pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

@@ -175,7 +175,7 @@ class BlockCalls(Protocol):
     """How checkpointed blocks are called."""
 
     def checkpointed(
-        self, walk: Any, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        self, forward: Any, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         follow: bool,
     ) -> Any:
         """The value of a call, and what it has changed in lists and dicts among its arguments."""

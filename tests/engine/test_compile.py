@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.engine.models import Stack, batch
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
-from tests.segments.models import Stack, batch
 
 pytestmark = [
     pytest.mark.compiles,

@@ -17,10 +17,10 @@ from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import sharing
 from splitpipe.deferral.function import calling
+from splitpipe.engine.code import CodeForward
+from splitpipe.engine.stages import SegmentStage
+from splitpipe.engine.values import SIMPLE, Follow, Values, replay
 from splitpipe.loss.tracing import TracedBlock
-from splitpipe.segments.code import CodeWalk
-from splitpipe.segments.stages import SegmentStage
-from splitpipe.segments.values import SIMPLE, Follow, Values, replay
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
@@ -46,7 +46,7 @@ class BlockNodes:
 
     def checkpointed(
         self,
-        walk: CodeWalk,
+        forward: CodeForward,
         block: nn.Module,
         call: Callable[..., Any],
         args: tuple[Any, ...],
@@ -54,12 +54,12 @@ class BlockNodes:
         follow: bool,
     ) -> Any:
         """The value of a block's call, and what it has changed in lists and dicts among its arguments."""
-        stage = self._stage(walk, block)
+        stage = self._stage(forward, block)
         given, nesting = _apart(args, kwargs)
         facts = stage.facts
         if may_be_plain(stage) and not facts.in_place and not follow and not isinstance(call, TracedBlock):
-            found = self._again(walk, stage, call, given, nesting)
-            self._note_draws(walk, facts)
+            found = self._again(forward, stage, call, given, nesting)
+            self._note_draws(forward, facts)
             if found is not None:
                 return found, {}
         whose = f"the arguments of {stage.own.described[0]}"
@@ -72,9 +72,9 @@ class BlockNodes:
         value = Activation(leaves, spec, sharing(leaves))  # When recomputed, they are separate tensors.
         nestings: list[Any] = []
         count = len(containers(args, kwargs))
-        layer = _flat(_following(walk.values, call) if follow else call, nesting, nestings, count)
-        result = _BlockTask(stage, self._call, walk, value, layer)()
-        self._note_draws(walk, facts)
+        layer = _flat(_following(forward.values, call) if follow else call, nesting, nestings, count)
+        result = _BlockTask(stage, self._call, forward, value, layer)()
+        self._note_draws(forward, facts)
         frame, made = result.frame, result.value
         # Values that share memory stay as they are, since the forward may write to them: what they save checks for it.
         shared = _sharing(made.leaves, value.leaves)
@@ -86,26 +86,26 @@ class BlockNodes:
         [nesting] = nestings
         return (leaves[0], {}) if nesting is None else outputs.unflatten(leaves, nesting)
 
-    def _note_draws(self, walk: CodeWalk, facts: StageFacts) -> None:
+    def _note_draws(self, forward: CodeForward, facts: StageFacts) -> None:
         """Records that a stage draws if one of its blocks does."""
         if facts.rng is RngMode.EXCLUSIVE:
-            self._stages[walk.stage].facts.rng = RngMode.EXCLUSIVE
+            self._stages[forward.stage].facts.rng = RngMode.EXCLUSIVE
 
     def parameters(self, stage: int) -> list[Keyed]:
         """The parameters of those blocks of a stage that have separate graphs, each with the block's key."""
         return [((own.own,), own.parameters.tensors) for (_, number), own in self._blocks.items() if number == stage]
 
     def _again(
-        self, walk: CodeWalk, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any
+        self, forward: CodeForward, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any
     ) -> Any:
         """The value of a plain block's call, as a node; None if this call isn't plain."""
-        sink, state = self._stages[walk.stage].sink, thread_state.capture()
-        if sink is None or self._stages[walk.stage].own.computed or not plain(given, state):
+        sink, state = self._stages[forward.stage].sink, thread_state.capture()
+        if sink is None or self._stages[forward.stage].own.computed or not plain(given, state):
             return None
         if not isinstance(nesting, _Plain) and containers(*_together(given, nesting)):
             return None
-        caller = stage.caller(walk.i)
-        where = f"{stage.own.described[0]}, {stage}, microbatch {walk.i} of {len(self._call.rows)}"
+        caller = stage.caller(forward.i)
+        where = f"{stage.own.described[0]}, {stage}, microbatch {forward.i} of {len(self._call.rows)}"
         if caller is not None:
             caller.where = stage.own.described[0], where
 
@@ -115,18 +115,18 @@ class BlockNodes:
                 made = call(*args, **kwargs)
             return ([made], None) if type(made) is Tensor else outputs.flatten(made)
 
-        seed = self._call.seeds.of(walk.stage, walk.i)
-        block = SeparateRun(stage, self._call, state, seed, given, run, where, held=walk.has_generator)
-        made, made_of, _ = made_again(block, sink, given, walk.i)
+        seed = self._call.seeds.of(forward.stage, forward.i)
+        block = SeparateRun(stage, self._call, state, seed, given, run, where, held=forward.has_generator)
+        made, made_of, _ = made_again(block, sink, given, forward.i)
         return made[0] if made_of is None else outputs.unflatten(made, made_of)
 
-    def _stage(self, walk: CodeWalk, block: nn.Module) -> Stage:
-        key = block, walk.stage
+    def _stage(self, forward: CodeForward, block: nn.Module) -> Stage:
+        key = block, forward.stage
         stage = self._blocks.get(key)
         if stage is None:
-            own: SegmentStage = self._stages[walk.stage]
+            own: SegmentStage = self._stages[forward.stage]
             place: Place = own.own.place
-            layers = StageLayers(own.index, place, [(walk.run.blocks.blocks[block], block)], {})
+            layers = StageLayers(own.index, place, [(forward.run.blocks.blocks[block], block)], {})
             stage = self._blocks[key] = Stage(layers, self._cache(block, own.index), self._call, own.pending)
         return stage
 
@@ -181,11 +181,11 @@ class _BlockTask(Task):
     """One microbatch on one block."""
 
     def __init__(
-        self, stage: Stage, call: Call, walk: CodeWalk, value: Activation, block: Callable[[Any], Any]
+        self, stage: Stage, call: Call, forward: CodeForward, value: Activation, block: Callable[[Any], Any]
     ) -> None:
-        super().__init__(stage, call, walk.i, value, {}, thread_state.capture(), inside=True)
+        super().__init__(stage, call, forward.i, value, {}, thread_state.capture(), inside=True)
         self.calls = [block]
-        self.held = walk.has_generator
+        self.held = forward.has_generator
 
 
 def _sharing(made: Sequence[Any], given: Sequence[Any]) -> frozenset[int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.segments.models import piped
+from tests.engine.models import piped
 
 
 class Shapes(nn.Module):

@@ -27,13 +27,13 @@ from splitpipe.core.tensors import is_plain
 from splitpipe.core.thread_state import unobserved
 from splitpipe.core.transfer import Route, Routes, depart, leave
 from splitpipe.core.worker import Pool
+from splitpipe.engine.code import CodeForward
+from splitpipe.engine.executor import Executor
+from splitpipe.engine.forward import MicrobatchForward
+from splitpipe.engine.parts import Cutting, Flat, cut
+from splitpipe.engine.stages import Run
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.partition.homes import Homes
-from splitpipe.segments.code import CodeWalk
-from splitpipe.segments.executor import Executor
-from splitpipe.segments.parts import Cutting, Flat, cut
-from splitpipe.segments.stages import Run
-from splitpipe.segments.walk import Walk
 from splitpipe.stage.checkpoint import Remade, checkpointed
 from splitpipe.training.rows import OpRun
 
@@ -46,13 +46,13 @@ class DropinWork:
 
     def __init__(self, run: Run, cutting: Cutting, routes: Routes | None) -> None:
         self._run, self._cutting, self._routes = run, cutting, routes
-        self.walks: list[Any] = []
+        self.forwards: list[Any] = []
 
-    def transfer(self, walk: Any) -> GraphTransfer:
+    def transfer(self, forward: Any) -> GraphTransfer:
         """How a microbatch's values reach later stages."""
-        return GraphTransfer(walk, self._routes, self._cutting)
+        return GraphTransfer(forward, self._routes, self._cutting)
 
-    def finish(self, walk: Walk, output: Any) -> Flat:
+    def finish(self, forward: MicrobatchForward, output: Any) -> Flat:
         """The flat output of a microbatch, and its nesting."""
         return output.leaves, output.spec
 
@@ -61,36 +61,36 @@ class DropinWork:
 
     def run(self, threads: Pool, workers: Sequence[int]) -> None:
         """Runs all forwards, in the order of the clock; ``workers``: that of each stage."""
-        call, walks = self._run.call, self.walks
+        call, forwards = self._run.call, self.forwards
         # The user's hooks and modes see ops one at a time, in the same order every time.
         one = call.state.observed or self._run.in_turn
-        rows = rows_of(len(walks), [0] * len(workers) if one else workers)
+        rows = rows_of(len(forwards), [0] * len(workers) if one else workers)
         around = call.state._replace(function_modes=())
-        parked, ahead = walks[0].parked, None if call.state.grad else AHEAD
+        parked, ahead = forwards[0].parked, None if call.state.grad else AHEAD
         Executor(rows, self, around, call.variables, parked=parked, clocked=True, ahead=ahead).run(threads)
 
     def found(self) -> tuple[list[Flat], list[dict[int, Number | Unknown]]]:
         """The flat outputs, their graphs cut into those of stages, and what numbers among them consist of."""
-        walks, cutting = self.walks, self._cutting
-        found, numbers = [walk.taken() for walk in walks], [walk.numbers for walk in walks]
+        forwards, cutting = self.forwards, self._cutting
+        found, numbers = [forward.taken() for forward in forwards], [forward.numbers for forward in forwards]
         call = self._run.call
         if call.state.grad and any([stage.compiled for stage in self._run.stages]):
             contexts.part(call.computes, call.leaves, [leaf for leaves, _ in found for leaf in leaves])
         if cutting.known:
-            found, numbers = cut(self._run, walks, found, numbers, cutting.watched, cutting.end())
+            found, numbers = cut(self._run, forwards, found, numbers, cutting.watched, cutting.end())
         return found, numbers
 
     def rejoin(self) -> None:
         """Makes the caller's streams wait for the stages'."""
         self._run.call.rejoin()
 
-    def walk(self, i: int, pause: Callable[[], None]) -> None:
+    def whole(self, i: int, pause: Callable[[], None]) -> None:
         """The whole forward of a microbatch."""
-        self.walks[i].walk(pause)
+        self.forwards[i].whole(pause)
 
     def forward(self, op: OpRun) -> None:
         """F of a stage."""
-        self.walks[op.microbatches[0]].step(op.stage)
+        self.forwards[op.microbatches[0]].step(op.stage)
 
     def begin(self, op: OpRun) -> None:
         """Nothing: values that cross a border are fetched when they are used."""
@@ -98,7 +98,7 @@ class DropinWork:
     end = other = begin
 
     def failed(self, op: OpRun, error: BaseException) -> None:
-        """Nothing: the walk has recorded where."""
+        """Nothing: the forward has recorded where."""
 
     def done(self, complete: bool) -> None:
         """Nothing."""
@@ -112,14 +112,14 @@ class CodeDropinWork(DropinWork):
         self._homes = homes
         self._events: list[Events] = []
 
-    def transfer(self, walk: Any) -> CodeGraphTransfer:
+    def transfer(self, forward: Any) -> CodeGraphTransfer:
         """How a microbatch's values reach later stages."""
         self._events.append(Events(self._run.in_turn))
-        return CodeGraphTransfer(walk, self._homes, self._routes, self._cutting, self._events[-1])
+        return CodeGraphTransfer(forward, self._homes, self._routes, self._cutting, self._events[-1])
 
-    def finish(self, walk: Any, output: Any) -> Flat:
+    def finish(self, forward: Any, output: Any) -> Flat:
         """The flat output of a microbatch, and its nesting."""
-        return walk.flat(output)  # type: ignore[no-any-return]
+        return forward.flat(output)  # type: ignore[no-any-return]
 
     def rejoin(self) -> None:
         """Makes the caller's streams wait for the stages'."""
@@ -157,10 +157,10 @@ class Events:
         self._in_turn = in_turn
         self._ends: dict[int, torch.Event | None] = {}
 
-    def mark(self, walk: Walk) -> None:
+    def mark(self, forward: MicrobatchForward) -> None:
         """Records the end of a segment."""
         if not self._in_turn:
-            self._ends[walk.stage] = stream.mark(walk.run.stages[walk.stage].compute)
+            self._ends[forward.stage] = stream.mark(forward.run.stages[forward.stage].compute)
 
     def of(self, stage: int) -> torch.Event | None:
         """The end of a segment; None if it hasn't ended or isn't known."""
@@ -181,16 +181,16 @@ class Events:
 class GraphTransfer:
     """Passes values to later stages as nodes of the single graph."""
 
-    def __init__(self, walk: Walk, routes: Routes | None, cutting: Cutting) -> None:
-        self._walk = walk
+    def __init__(self, forward: MicrobatchForward, routes: Routes | None, cutting: Cutting) -> None:
+        self._forward = forward
         self._routes = routes
         self._cutting = cutting
 
     def opening(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of the caller's input, as the first stage gets them."""
-        return entered(self._walk, self._cutting, leaves) if self._cutting.known else [*leaves]
+        return entered(self._forward, self._cutting, leaves) if self._cutting.known else [*leaves]
 
-    def leaving(self, walk: Walk) -> None:
+    def leaving(self, forward: MicrobatchForward) -> None:
         """Nothing: values that cross have been sent."""
 
     def send(self, values: Sequence[Tensor], source: int, target: int, frame: Remade | None) -> Sent:
@@ -204,7 +204,7 @@ class GraphTransfer:
         if route is None:
             return values, None, None
         ready = stream.mark(route.source.compute)
-        with torch.set_grad_enabled(self._walk.run.call.state.grad):
+        with torch.set_grad_enabled(self._forward.run.call.state.grad):
             left = [self._left(x, route, ready, frame) for x in values]
             copied, event = route.depart(left)
         stream.spent(ready)
@@ -221,7 +221,7 @@ class GraphTransfer:
     def take(self, sent: Sent, source: int) -> list[Tensor]:
         """Takes values that were sent, on the current stage."""
         values, route, event = sent
-        with torch.set_grad_enabled(self._walk.run.call.state.grad):
+        with torch.set_grad_enabled(self._forward.run.call.state.grad):
             if route is None:
                 return [self._crossed(cross(x), x) if self._marks(x) else x for x in values]
             arrived = route.arrive(values, event)
@@ -236,8 +236,8 @@ class GraphTransfer:
     def _crossed(self, y: Tensor, x: Tensor) -> Tensor:
         """Records that a value, which is ``x`` on its source, has reached the current stage."""
         if self._cutting.marked and y.grad_fn is not None:
-            self._walk.crossed[y.grad_fn] = self._walk.stage
-            self._walk.odd = self._walk.odd or not is_plain(x)
+            self._forward.crossed[y.grad_fn] = self._forward.stage
+            self._forward.odd = self._forward.odd or not is_plain(x)
         return y
 
 
@@ -245,18 +245,18 @@ class CodeGraphTransfer(GraphTransfer):
     """The same for the values of a module's own code, which it finds by their devices and nodes."""
 
     def __init__(
-        self, walk: CodeWalk, homes: Homes, routes: Routes | None, cutting: Cutting, events: Events
+        self, forward: CodeForward, homes: Homes, routes: Routes | None, cutting: Cutting, events: Events
     ) -> None:
-        super().__init__(walk, routes, cutting)
-        self._of, self._homes, self._events = walk, homes, events
+        super().__init__(forward, routes, cutting)
+        self._of, self._homes, self._events = forward, homes, events
         self.writing, self.refuses = cutting.write, not cutting.watched
 
     one_graph = True
 
-    def leaving(self, walk: Walk) -> None:
+    def leaving(self, forward: MicrobatchForward) -> None:
         """Marks the end of a segment, for which copies of its values wait."""
         if self._routes is not None:
-            self._events.mark(walk)
+            self._events.mark(forward)
 
     def differentiates(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Results of a backward in the module's own code come after the ends of its stages' segments."""
@@ -264,13 +264,13 @@ class CodeGraphTransfer(GraphTransfer):
 
     def foreign(self, x: Tensor) -> bool:
         """True for a tensor on another stage's device, or in an earlier stage's part of the graph."""
-        walk = self._of
+        forward = self._of
         node = x.grad_fn if self._cutting.known else None
-        if node is not None and node._sequence_nr() < walk.firsts[-1]:
-            stage = walk.maker(node)
-            if stage is not None and stage < walk.stage:
+        if node is not None and node._sequence_nr() < forward.firsts[-1]:
+            stage = forward.maker(node)
+            if stage is not None and stage < forward.stage:
                 return True
-        return self._homes.elsewhere(x, walk.stage)
+        return self._homes.elsewhere(x, forward.stage)
 
     def maker(self, x: Tensor) -> int:
         """The last stage before this one on the tensor's device."""
@@ -287,11 +287,11 @@ class CodeGraphTransfer(GraphTransfer):
 
     def carry(self, x: Tensor, source: int) -> Tensor:
         """The value for the current stage, after the end of the segment that last used it."""
-        route: Route | None = None if self._routes is None else self._routes.of(source, self._walk.stage)
+        route: Route | None = None if self._routes is None else self._routes.of(source, self._forward.stage)
         crossing = route is not None and x.device == route.source.device
         if not crossing and not self._marks(x):
             return x
-        with torch.set_grad_enabled(self._walk.run.call.state.grad):
+        with torch.set_grad_enabled(self._forward.run.call.state.grad):
             if crossing:
                 assert route is not None
                 y = leave(x, route.source, route.target, self._events.of(source))
@@ -302,7 +302,7 @@ class CodeGraphTransfer(GraphTransfer):
         return self._crossed(y, x)
 
 
-def entered(walk: Walk, cutting: Cutting, leaves: Sequence[Any]) -> list[Any]:
+def entered(forward: MicrobatchForward, cutting: Cutting, leaves: Sequence[Any]) -> list[Any]:
     """The leaves of the arguments; those that require grad are outputs of new nodes if their graph may be cut there."""
     own: dict[int, Any] = {}
     with unobserved():  # The mode Follow would bring them to the stage's device.
@@ -310,6 +310,6 @@ def entered(walk: Walk, cutting: Cutting, leaves: Sequence[Any]) -> list[Any]:
             if isinstance(x, Tensor) and x.requires_grad and id(x) not in own:
                 own[id(x)] = y = cross(x, ranked=False) if cutting.marked else x
                 edge = get_gradient_edge(y)
-                walk.inputs[edge.node, edge.output_nr] = x
-                walk.crossed[edge.node] = 0
+                forward.inputs[edge.node, edge.output_nr] = x
+                forward.crossed[edge.node] = 0
     return [own.get(id(x), x) if isinstance(x, Tensor) else x for x in leaves]

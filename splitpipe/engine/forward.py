@@ -12,34 +12,34 @@ from torch import Tensor
 from splitpipe.core.graph import LAST, Edge, rank, reserve
 from splitpipe.core.thread_state import Hooks
 from splitpipe.core.torch_private import _get_sequence_nr, tree_leaves
+from splitpipe.engine.stages import Run
 from splitpipe.loss.terms import Number, Unknown
-from splitpipe.segments.stages import Run
 from splitpipe.stage.call import Activation
 
 
-class Forwards(Protocol):
+class Host(Protocol):
     """What the forwards of a call's microbatches have in common."""
 
-    def transfer(self, walk: Any) -> Any:
+    def transfer(self, forward: Any) -> Any:
         """How a microbatch's values reach later stages."""
 
-    def finish(self, walk: Any, output: Any) -> Any:
+    def finish(self, forward: Any, output: Any) -> Any:
         """What to keep of the module's output. Called at the end of a microbatch, in the last stage."""
 
     def counting(self, i: int, stage: int) -> Hooks | None:
         """Hooks that count what a microbatch saves on a stage, if a recording needs it."""
 
 
-class Walk:
+class MicrobatchForward:
     """A microbatch: the stage that it is on, and what its segments have made."""
 
     #: Whether its forward is one call, which stays on its thread's stack between two stages.
     parked = False
 
-    def __init__(self, run: Run, i: int, activation: Activation, forwards: Forwards) -> None:
+    def __init__(self, run: Run, i: int, activation: Activation, host: Host) -> None:
         self.run = run
         self.i = i
-        self._forwards = forwards
+        self._host = host
         self.stage = 0
         #: The numbers of autograd's nodes at which each segment starts, and at which it ends.
         self.firsts: list[int] = []
@@ -55,7 +55,7 @@ class Walk:
         #: What the numbers among the output's leaves consist of, by their identity.
         self.numbers: dict[int, Number | Unknown] = {}
         self._value: Any = None
-        self.transfer = forwards.transfer(self)
+        self.transfer = host.transfer(self)
 
     def taken(self) -> Any:
         """What was kept of the output, once it is there."""

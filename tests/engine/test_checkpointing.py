@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.segments.models import CHECKPOINTS, SCHEDULES, Stack, assert_same_step, batch, piped
+from tests.engine.models import CHECKPOINTS, SCHEDULES, Stack, assert_same_step, batch, piped
 
 
 class Own(Stack):

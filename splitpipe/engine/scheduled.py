@@ -15,16 +15,16 @@ from splitpipe.core.thread_state import Hooks
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.deferral.accumulator import Sums
+from splitpipe.engine.code import CodeForward
+from splitpipe.engine.detaching import CodeDetachedTransfer, DetachedTransfer
+from splitpipe.engine.dropin import Events
+from splitpipe.engine.executor import Executor
+from splitpipe.engine.forward import MicrobatchForward
+from splitpipe.engine.ops import StageOps, do
+from splitpipe.engine.stages import CodeRun, Run, RunningStage, SegmentStage
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import numbers_of
 from splitpipe.partition.homes import Homes
-from splitpipe.segments.code import CodeWalk
-from splitpipe.segments.detaching import CodeDetachedTransfer, DetachedTransfer
-from splitpipe.segments.executor import Executor
-from splitpipe.segments.forward import Events
-from splitpipe.segments.ops import StageOps, do
-from splitpipe.segments.stages import CodeRun, Run, RunningStage, SegmentStage
-from splitpipe.segments.walk import Walk
 from splitpipe.stage.call import Activation
 from splitpipe.training.capture import Capture
 from splitpipe.training.ledger import Ledger
@@ -55,7 +55,7 @@ class StepWork:
         self._targets: list[Activation] = []
         self._run: Run
         self.stages: list[Any] = []
-        self.walks: list[Any] = []
+        self.forwards: list[Any] = []
         self.transfers: list[DetachedTransfer] = []
 
     def ops(
@@ -66,7 +66,7 @@ class StepWork:
         self.stages.append(stage)
         if trace is not None:
             self._traces.append(trace)
-        self._ops.append(StageOps(stage, sums, ledger, capture, shared, trace, self.walks, self.transfers))
+        self._ops.append(StageOps(stage, sums, ledger, capture, shared, trace, self.forwards, self.transfers))
         return self._ops[-1]
 
     def start(self, target: Division) -> None:
@@ -74,8 +74,8 @@ class StepWork:
         run = self._run = self._running()
         self._targets = run.call.cut_detached(target, len(self.stages) - 1)
         for i, activation in enumerate(run.call.cut_detached(run.call.input, 0)):
-            self.walks.append(self._walk(i, activation))
-            self.transfers.append(self.walks[-1].transfer)
+            self.forwards.append(self._forward(i, activation))
+            self.transfers.append(self.forwards[-1].transfer)
 
     def _stage(self, j: int, ledger: Ledger | None) -> RunningStage:
         """A stage."""
@@ -85,15 +85,15 @@ class StepWork:
         """The run for all stages."""
         raise NotImplementedError
 
-    def _walk(self, i: int, activation: Activation) -> Walk:
+    def _forward(self, i: int, activation: Activation) -> MicrobatchForward:
         """A microbatch."""
         raise NotImplementedError
 
-    def transfer(self, walk: Any) -> DetachedTransfer:
+    def transfer(self, forward: Any) -> DetachedTransfer:
         """How a microbatch's values reach later stages."""
         raise NotImplementedError
 
-    def finish(self, walk: Any, output: Any) -> Losses:
+    def finish(self, forward: Any, output: Any) -> Losses:
         """The loss of a microbatch, from the output of the last stage."""
         raise NotImplementedError
 
@@ -105,17 +105,17 @@ class StepWork:
     def run(self, execution: Execution) -> None:
         """Runs all ops; raises the first error."""
         self._execution = execution
-        parked = self.walks[0].parked
+        parked = self.forwards[0].parked
         Executor(execution.rows, self, execution.around, self._run.call.variables, parked=parked).run(self._threads)
 
-    def walk(self, i: int, pause: Callable[[], None]) -> None:
+    def whole(self, i: int, pause: Callable[[], None]) -> None:
         """The whole forward of a microbatch."""
-        self.walks[i].walk(pause)
+        self.forwards[i].whole(pause)
 
     def forward(self, op: OpRun) -> None:
         """F of a stage."""
         self.begin(op)
-        self.walks[op.microbatches[0]].step(op.stage)
+        self.forwards[op.microbatches[0]].step(op.stage)
         self.end(op)
 
     def begin(self, op: OpRun) -> None:
@@ -163,7 +163,7 @@ class CodeStep(StepWork):
         losses: those of the objective.
     """
 
-    walks: list[CodeWalk]
+    forwards: list[CodeForward]
 
     def __init__(
         self, routes: Routes | None, threads: Pool, *, stage_of: Callable[[int, Ledger | None], RunningStage],
@@ -187,13 +187,13 @@ class CodeStep(StepWork):
         self._code_run = self._run_of(self.stages)
         return self._code_run
 
-    def _walk(self, i: int, activation: Activation) -> CodeWalk:
-        return CodeWalk(self._code_run, i, activation, self)
+    def _forward(self, i: int, activation: Activation) -> CodeForward:
+        return CodeForward(self._code_run, i, activation, self)
 
-    def transfer(self, walk: CodeWalk) -> CodeDetachedTransfer:
+    def transfer(self, forward: CodeForward) -> CodeDetachedTransfer:
         """How a microbatch's values reach later stages."""
         self._events.append(Events(self._code_run.in_turn))
-        return CodeDetachedTransfer(walk, self._homes, self._routes, self._events[-1], self._traces)
+        return CodeDetachedTransfer(forward, self._homes, self._routes, self._events[-1], self._traces)
 
     def leave(self) -> None:
         """Ends the step."""
@@ -201,32 +201,32 @@ class CodeStep(StepWork):
             events.spent()
         super().leave()
 
-    def finish(self, walk: CodeWalk, output: Any) -> Losses:
+    def finish(self, forward: CodeForward, output: Any) -> Losses:
         """The loss of a microbatch, from the module's output."""
-        transfer = walk.transfer
+        transfer = forward.transfer
         if self._objective is None:
-            losses = self._own_loss(walk, output)
+            losses = self._own_loss(forward, output)
         else:
-            activation = self._targets[walk.i]
-            output = walk.values.hand(output)
+            activation = self._targets[forward.i]
+            output = forward.values.hand(output)
             target = microbatch.unflatten(transfer.given(activation.leaves, TARGET), activation.spec)
-            losses = self._objective.loss(output, target, walk.trace)
+            losses = self._objective.loss(output, target, forward.trace)
         # Terms may also have been made on earlier stages.
         roots, losses = losses.apart()
-        transfer.flights[walk.stage].value = [get_gradient_edge(walk.values.here(root)) for root in roots]
+        transfer.flights[forward.stage].value = [get_gradient_edge(forward.values.here(root)) for root in roots]
         return losses
 
-    def _own_loss(self, walk: CodeWalk, output: Any) -> Losses:
-        found, values = loss_of(output), walk.values
-        made = None if walk.trace is None else walk.trace.number(found)
+    def _own_loss(self, forward: CodeForward, output: Any) -> Losses:
+        found, values = loss_of(output), forward.values
+        made = None if forward.trace is None else forward.trace.number(found)
         loss = values.here(found)
         leaves, nesting = outputs.flatten(output)
-        numbers = numbers_of(walk.trace, leaves)
+        numbers = numbers_of(forward.trace, leaves)
         leaves = [values.latest(x).detach() if isinstance(x, Tensor) else x for x in leaves]
-        walk.numbers = {id(leaves[k]): number.detached() if isinstance(number, Number) else number
+        forward.numbers = {id(leaves[k]): number.detached() if isinstance(number, Number) else number
                         for k, number in numbers.items()}
-        self.outputs[walk.i] = leaves, nesting
-        walk.transfer.given([], TARGET)
+        self.outputs[forward.i] = leaves, nesting
+        forward.transfer.given([], TARGET)
         return self._losses(loss.reshape(()) if loss.dim() else loss, made)
 
     def bring_home(self, sums: Sequence[Sums]) -> None:

@@ -31,12 +31,12 @@ from splitpipe.core.torch_private import (
     tree_unflatten,
 )
 from splitpipe.deferral.function import Caller, calling
+from splitpipe.engine.executor import Stopped
+from splitpipe.engine.forward import Host, MicrobatchForward
+from splitpipe.engine.stages import CodeRun
+from splitpipe.engine.values import SIMPLE, Follow, Transfer, Values
 from splitpipe.loss.tracing import TracedBlock, note_arguments, numbers_of
 from splitpipe.partition.call_hook import taker
-from splitpipe.segments.executor import Stopped
-from splitpipe.segments.stages import CodeRun
-from splitpipe.segments.values import SIMPLE, Follow, Transfer, Values
-from splitpipe.segments.walk import Forwards, Walk
 from splitpipe.skip.box import opened
 from splitpipe.stage.call import Activation
 from splitpipe.stage.checkpoint import is_checkpoint
@@ -45,14 +45,14 @@ from splitpipe.stage.containers import change, changes, containers, copies, mark
 _BETWEEN = "the code between blocks"
 
 
-class CodeWalk(Walk):
+class CodeForward(MicrobatchForward):
     """A microbatch of any module: its values, and the calls of its blocks."""
 
     run: CodeRun
     parked = True
 
-    def __init__(self, run: CodeRun, i: int, activation: Activation, forwards: Forwards) -> None:
-        super().__init__(run, i, activation, forwards)
+    def __init__(self, run: CodeRun, i: int, activation: Activation, host: Host) -> None:
+        super().__init__(run, i, activation, host)
         shared = [x for k in activation.shared if isinstance(x := activation.leaves[k], Tensor)]
         #: Arguments whose memory is shared, and their versions; empty if they need no gradient.
         self._shared = [(x, version_of(x)) for x in shared] if any([x.requires_grad for x in shared]) else []
@@ -77,7 +77,7 @@ class CodeWalk(Walk):
         """True while the segment has the default generator to itself."""
         return self._start is not None
 
-    def walk(self, pause: Callable[[], None]) -> None:
+    def whole(self, pause: Callable[[], None]) -> None:
         """The whole forward; ``pause`` is called between two stages, and raises Stopped if it must stop."""
         self._pause = pause
         try:
@@ -111,7 +111,7 @@ class CodeWalk(Walk):
                 self._verify_shared()
                 self.advance(len(run.stages) - 1)
                 # Its tensors are used as they were last: a later stage may have written to them.
-                self._value = self._forwards.finish(self, output)
+                self._value = self._host.finish(self, output)
                 del output
                 self._leave()
             except BaseException as error:
@@ -135,7 +135,7 @@ class CodeWalk(Walk):
 
     def _counted(self, state: State) -> Hooks | None:
         """The caller's saved-tensor hooks, or else those that count for the current stage."""
-        counting = [self._forwards.counting(self.i, stage) for stage in range(len(self.run.stages))]
+        counting = [self._host.counting(self.i, stage) for stage in range(len(self.run.stages))]
         if state.hooks is not None or state.hooks_disabled or None in counting:
             return state.hooks
         packs = [hooks[0] for hooks in counting if hooks is not None]

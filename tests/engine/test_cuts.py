@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
 from splitpipe.partition.blocks import Blocks, device_map
-from tests.segments.models import SCHEDULES, Stack, assert_same_step, batch, piped
+from tests.engine.models import SCHEDULES, Stack, assert_same_step, batch, piped
 
 
 def layers() -> nn.Sequential:
