@@ -19,13 +19,13 @@ from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
-from splitpipe.engine.stages import Options
 from splitpipe.loss.reducing import Reduce, verify_reduction
 from splitpipe.partition import dispatched
 from splitpipe.partition.blocks import verify_cuts
 from splitpipe.partition.homes import verify_filled
 from splitpipe.runtime.code import CodeRuntime
 from splitpipe.runtime.guards import called, outside_of_compilers, refuse_export, refuse_transforms
+from splitpipe.runtime.options import Options
 from splitpipe.schedule.op import Schedule
 
 _log = logging.getLogger("splitpipe")

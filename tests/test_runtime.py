@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from splitpipe import schedule
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
-from splitpipe.engine.stages import Options
 from splitpipe.runtime.chain import ChainRuntime
+from splitpipe.runtime.options import Options
 from tests.helpers.scheduled import twins
 from tests.helpers.twin import assert_same_tensors
 

@@ -22,12 +22,12 @@ from splitpipe.engine.detaching import DetachedTransfer
 from splitpipe.engine.dropin import Sent
 from splitpipe.engine.forward import Host, MicrobatchForward
 from splitpipe.engine.nodes import made_again
+from splitpipe.engine.run import Run
 from splitpipe.engine.scheduled import StepWork
-from splitpipe.engine.stages import Run
 from splitpipe.skip.box import Key
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import Remade, remade
-from splitpipe.stage.layers import ModelLayers, StageCache
+from splitpipe.stage.layers import ChainLayers, StageCache
 from splitpipe.stage.run import SeparateRun, may_be_plain, plain
 from splitpipe.stage.stage import Stage
 from splitpipe.stage.task import Result, Skips, Task
@@ -176,7 +176,7 @@ class ChainStep(StepWork):
     recomputes = True
 
     def __init__(
-        self, layers: ModelLayers, caches: Sequence[StageCache], call: Call, routes: Routes | None, threads: Pool
+        self, layers: ChainLayers, caches: Sequence[StageCache], call: Call, routes: Routes | None, threads: Pool
     ) -> None:
         super().__init__(routes, threads)
         self._layers, self._caches, self._call = layers, caches, call

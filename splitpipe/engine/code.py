@@ -33,7 +33,7 @@ from splitpipe.core.torch_private import (
 from splitpipe.deferral.function import Caller, calling
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.forward import Host, MicrobatchForward
-from splitpipe.engine.stages import CodeRun
+from splitpipe.engine.run import CodeRun
 from splitpipe.engine.values import SIMPLE, Follow, Transfer, Values
 from splitpipe.loss.tracing import TracedBlock, note_arguments, numbers_of
 from splitpipe.partition.call_hook import taker

@@ -31,7 +31,7 @@ from splitpipe.engine.code import CodeForward
 from splitpipe.engine.executor import Executor
 from splitpipe.engine.forward import MicrobatchForward
 from splitpipe.engine.parts import Cutting, Flat, cut
-from splitpipe.engine.stages import Run
+from splitpipe.engine.run import Run
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.partition.homes import Homes
 from splitpipe.stage.checkpoint import Remade, checkpointed

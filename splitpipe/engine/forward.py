@@ -12,7 +12,7 @@ from torch import Tensor
 from splitpipe.core.graph import LAST, Edge, rank, reserve
 from splitpipe.core.thread_state import Hooks
 from splitpipe.core.torch_private import _get_sequence_nr, tree_leaves
-from splitpipe.engine.stages import Run
+from splitpipe.engine.run import Run
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.stage.call import Activation
 

@@ -18,7 +18,7 @@ from splitpipe.core.stream import Place
 from splitpipe.core.tensors import sharing
 from splitpipe.deferral.function import calling
 from splitpipe.engine.code import CodeForward
-from splitpipe.engine.stages import SegmentStage
+from splitpipe.engine.stages import CodeStage
 from splitpipe.engine.values import SIMPLE, Follow, Values, replay
 from splitpipe.loss.tracing import TracedBlock
 from splitpipe.stage.call import Activation, Call
@@ -37,7 +37,7 @@ class BlockNodes:
     """The blocks of one call."""
 
     def __init__(
-        self, call: Call, stages: Sequence[SegmentStage], cache: Callable[[nn.Module, int], StageCache]
+        self, call: Call, stages: Sequence[CodeStage], cache: Callable[[nn.Module, int], StageCache]
     ) -> None:
         self._call = call
         self._stages = stages
@@ -124,7 +124,7 @@ class BlockNodes:
         key = block, forward.stage
         stage = self._blocks.get(key)
         if stage is None:
-            own: SegmentStage = self._stages[forward.stage]
+            own: CodeStage = self._stages[forward.stage]
             place: Place = own.own.place
             layers = StageLayers(own.index, place, [(forward.run.blocks.blocks[block], block)], {})
             stage = self._blocks[key] = Stage(layers, self._cache(block, own.index), self._call, own.pending)

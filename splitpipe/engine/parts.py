@@ -35,7 +35,7 @@ from splitpipe.core.torch_private import AccumulateGrad
 from splitpipe.core.transfer import Crossing
 from splitpipe.deferral.owners import Note
 from splitpipe.engine.forward import MicrobatchForward
-from splitpipe.engine.stages import Run
+from splitpipe.engine.run import Run
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.stage.run import TENSORS
 from splitpipe.training.capture import Graph

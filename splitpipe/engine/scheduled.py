@@ -21,7 +21,8 @@ from splitpipe.engine.dropin import Events
 from splitpipe.engine.executor import Executor
 from splitpipe.engine.forward import MicrobatchForward
 from splitpipe.engine.ops import StageOps, do
-from splitpipe.engine.stages import CodeRun, Run, RunningStage, SegmentStage
+from splitpipe.engine.run import CodeRun, Run
+from splitpipe.engine.stages import CodeStage, RunningStage
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import numbers_of
 from splitpipe.partition.homes import Homes
@@ -167,7 +168,7 @@ class CodeStep(StepWork):
 
     def __init__(
         self, routes: Routes | None, threads: Pool, *, stage_of: Callable[[int, Ledger | None], RunningStage],
-        run_of: Callable[[list[SegmentStage]], CodeRun], homes: Homes, objective: Objective | None,
+        run_of: Callable[[list[CodeStage]], CodeRun], homes: Homes, objective: Objective | None,
         losses: Callable[[Tensor, Number | Unknown | None], Losses],
     ) -> None:
         super().__init__(routes, threads)

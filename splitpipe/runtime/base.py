@@ -23,10 +23,11 @@ from splitpipe.deferral.stash import Stashes
 from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.engine.dropin import DropinWork
 from splitpipe.engine.parts import Flat
-from splitpipe.engine.stages import Options, RunningStage
+from splitpipe.engine.stages import RunningStage
 from splitpipe.loss.reducing import NO_FUNCTION, Told
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.partition.homes import without_trace
+from splitpipe.runtime.options import Options
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.stage.call import Call, begin

@@ -23,16 +23,17 @@ from splitpipe.deferral.report import DeferralReport
 from splitpipe.engine.chain import ChainForward, ChainRun, ChainStep
 from splitpipe.engine.dropin import DropinWork
 from splitpipe.engine.parts import Cutting
-from splitpipe.engine.stages import Options, report
 from splitpipe.loss.reducing import Reducer
 from splitpipe.partition import placing
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.homes import verify_filled
 from splitpipe.runtime.base import Runtime, forgetting, inner_state
+from splitpipe.runtime.options import Options
+from splitpipe.runtime.report import report
 from splitpipe.schedule.plurals import counted
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage.call import Call
-from splitpipe.stage.layers import ModelLayers, Named
+from splitpipe.stage.layers import ChainLayers, Named
 from splitpipe.stage.stage import Stage
 
 T = TypeVar("T")
@@ -128,7 +129,7 @@ class ChainRuntime(Runtime):
         return microbatch.unflatten(leaves, spec)
 
     def _outputs(
-        self, layers: ModelLayers, input: Division, training: bool, state: State
+        self, layers: ChainLayers, input: Division, training: bool, state: State
     ) -> tuple[Call, Parts]:
         """The output of each microbatch, on the caller's streams."""
         resources = self._resources
@@ -150,7 +151,7 @@ class ChainRuntime(Runtime):
                 each.note()
         return call, [(call.handed_back(leaves), spec) for leaves, spec in found]
 
-    def _rehearsed(self, layers: ModelLayers, input: Division, rows: int) -> tuple[Any] | None:
+    def _rehearsed(self, layers: ChainLayers, input: Division, rows: int) -> tuple[Any] | None:
         """The output for the first rows of the input; None if the layers can't be run on that few."""
         if input.first is None:
             return None
@@ -221,7 +222,7 @@ class ChainRuntime(Runtime):
 
         return self._guarded(state, loss)
 
-    def _watched(self, layers: ModelLayers, call: Call) -> AbstractContextManager[None]:
+    def _watched(self, layers: ChainLayers, call: Call) -> AbstractContextManager[None]:
         if self._attributes.looked:
             return nullcontext()
         return self._attributes.reported(_together(layers), [count for _, count in call.rows])
@@ -236,7 +237,7 @@ class ChainRuntime(Runtime):
         return report(module, stage_of, self._resources.caches, self.options.split)
 
 
-def _together(layers: ModelLayers) -> nn.Sequential:
+def _together(layers: ChainLayers) -> nn.Sequential:
     module = nn.Sequential()
     module._modules.update({name: layer for stage in layers.stages for name, layer in stage.layers})
     return module

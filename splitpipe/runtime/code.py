@@ -26,8 +26,9 @@ from splitpipe.engine.code import CodeForward
 from splitpipe.engine.dropin import CodeDropinWork
 from splitpipe.engine.nodes import BlockNodes
 from splitpipe.engine.parts import Cutting
+from splitpipe.engine.run import CodeRun
 from splitpipe.engine.scheduled import CodeStep, with_loss
-from splitpipe.engine.stages import CodeRun, ModuleLayers, Options, SegmentStage, report
+from splitpipe.engine.stages import CodeLayers, CodeStage
 from splitpipe.loss.reducing import AS_FUNCTION, Reducer
 from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
 from splitpipe.loss.tracing import Numbers, Tracing
@@ -36,6 +37,8 @@ from splitpipe.partition.blocks import Blocks, device_map
 from splitpipe.partition.call_hook import surround
 from splitpipe.partition.homes import Homes, buffer_versions, rehearse
 from splitpipe.runtime.base import Runtime, forgetting, inner_state
+from splitpipe.runtime.options import Options
+from splitpipe.runtime.report import report
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import StageCache
 from splitpipe.training.loss import Losses
@@ -56,7 +59,7 @@ class CodeRuntime(Runtime):
         self.signature = arguments.parameters_of(self._forward)
         limit = None if options.schedule is None else options.chunks
         self._divider = arguments.Divider(self.signature, options.batched, options.splitting, options.chunks, limit)
-        self._layers: tuple[list[list[int]], ModuleLayers] | None = None
+        self._layers: tuple[list[list[int]], CodeLayers] | None = None
         self.attributes = Attributes()  #: What modules may not keep in attributes.
         self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # From before the first call.
         self._joiner = Joiner()
@@ -119,7 +122,7 @@ class CodeRuntime(Runtime):
             return False  # It keeps values of the whole batch from call to call.
         return outputs.separable(*one, *two)
 
-    def _begin(self, input: Division, state: thread_state.State, layers: ModuleLayers) -> Call:
+    def _begin(self, input: Division, state: thread_state.State, layers: CodeLayers) -> Call:
         collects = any(isinstance(part, DeferredBatchNorm) for part in self.module.modules())
         return self._call(input, state, layers, self.module.training, collects, anywhere=True)
 
@@ -133,26 +136,26 @@ class CodeRuntime(Runtime):
             surround(part, compiled and inside).arriving = self._homes.brought if several and inside else None
         self._homes.gather()
 
-    def _model_layers(self, blocks: Blocks) -> ModuleLayers:
+    def _model_layers(self, blocks: Blocks) -> CodeLayers:
         called = [list(map(id, each)) for each in self._homes.called]  # The layers keep these modules alive.
         if self._layers is None or self._layers[0] != called or not self._homes.complete:
-            self._layers = called, ModuleLayers(self.module, blocks, self._homes, self.options.places)
+            self._layers = called, CodeLayers(self.module, blocks, self._homes, self.options.places)
         else:
             self._layers[1].refresh(self.module)
         self._homes.forget_all_but(self._layers[1].stages[0].identities)
         return self._layers[1]
 
-    def _threads_for(self, layers: ModuleLayers, call: Call) -> Pool:
+    def _threads_for(self, layers: CodeLayers, call: Call) -> Pool:
         """A pool with as many threads as the call may need."""
         self._resources.find_workers(layers)
         scheduled = self.options.schedule is not None
         return self._resources.pool(layers, len(call.rows) + scheduled * max(self._resources.workers))
 
     def _stage(
-        self, call: Call, layers: ModuleLayers, modes: tuple[bool, ...], index: int, pending: PendingStore | None
-    ) -> SegmentStage:
+        self, call: Call, layers: CodeLayers, modes: tuple[bool, ...], index: int, pending: PendingStore | None
+    ) -> CodeStage:
         caches = self._resources.caches
-        return SegmentStage(layers.stages[index], caches[index], call, modes, pending, layers.compiled)
+        return CodeStage(layers.stages[index], caches[index], call, modes, pending, layers.compiled)
 
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: bool, grad: bool) -> Any:
         """A key that is equal for calls of which either all or none return numbers."""
@@ -166,7 +169,7 @@ class CodeRuntime(Runtime):
         return self._numbers.begin(kind, call.input)
 
     def _run(
-        self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[SegmentStage], scheduled: bool,
+        self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[CodeStage], scheduled: bool,
         parts: bool = False,
     ) -> CodeRun:
         return CodeRun(

@@ -151,7 +151,7 @@ class AllLayers(Protocol):
         """The stages that each skip between stages goes from and to."""
 
 
-class ModelLayers:
+class ChainLayers:
     """The layers of all stages, divided at ``spans``, and the stages that each skip between stages goes from and to."""
 
     def __init__(self, layers: Sequence[Named], spans: Sequence[tuple[int, int]], places: Sequence[Place]) -> None:

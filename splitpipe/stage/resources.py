@@ -14,7 +14,7 @@ from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.partition import placing
-from splitpipe.stage.layers import AllLayers, ModelLayers, Named, StageCache
+from splitpipe.stage.layers import AllLayers, ChainLayers, Named, StageCache
 
 
 class Resources:
@@ -29,7 +29,7 @@ class Resources:
         self.workers: list[int] = []  # The worker of each stage.
         self._spans = spans
         self._rows = rows
-        self._layers: ModelLayers | None = None
+        self._layers: ChainLayers | None = None
         self._pool: Pool | None = None
         self._pooled: list[int] = []  # The worker of each stage when the threads were started.
         self._placed: weakref.ref[AllLayers] | None = None  # The layers for which the workers were chosen.
@@ -37,11 +37,11 @@ class Resources:
         self._doubting = False
         self.named = NamedStreams()
 
-    def layers(self, layers: Sequence[Named]) -> ModelLayers:
+    def layers(self, layers: Sequence[Named]) -> ChainLayers:
         """The current layers by stage."""
         found = self._layers
         if found is None or not found.still(layers):
-            found = ModelLayers(layers, self._spans, self.places)
+            found = ChainLayers(layers, self._spans, self.places)
             # Computed parameters belong to one call, and keep their graph alive.
             self._layers = None if any(stage.computed for stage in found.stages) else found
         return found
@@ -76,7 +76,7 @@ class Resources:
         """True in the model's own worker threads, where waiting for a call of the model would be a deadlock."""
         return self._pool is not None and self._pool.has_this_thread()
 
-    def verify_groups(self, layers: ModelLayers) -> None:
+    def verify_groups(self, layers: ChainLayers) -> None:
         """Raises for process groups that autograd's threads, one per device, would share."""
         if len(set(self.devices)) > 1:
             placing.verify_groups([[layer for _, layer in stage.layers] for stage in layers.stages], self.places)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe.engine.stages import CodeRun
+from splitpipe.engine.run import CodeRun
 from tests.devices.cut import BOTH, DEVICES, batch, trained, wrapped
 from tests.devices.modules import WIDTH, Carried, Module, Of, Tied, recomputing
 from tests.devices.subjects import mean
