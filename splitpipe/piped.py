@@ -144,10 +144,6 @@ def piped(
     dispatched.verify_resident(module)
     verify_filled(module)
     options = options_of(given, len(names) + 1, "cuts", names, verify_named(batched))
-    if any(place.stream is not None for place in options.places):
-        raise TypeError(
-            "devices names a torch.Stream: with cuts=, expected devices, since their current streams are used."
-        )
     before = vars(module).get("forward")
     again = before if isinstance(before, Piped) else None
     hooks = [] if again else dispatched.take_off(module)

@@ -201,6 +201,7 @@ class CodeForward(MicrobatchForward):
             stack.enter_context(exclusive_generator(start))
             self._start = start
         self._begin(stage)
+        self.transfer.entering()
         self._caller = own.caller(self.i)
         self._at(_BETWEEN)
         stack.enter_context(calling(self._caller))

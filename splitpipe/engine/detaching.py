@@ -19,7 +19,7 @@ from splitpipe.core.graph import Enter, reached
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.core.transfer import Routes
 from splitpipe.engine.code import CodeForward
-from splitpipe.engine.dropin import Events, Sent
+from splitpipe.engine.dropin import Beside, Events, Sent
 from splitpipe.engine.forward import MicrobatchForward
 from splitpipe.engine.values import differentiated
 from splitpipe.partition.homes import Homes
@@ -51,6 +51,9 @@ class DetachedTransfer:
         self._routes = routes
         self._traces = traces
         self.flights = [Flight() for _ in forward.run.stages]
+
+    def entering(self) -> None:
+        """Nothing: values that arrive are waited for."""
 
     def leaving(self, forward: MicrobatchForward) -> None:
         """Ends a segment."""
@@ -111,6 +114,13 @@ class CodeDetachedTransfer(DetachedTransfer):
     ) -> None:
         super().__init__(forward, routes, traces)
         self._of, self._homes, self._events = forward, homes, events
+        self._beside = Beside(forward, events) if forward.run.call.beside else None
+        self.using = None if self._beside is None else self._beside.hold
+
+    def entering(self) -> None:
+        """Begins a segment, after those before it on its device."""
+        if self._beside is not None:
+            self._beside.enter()
 
     def leaving(self, forward: MicrobatchForward) -> None:
         """Ends a segment."""

@@ -25,6 +25,7 @@ from splitpipe.core import stream
 from splitpipe.core.graph import cross, rank_of
 from splitpipe.core.tensors import is_plain
 from splitpipe.core.thread_state import unobserved
+from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.core.transfer import Route, Routes, depart, leave
 from splitpipe.core.worker import Pool
 from splitpipe.engine.code import CodeForward
@@ -178,6 +179,36 @@ class Events:
         self._ends = {}
 
 
+class Beside:
+    """The streams of a device that has several stages: a later one must wait for what an earlier one has made.
+
+    Values that have no node, or are used by code between blocks, can't be told from the stage's own ones.
+    """
+
+    def __init__(self, forward: CodeForward, events: Events) -> None:
+        self._forward, self._events = forward, events
+
+    def enter(self) -> None:
+        """Begins a segment: its stream waits for the microbatch's earlier ones on other streams of the device."""
+        stages, k = self._forward.run.stages, self._forward.stage
+        own = stages[k]
+        for number, earlier in enumerate(stages[:k]):
+            if earlier.device == own.device and not stream.same(earlier.compute, own.compute):
+                event = self._events.of(number)
+                if event is None:
+                    stream.wait(own.compute, earlier.compute)
+                else:
+                    stream.wait_for(own.compute, event)
+
+    def hold(self, x: Tensor) -> None:
+        """Keeps the memory of a tensor that the current stage uses, since another stream may have made it."""
+        run, stage = self._forward.run, self._forward.stage
+        with DisableTorchFunction():
+            if isinstance(x, Parameter):
+                run.uses(x, stage)
+            stream.hold(x, run.stages[stage].compute)
+
+
 class GraphTransfer:
     """Passes values to later stages as nodes of the single graph."""
 
@@ -189,6 +220,9 @@ class GraphTransfer:
     def opening(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of the caller's input, as the first stage gets them."""
         return entered(self._forward, self._cutting, leaves) if self._cutting.known else [*leaves]
+
+    def entering(self) -> None:
+        """Nothing: values that arrive are waited for."""
 
     def leaving(self, forward: MicrobatchForward) -> None:
         """Nothing: values that cross have been sent."""
@@ -250,8 +284,15 @@ class CodeGraphTransfer(GraphTransfer):
         super().__init__(forward, routes, cutting)
         self._of, self._homes, self._events = forward, homes, events
         self.writing, self.refuses = cutting.write, not cutting.watched
+        self._beside = Beside(forward, events) if forward.run.call.beside else None
+        self.using = None if self._beside is None else self._beside.hold
 
     one_graph = True
+
+    def entering(self) -> None:
+        """Begins a segment, after those before it on its device."""
+        if self._beside is not None:
+            self._beside.enter()
 
     def leaving(self, forward: MicrobatchForward) -> None:
         """Marks the end of a segment, for which copies of its values wait."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from splitpipe.core.tensors import version_of
 from splitpipe.engine.stages import RunningStage
@@ -76,6 +77,7 @@ class CodeRun(Run):
         self._lock = threading.Lock()
         self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor, int | None]] = {}
         self._buffers: dict[int, tuple[str, Tensor]] | None = None
+        self._users: dict[int, int] = {}
 
     def parameters(self, stage: int) -> list[Keyed]:
         """The parameters of those blocks of a stage that have separate graphs, each with the block's key."""
@@ -87,9 +89,22 @@ class CodeRun(Run):
         local = self._local.get(key)
         if local is None:
             with self._lock:
-                parts = module.modules() if module in self.blocks.blocks else [module]
+                parts = [*module.modules()] if module in self.blocks.blocks else [module]
+                for x in [x for part in parts for x in part._parameters.values()] if self.call.beside else ():
+                    if x is not None:
+                        self.uses(x, stage)
                 local = self._local[key] = self.homes.settle(module, parts, stage)
         return local
+
+    def uses(self, x: Tensor, stage: int) -> None:
+        """Records that a stage uses a parameter. Its gradients come from one stream, so no other stage may use it."""
+        user = self._users.setdefault(id(x), stage)
+        if user != stage and isinstance(x, Parameter) and x.requires_grad:
+            names = {id(own): name for name, own in self.blocks.module.named_parameters()}
+            raise ValueError(
+                f"{names.get(id(x), 'a parameter')!r} is used by stages {user} and {stage}, and devices names streams: "
+                "with cuts=, expected each parameter in one stage then. Choose other cuts=, or name devices."
+            )
 
     def adopted(self, x: Tensor, stage: int) -> bool:
         """Gives a home to a tensor that had none, as its module is never called; returns True if it did."""

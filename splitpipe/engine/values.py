@@ -29,6 +29,10 @@ from splitpipe.core.torch_private import DisableTorchFunction, tree_map_only
 class Transfer(Protocol):
     """How values get to later stages: in autograd's graph, or between a schedule's graphs."""
 
+    @property
+    def using(self) -> Callable[[Tensor], None] | None:
+        """Called with each tensor that is used, if another stream of its device may have made it."""
+
     def foreign(self, x: Tensor) -> bool:
         """True for a tensor that a stage other than the current one has made, or that is on its device."""
 
@@ -81,6 +85,7 @@ class Values:
 
     def __init__(self, transfer: Transfer, link: Callable[[Tensor, Tensor], None] | None = None) -> None:
         self._transfer = transfer
+        self._using = transfer.using
         self._link = link  # Called with each tensor, and its counterpart on another stage.
         self._cells: dict[int, _Cell] = {}
         self._written: set[int] = set()  # The storages of values that were written to after crossing.
@@ -88,6 +93,8 @@ class Values:
 
     def here(self, x: Tensor) -> Tensor:
         """The tensor for the current stage: itself, or its counterpart here."""
+        if self._using is not None:
+            self._using(x)
         cell = self._cells.get(id(x))
         if cell is not None:
             if cell.stage == self.stage:

@@ -37,7 +37,8 @@ class Homes:
     def __init__(self, places: Sequence[Place], module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._devices = [place.device for place in places]
-        self.several = len(set(self._devices)) > 1  #: Whether the stages are on more than one device.
+        #: Whether the stages are on more than one device, or stream.
+        self.several = len({(place.device, place.stream and place.stream.stream_id) for place in places}) > 1
         self._known = {*self._devices}
         # Weak references, since the module's forward refers to this.
         self.stage_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()

@@ -76,6 +76,14 @@ class Call:
         return self.input.rows
 
     @cached_property
+    def beside(self) -> bool:
+        """True if stages on one device compute on different streams of it."""
+        own = [compute for compute in self.computes if compute is not None]
+        return any([
+            one.device == other.device and not stream.same(one, other) for k, one in enumerate(own) for other in own[:k]
+        ])
+
+    @cached_property
     def shared(self) -> list[Tensor]:
         """Tensors of the input that several microbatches get whole."""
         return [self.leaves[k] for k in self.input.whole]

@@ -69,13 +69,14 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """What two stages share has to be on one device, as with parts of devices, which modules with cuts refuse.
+        """What two stages share has to be on one device, as with parts of devices.
 
-        These let a part of the batch be on a later stage's device, where by a schedule it may have no graph: it is
-        given on the last device, which few stages leave alone.
+        With cuts, stages on streams share no parameter, and a part of the batch may be on a later stage's device, where
+        by a schedule it may have no graph: it is given on the last device, which few stages leave alone.
         """
         if self.subject.startswith("module"):
-            return not self.parts and (self.given != "elsewhere" or self.ranks < DEVICES)
+            elsewhere = self.given != "elsewhere" or self.ranks < DEVICES and not self.parts
+            return elsewhere and not (self.parts and self.subject == "module: tied")
         return self.subject != "ties" or self.parts and self.schedule != "zb-v"
 
     def devices(self) -> list[Any]:

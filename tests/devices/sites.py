@@ -31,6 +31,8 @@ READS = "deferral/streams.py: Reads.add"
 #: Places without which some case has a hazard: the subjects whose cases show it.
 CAUGHT: dict[str, str] = {
     "stage/run.py: StageRun.again: use": "chain",
+    "engine/dropin.py: Beside.enter: wait": "module: carried",
+    "engine/dropin.py: Beside.enter: wait_for": "module: carried",
     "core/transfer.py: Wait.forward: wait_for": "chain",
     "core/transfer.py: _await: wait": "chain",
     "core/transfer.py: _await: wait_for": "module: carried",
@@ -83,6 +85,7 @@ EXPLAINED: dict[str, str] = {
     "deferral/stash.py: Stash.gradients: wait": "For a weight whose gradient is B's in another place.",
     "engine/ops.py: StageOps.phony: use": _OTHERS,
     "engine/parts.py: _Cut.join: use": _OTHERS,
+    "engine/dropin.py: Beside.hold: hold": "A value that no node saves, freed while a later stage's stream reads it.",
     "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",
     "training/release.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
 }

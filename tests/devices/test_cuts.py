@@ -78,6 +78,14 @@ def test_without_gradients_it_is_the_same() -> None:
     assert torch.equal(out, model(batch()))
 
 
+@BOTH
+def test_a_parameter_of_several_stages_on_streams_is_an_error(way: dict[str, Any]) -> None:
+    devices = [torch.Stream(device=f"cuda:{index // 2}") for index in range(3)]
+    model = wrapped(Tied(3), **{**way, "devices": devices})
+    with pytest.raises(ValueError, match=r"layer.weight' is used by stages 0 and 2, and devices names streams: with"):
+        trained(model)
+
+
 def sometimes(net: Of, x: Tensor) -> dict[str, Tensor]:
     """Calls its last block for some microbatches alone."""
     through, x = x.cpu()[0, 0] > 0, net.blocks[1](net.blocks[0](x))
