@@ -285,10 +285,14 @@ class LockOnRecompute:
 
 
 class Seeds:
-    """The seeds of one call, made from one number of the default generator, which advances only if something drew."""
+    """The seeds of one call, made from one number of the default generator, which advances only if something drew.
 
-    def __init__(self, stages: int, microbatches: int) -> None:
+    ``doubts``: called if a stage may draw that isn't known to.
+    """
+
+    def __init__(self, stages: int, microbatches: int, doubts: Callable[[], None] = lambda: None) -> None:
         self._before = state_of()
+        self.doubts = doubts
         self._sizes = stages, microbatches
         self._seeds: list[int] = []
         self.drew = False

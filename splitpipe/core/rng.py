@@ -95,7 +95,9 @@ class Numbers:
         #: True if a free run drew; None if that can't be known.
         self._drew: bool | None = False
         self._states: tuple[Tensor, Tensor] | None = None
-        self._begun: Tensor | None = None  # The state at the start of the first run, if that wasn't free.
+        # The states at the start of the first run, and at its end if it drew, unless it was free.
+        self._begun: Tensor | None = None
+        self._ended: Tensor | None = None
 
     def draw(self, call: Callable[[], T]) -> tuple[T, bool]:
         """The value of the call, and whether it drew random numbers."""
@@ -115,7 +117,10 @@ class Numbers:
         self._begun = start = state_of() if self._held else self._start()
         with nullcontext() if self._held else exclusive_generator(start):
             value = call()
-            drew = has_moved(start)
+            end = state_of()
+        drew = states_differ(start, end)
+        if self._again and drew:
+            self._ended = end
         if drew or self._watch is not None and self._watch.moved:
             facts.rng = RngMode.EXCLUSIVE
         elif facts.rng is not RngMode.EXCLUSIVE:
@@ -145,6 +150,8 @@ class Numbers:
             if self._exclusive:
                 with exclusive_generator(self._start()):
                     call()
+                    if self._ended is not None and has_moved(self._ended):
+                        raise DisturbedError(_DISTURBED)
             else:
                 self._repeat(call)
         finally:
@@ -181,6 +188,18 @@ _BEGUN = (
     "a layer has begun to draw random numbers {}: its recomputation may draw different ones. Repeat the step, which "
     "will take this into account. If a thread that you started draws, give it a separate torch.Generator."
 )
+
+
+#: Something drew beside a run that had the generator to itself.
+_DISTURBED = (
+    "a recomputation drew other random numbers than its first run, or something else drew beside that run: a thread "
+    "that you started, or a layer that has begun to draw. Repeat the step, which will take new layers into account; "
+    "give a thread a separate torch.Generator. A layer that draws in its first run must draw in a recomputation too."
+)
+
+
+class DisturbedError(RuntimeError):
+    """Raised for numbers that a recomputation didn't draw again: any stage may have begun to draw."""
 
 
 _UNREPEATED = (
@@ -224,8 +243,20 @@ class FirstRun(TorchFunctionMode):
                 self.generators[generator] = state_of(generator)
             if self._start is None:
                 self._start = state_of()
-            self.moved = self.moved or has_moved(self._start)
-        return func(*args, **kwargs)
+            self._look()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            if self._start is not None:
+                self._look()  # What comes next may restore the state, as at the end of torch.random.fork_rng.
+
+    def _look(self) -> None:
+        if not self.moved and not torch.compiler.is_dynamo_compiling():
+            self.moved = self._start is not None and has_moved(self._start)
+
+    def begin(self) -> None:
+        """Begins to watch another run."""
+        self._start, self.moved = None, False
 
 
 #: The seed and the offset of an accelerator's generator; or its state, if it consists of more.

@@ -19,7 +19,7 @@ from splitpipe.batch.arguments import holds_objects
 from splitpipe.core import stream, thread_state
 from splitpipe.core.generator import exclusive_generator, has_moved, state_of
 from splitpipe.core.note import add_note
-from splitpipe.core.rng import DeviceState, RngMode
+from splitpipe.core.rng import DeviceState, FirstRun, RngMode
 from splitpipe.core.tensors import version_of
 from splitpipe.core.thread_state import Bound, Hooks, State, set_function_modes
 from splitpipe.core.torch_private import (
@@ -65,6 +65,7 @@ class CodeForward(MicrobatchForward):
         self._caller: Caller | None = None
         self._segment: ExitStack | None = None
         self._start: Tensor | None = None  # The generator's state at the start of the segment, if it has one.
+        self._watch: FirstRun | None = None  # Sees draws that the states at the ends of a segment don't show.
         self._begun: Tensor | None = None  # The state at the start of the next segment, if it isn't made from a seed.
         self._hooks: Any = None
         #: The hook of a checkpoint in which the current segment began, and its device's random state there.
@@ -93,6 +94,10 @@ class CodeForward(MicrobatchForward):
         around = state._replace(function_modes=(), hooks=self._counted(state))
         with thread_state.entered(around), stream.use(*run.call.computes), Bound(taker, self), opened({}):
             modes = state.function_modes if run.one_graph else (self._follow, *state.function_modes)
+            if any([stage.facts.rng in (RngMode.UNKNOWN, RngMode.DOUBTED) for stage in run.stages]):
+                # Under a function mode, compiled code would be compiled again.
+                self._watch = None if any([stage.compiled for stage in run.stages]) else FirstRun()
+            modes = modes if self._watch is None else (self._watch, *modes)
             set_function_modes(modes if self.trace is None else (*modes, self.trace))
             self._hooks = around.hooks
             try:
@@ -200,6 +205,8 @@ class CodeForward(MicrobatchForward):
             start = torch.Generator().manual_seed(seed).get_state() if begun is None else begun
             stack.enter_context(exclusive_generator(start))
             self._start = start
+        if self._watch is not None:
+            self._watch.begin()
         self._begin(stage)
         self.transfer.entering()
         self._caller = own.caller(self.i)
@@ -215,9 +222,9 @@ class CodeForward(MicrobatchForward):
         if self._start is not None:
             drew = has_moved(self._start)
             self._start = None
-            if drew:
+            self.run.call.seeds.drew |= drew
+            if drew or self._watch is not None and self._watch.moved:
                 own.facts.rng = RngMode.EXCLUSIVE
-                self.run.call.seeds.drew = True
             elif own.facts.rng is RngMode.UNKNOWN:
                 own.facts.rng = RngMode.NONE
         self._end()

@@ -230,6 +230,7 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
         (x, copy(x)) for part in parts for x in vars(part).values() if isinstance(x, (list, set, dict, deque))
     ]
     modes = [part.training for part in parts]
+    owned = [(x, x.get_state()) for part in parts for x in vars(part).values() if isinstance(x, torch.Generator)]
     tables = ("_parameters", "_buffers", "_modules", "_compiled_call_impl", "training")
     drawing = {device.index: device.type for device in devices if device.type != "cpu"}
     try:
@@ -248,6 +249,8 @@ def without_trace(module: nn.Module, devices: Sequence[torch.device], hooks: boo
                 (content.extend if isinstance(content, (list, deque)) else content.update)(before)
         for part, mode in zip(parts, modes):
             part.training = mode
+        for generator, state in owned:
+            generator.set_state(state)
         for part, before in attributes:
             now = vars(part)
             for name in [name for name in now if name not in before]:

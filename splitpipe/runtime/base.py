@@ -102,7 +102,7 @@ class Runtime:
         computes, callers = self._resources.streams(layers)
         return begin(
             input, uncheckpointed, state, devices=self._resources.devices, computes=computes, callers=callers,
-            collects=collects, anywhere=anywhere,
+            collects=collects, doubts=self._resources.doubt, anywhere=anywhere,
         )
 
     def _stages(self, call: Call, layers: AllLayers, stage: Callable[[int, PendingStore | None], S]) -> list[S]:

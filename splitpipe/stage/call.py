@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,11 +144,13 @@ def begin(
     computes: Sequence[Stream],
     callers: Sequence[Stream],
     collects: bool,
+    doubts: Callable[[], None],
     anywhere: bool = False,
 ) -> Call:
     """A call of the model; the stages' streams wait for the caller's. The last microbatches aren't checkpointed.
 
     ``uncheckpointed``: how many, or None for all; ``collects``: whether a layer has statistics of the whole batch;
+    ``doubts``: see ``Seeds``;
     ``anywhere``: whether parts of the batch may be on the devices of later stages.
     """
     moves = Moves()
@@ -171,7 +173,7 @@ def begin(
         checkpointed=checkpointed,
         computes=computes,
         callers=callers,
-        seeds=Seeds(len(devices), len(rows)),
+        seeds=Seeds(len(devices), len(rows), doubts),
         batch=Batch(leaves) if checkpointed else None,
         variables=variables,
         contexts=contexts,

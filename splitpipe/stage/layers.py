@@ -6,6 +6,7 @@ call), the facts are determined again.
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -40,8 +41,10 @@ class StageFacts:
     generators: Collection[Generator] | None = None
     #: True if the stage writes to its input in place. None: no run yet.
     in_place: bool | None = None
-    #: True if a run has assigned parameters, buffers or submodules. None: no run yet.
-    assigns: bool | None = None
+    #: True if a run has assigned parameters, buffers or submodules.
+    assigns: bool = False
+    #: The first call with a checkpointed run, all of whose runs may begin to.
+    first: weakref.ref[Any] | None = None
     #: True if a checkpointed run has been compared with the snapshot before it.
     compared: bool = False
     #: True if it can be recomputed separately, with its graph made in backward; None: no run has shown that yet.

@@ -14,7 +14,7 @@ from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.partition import placing
-from splitpipe.stage.layers import AllLayers, ChainLayers, Named, StageCache
+from splitpipe.stage.layers import AllLayers, ChainLayers, Named, StageCache, StageFacts
 
 
 class Resources:
@@ -97,13 +97,22 @@ class Resources:
             self._routes = found = Routes(self.devices, computes, self.named)
         return found
 
+    def doubt(self) -> None:
+        """Any stage may have begun to draw random numbers: the next call watches all of them."""
+        self._doubting = True
+        for facts in self._facts():
+            if facts.rng is not RngMode.EXCLUSIVE:
+                facts.rng, facts.generators = RngMode.DOUBTED, None
+
     def settle_rng_modes(self, watched: bool) -> None:
         """At the end of a call: if something drew unwatched, any stage may have done it."""
-        if watched and not self._doubting:
-            return
-        self._doubting = not watched
-        for facts in [facts for cache in (*self.caches, *self.block_caches) for facts in cache.facts.values()]:
-            if not watched and facts.rng is not RngMode.EXCLUSIVE:
-                facts.rng, facts.generators = RngMode.DOUBTED, None
-            elif facts.rng is RngMode.DOUBTED:  # If it has run, it drew nothing.
-                facts.rng = RngMode.UNKNOWN if facts.generators is None else RngMode.NONE
+        if not watched:
+            self.doubt()
+        elif self._doubting:
+            self._doubting = False
+            for facts in self._facts():
+                if facts.rng is RngMode.DOUBTED:  # If it has run, it drew nothing.
+                    facts.rng = RngMode.UNKNOWN if facts.generators is None else RngMode.NONE
+
+    def _facts(self) -> list[StageFacts]:
+        return [facts for cache in (*self.caches, *self.block_caches) for facts in cache.facts.values()]

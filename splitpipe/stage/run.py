@@ -25,7 +25,7 @@ from splitpipe.core import generator, stream, thread_state
 from splitpipe.core.graph import Edge, enter, kinds_of, reached
 from splitpipe.core.note import add_note
 from splitpipe.core.phase import in_phase
-from splitpipe.core.rng import DeviceState, Numbers
+from splitpipe.core.rng import DeviceState, DisturbedError, Numbers
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.core.thread_state import Hooks, State
 from splitpipe.core.torch_private import _get_sequence_nr
@@ -176,7 +176,11 @@ class StageRun:
                 copy_context().run(run)
 
         with in_phase("recomputing"):
-            self._numbers.redraw(run if self.snapshot.untouched() else restored)
+            try:
+                self._numbers.redraw(run if self.snapshot.untouched() else restored)
+            except DisturbedError:
+                self.call.seeds.doubts()
+                raise
         return found[0]
 
     def _used(self, use: Callable[[list[Any]], T]) -> T:

@@ -8,6 +8,7 @@ A recomputation (``stage.run``) has the same nesting around the same layers, in 
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -123,7 +124,9 @@ class Task:
         def again(fill: Fill) -> None:
             run.again(lambda given: fill(lambda: self.rerun(_each_once(_unleafed, given)), run.snapshot.passing))
 
-        frame = Frame(again, stage.saved_directly, holds=facts.assigns is not False)
+        if facts.first is None:
+            facts.first = weakref.ref(self.call)
+        frame = Frame(again, stage.saved_directly, holds=facts.assigns or facts.first() is self.call)
         with torch.autograd.graph.saved_tensors_hooks(*frame.hooks()):
             (made, (value, skips)), drew = run.forward(leaves)
         moved = run.snapshot.moved

@@ -1,13 +1,17 @@
 """Checkpointing of blocks beside the module's own, and random numbers in blocks that are run again."""
 from __future__ import annotations
 
+import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from splitpipe import SplitPipe
 from tests.engine.models import CHECKPOINTS, SCHEDULES, Stack, assert_same_step, batch, piped
 
 
@@ -95,6 +99,131 @@ def test_masks_are_the_same_in_every_checkpoint_mode(kind: type[Linear], schedul
             out["loss"].backward()
             found.append(out["y"].detach())
     assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
+class Forked(Masked):
+    """Draws, and leaves the generator as it was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            mask = torch.rand(x.shape)
+        return x * self.weight * mask
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", [*CHECKPOINTS, "except_last"])
+def test_a_block_that_restores_the_generator_has_the_gradient_of_its_numbers(schedule: str, mode: str) -> None:
+    net = Linear()
+    net.layers[1], net.layers[2] = Forked(), Forked()
+    model = piped(net, ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode)
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(torch.rand(6, 4) + 0.5)["loss"]
+        loss.backward()
+        for layer in model.layers:
+            torch.testing.assert_close((layer.weight * layer.weight.grad).sum(), loss.detach())
+
+
+class Seeded(nn.Module):
+    """The same numbers every time; others may run between the two draws."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            one = torch.rand(4)
+            self.other()
+            return x * one * torch.rand(4)
+
+
+def test_a_block_that_seeds_the_generator_for_itself_has_it_alone() -> None:
+    """In the segments of a module, whose blocks aren't watched one by one if they aren't checkpointed."""
+    inside, most = [0], [0]
+
+    def other() -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        for _ in range(2000):
+            pass
+        inside[0] -= 1
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Seeded(other) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = piped(Net(), ["layers.1", "layers.2"], checkpoint="never", chunks=4)
+    x, before = torch.ones(8, 4), torch.random.get_rng_state()
+    for _ in range(4):
+        torch.testing.assert_close(model(x), Net()(x))
+    assert most[0] == 1 and torch.equal(torch.random.get_rng_state(), before)
+
+
+class Late(nn.Module):
+    """Code between blocks begins to draw, beside a block that draws."""
+
+    def __init__(self, stage: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Masked(), nn.Identity()])
+        self.begun = False
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.layers[1](self.layers[0](x))
+        if self.begun:
+            self.stage()
+            x = nn.functional.dropout(x, 0.1)
+        return {"loss": x.sum(1).mean()}
+
+
+def test_a_mask_that_was_drawn_beside_another_stages_draws_is_not_used_again() -> None:
+    """The first block is halfway through its mask when code of the next stage draws."""
+    halfway, drawn = threading.Event(), threading.Event()
+    net = Late(lambda: None)
+    model = SplitPipe(net, cuts=["layers.1"], devices=["cpu"] * 2, checkpoint="always", chunks=2)
+    x = torch.rand(6, 4) + 0.5
+    model(x)["loss"].backward()
+    net.begun = True
+    calls = [0]
+
+    def dropped(x: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 2:  # Of the second microbatch, whose first run is beside stage 1 of the first one.
+            halfway.set()
+            drawn.wait(60)
+        return F.dropout(x, 0.4)
+
+    def waits() -> None:
+        halfway.wait(60)
+
+    net.layers[0].dropout.forward = dropped
+    net.stage = waits
+    real = F.dropout
+
+    def dropout(*given: Any, **named: Any) -> Tensor:
+        made = real(*given, **named)
+        if 0.1 in (*given[1:], named.get("p")):
+            drawn.set()
+        return made
+
+    with mock.patch.object(F, "dropout", dropout), pytest.raises(RuntimeError, match="drew other random numbers"):
+        model(x)["loss"].backward()
+    net.layers[0].dropout.forward = lambda x: F.dropout(x, 0.4)
+    net.stage = lambda: None
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(x)["loss"]
+        loss.backward()
+        weight = model.layers[0].weight
+        torch.testing.assert_close((weight * weight.grad).sum(), loss.detach())
 
 
 def test_blocks_draw_different_masks() -> None:

@@ -99,6 +99,21 @@ class Counted(nn.Module):
         return x * (self.rows.clone() if self.flag else 1)
 
 
+class Second(nn.Module):
+    """Makes its buffer in the second run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", None)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 2:
+            self.kept = torch.full((WIDTH,), 3.0)
+        return x * 2 if self.kept is None else x * self.kept
+
+
 class Observed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -131,6 +146,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "a mean": lambda: [mean()],
     "the last five rows": lambda: [Assigning(lambda old, x: torch.cat([old, x])[-5:], 1)],
     "a count": lambda: [Counted(flag=False)],
+    "a buffer that the second run makes": lambda: [Second()],
     "a count behind a flag": lambda: [Counted(flag=True)],
     "an observer": lambda: [Observed()],
     "fake quantization": lambda: [quantized()],
