@@ -190,9 +190,9 @@ _BEGUN = (
 )
 
 
-#: Something drew beside a run that had the generator to itself.
+#: Something drew during a run that had the generator to itself.
 _DISTURBED = (
-    "a recomputation drew other random numbers than its first run, or something else drew beside that run: a thread "
+    "a recomputation drew other random numbers than its first run, or something else drew during that run: a thread "
     "that you started, or a layer that has begun to draw. Repeat the step, which will take new layers into account; "
     "give a thread a separate torch.Generator. A layer that draws in its first run must draw in a recomputation too."
 )

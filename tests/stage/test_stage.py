@@ -31,7 +31,7 @@ def run(
     named = [(str(number), layer) for number, layer in enumerate(layers)]
     state = state or thread_state.capture()
     input = of_input(torch.zeros(4, 1), None, 4, Memory())
-    call = begin(input, 0 if checkpoint else None, state, [CPU] * 4, [None] * 4, [None] * 4, False)
+    call = begin(input, 0 if checkpoint else None, state, [CPU] * 4, [None] * 4, [None] * 4, False, lambda: None)
     stage = Stage(StageLayers(3, Place(CPU), named, {}), memory, call, pending)
     activation = value if isinstance(value, Activation) else Activation(*microbatch.flatten(value, "the input"))
     task = Task(stage, replace(call, batch=batch or Batch([])), 1, activation, skips or {}, state)
