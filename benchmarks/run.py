@@ -74,7 +74,7 @@ PARTS = (
     ),
     Part(
         "overhead", "parts.overhead",
-        cpu=Way("--passes 11", 12),
+        cpu=Way("--passes 5 --gpt-passes 3", 45),
         cuda=Way("--passes 11", 15),
         quick="--passes 1 --stages 2 --chunks 2 --width 16 --blocks 2 --gpt-chunks 2 --gpt-passes 1 "
         "--compile aot_eager",

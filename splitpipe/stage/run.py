@@ -234,9 +234,11 @@ class SeparateRun(StageRun):
         """
         given, self._given = self._given, ()
         facts, hooks = self.stage.facts, _hooks_of(given)
+        # Before the run, or else autograd would make the node of a view whose memory was written to during it.
+        ends = {(x.grad_fn, x.output_nr) for x in self.entered}
         before = _get_sequence_nr()
         (made, nesting), drew = self.forward(given)
-        last, ends = _get_sequence_nr(), {(x.grad_fn, x.output_nr) for x in self.entered}
+        last = _get_sequence_nr()
         if facts.threads is None:  # A layer may differentiate, which makes nodes in autograd's thread.
             facts.threads = reached(_roots(made), ends, range(before, last)).others
         kinds = self._kinds(made, ends, last - before)

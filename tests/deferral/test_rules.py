@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from splitpipe import SplitFunction, SplitPipe
 from splitpipe.deferral import owners, rules
+from splitpipe.training import capture
 from tests.deferral import test_convolution, test_linear
 from tests.helpers.deferring import Call, Scale, deferred, left
 from tests.helpers.deferring import apart as apart
@@ -301,7 +302,8 @@ def test_a_walk_says_where_each_gradient_is_computed() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_large_weights_of_two_stages_at_once(schedule: str, backward: Any) -> None:
+def test_large_weights_of_two_stages_at_once(schedule: str, backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "_LARGE", 2**14)
     shared = nn.Linear(80, 80)  # Its gradient is added as it comes, from two stages side by side.
     last = Call(lambda x, w: x + w.sin(), w=torch.randn(80))
     layers = nn.Sequential(shared, nn.Tanh(), nn.LayerNorm([80]), shared, last)
@@ -336,7 +338,8 @@ class Meet(torch.autograd.Function):
         return grad, None
 
 
-def test_two_stages_sum_gradients_of_one_leaf_at_once() -> None:
+def test_two_stages_sum_gradients_of_one_leaf_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "_LARGE", 2**14)
     barrier = threading.Barrier(2)
     first, second = ((barrier, list[int](), number) for number in range(2))
     leaf, x = torch.randn(100, 100, requires_grad=True), torch.randn(8, 100)

@@ -226,6 +226,38 @@ def test_a_mask_that_was_drawn_beside_another_stages_draws_is_not_used_again() -
         torch.testing.assert_close((weight * weight.grad).sum(), loss.detach())
 
 
+class Views(nn.Module):
+    """Returns two views of one tensor."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y[..., :2], y[..., 2:]
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+
+class Written(nn.Module):
+    """Writes to one of two views between the blocks that make and use them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.views, self.product, self.end = nn.Linear(4, 4), Views(), Product(), nn.Linear(2, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        one, other = self.views(self.first(x))
+        one.add_(1)
+        return {"loss": (self.end(self.product(one, other)) - labels).square().mean()}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+def test_a_block_may_be_given_views_of_a_tensor_that_was_written_to(schedule: str, mode: str) -> None:
+    assert_same_step(Written(), batch(), cuts=["end"], schedule=schedule, checkpoint=mode)
+
+
 def test_blocks_draw_different_masks() -> None:
     model = piped(Linear(), ["layers.1", "layers.3"], checkpoint="always")
     with torch.no_grad():
