@@ -148,10 +148,13 @@ class Numbers:
         try:
             _set(self._generators)
             if self._exclusive:
-                with exclusive_generator(self._start()):
+                start = self._start()
+                with exclusive_generator(start):
                     call()
-                    if self._ended is not None and has_moved(self._ended):
-                        raise DisturbedError(_DISTURBED)
+                    end = state_of()
+                # A lazy layer only draws in its first run, which doesn't matter if nothing else draws.
+                if self._ended is not None and states_differ(start, end) and states_differ(self._ended, end):
+                    raise DisturbedError(_DISTURBED)
             else:
                 self._repeat(call)
         finally:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from splitpipe.core import generator, rng
 from splitpipe.core.generator import Seeds
-from splitpipe.core.rng import DeviceState, Numbers, RngMode
+from splitpipe.core.rng import DeviceState, DisturbedError, Numbers, RngMode
 
 UNKNOWN, NONE, EXCLUSIVE = RngMode.UNKNOWN, RngMode.NONE, RngMode.EXCLUSIVE
 Call = Callable[[], Any]
@@ -180,6 +180,25 @@ def test_a_free_run_that_draws_as_another_stage_has_the_generator_is_an_error_wh
     with pytest.raises(RuntimeError, match=r"begun to draw random numbers while others did.*Repeat the step"):
         one.redraw(lambda: F.dropout(X))
     assert facts.rng is EXCLUSIVE and torch.equal(default(), before)
+
+
+def test_numbers_that_only_the_first_run_draws_matter_if_others_follow() -> None:
+    facts, first = Facts(), [True]
+
+    def lazily(x: Tensor) -> Tensor:
+        if first.pop():
+            torch.rand(3)  # As for initial weights.
+        first.append(False)
+        return x.sin()
+
+    one = Numbers(1, facts, again=True)
+    one.draw(lambda: lazily(X))
+    one.redraw(lambda: lazily(X))
+    first[:] = [True]
+    other = Numbers(2, facts, again=True)
+    other.draw(lambda: F.dropout(lazily(X)))
+    with pytest.raises(DisturbedError, match="drew other random numbers than its first run"):
+        other.redraw(lambda: F.dropout(lazily(X)))
 
 
 def test_a_free_run_that_draws_less_than_was_drawn_meanwhile_is_an_error_when_repeated() -> None:
