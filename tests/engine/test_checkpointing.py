@@ -167,6 +167,29 @@ def test_a_block_that_seeds_the_generator_for_itself_has_it_alone() -> None:
     assert most[0] == 1 and torch.equal(torch.random.get_rng_state(), before)
 
 
+class Scaled(nn.Module):
+    """Has a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Identity()])
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+def test_runs_that_find_out_how_outputs_are_joined_leave_a_modules_generator() -> None:
+    net, expected = Scaled(), torch.Generator().manual_seed(3)
+    model = SplitPipe(net, cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
+    for _ in range(2):
+        model(torch.ones(4, 4))
+        for _ in range(2):
+            torch.rand(2, 4, generator=expected)
+        assert torch.equal(net.generator.get_state(), expected.get_state())
+
+
 class Late(nn.Module):
     """Code between blocks begins to draw, beside a block that draws."""
 
