@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe import SplitPipe
+from splitpipe.core.rng import RngMode
 from tests.engine.models import CHECKPOINTS, SCHEDULES, Stack, assert_same_step, batch, piped
 
 
@@ -125,46 +126,34 @@ def test_a_block_that_restores_the_generator_has_the_gradient_of_its_numbers(sch
 
 
 class Seeded(nn.Module):
-    """The same numbers every time; others may run between the two draws."""
-
-    def __init__(self, other: Any) -> None:
-        super().__init__()
-        self.other = other
+    """The same numbers every time, of a generator that it leaves as it was."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
-            one = torch.rand(4)
-            self.other()
-            return x * one * torch.rand(4)
+            return x * torch.rand(4) * torch.rand(4)
 
 
-def test_a_block_that_seeds_the_generator_for_itself_has_it_alone() -> None:
-    """In the segments of a module, whose blocks aren't watched one by one if they aren't checkpointed."""
-    inside, most = [0], [0]
-
-    def other() -> None:
-        inside[0] += 1
-        most[0] = max(most[0], inside[0])
-        for _ in range(2000):
-            pass
-        inside[0] -= 1
+@pytest.mark.parametrize("mode", [*CHECKPOINTS, "except_last"])
+def test_a_stage_that_seeds_the_generator_for_itself_has_it_alone(mode: str) -> None:
+    """Beside another one, each would restore a state that the other has set."""
+    net = nn.Sequential(*[Seeded() for _ in range(3)])
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(Seeded(other) for _ in range(3))
+            self.layers = net
 
         def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
+            return self.layers(x)  # type: ignore[no-any-return]
 
-    model = piped(Net(), ["layers.1", "layers.2"], checkpoint="never", chunks=4)
+    model = piped(Net(), ["layers.1", "layers.2"], checkpoint=mode, chunks=4)
     x, before = torch.ones(8, 4), torch.random.get_rng_state()
-    for _ in range(4):
-        torch.testing.assert_close(model(x), Net()(x))
-    assert most[0] == 1 and torch.equal(torch.random.get_rng_state(), before)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), net(x))
+        assert torch.equal(torch.random.get_rng_state(), before)
+    modes = [facts.rng for cache in model._runtime._resources.caches for facts in cache.facts.values()]
+    assert {*modes} == {RngMode.EXCLUSIVE}
 
 
 class Scaled(nn.Module):
