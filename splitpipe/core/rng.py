@@ -13,6 +13,9 @@ An UNKNOWN stage runs like an EXCLUSIVE one, so that the first microbatch draws 
 After a call in which something unknown drew, all stages that aren't EXCLUSIVE are DOUBTED: they run like EXCLUSIVE ones
 for a whole call, since one of them may draw in some microbatches only.
 
+If the recomputation of a run that drew ends in another state, something else has drawn during the run, and it is an
+error: its numbers aren't those of the recomputation.
+
 If a stage in mode NONE moves the generator, it has drawn from the caller's state. Its recomputation starts from the
 generator's state before that run, and must end in the state after it. If another stage owned the generator during the
 run, these states are unknown, and a recomputation that draws is an error.
