@@ -89,10 +89,11 @@ class CodeRun(Run):
         local = self._local.get(key)
         if local is None:
             with self._lock:
-                parts = [*module.modules()] if module in self.blocks.blocks else [module]
-                for x in [x for part in parts for x in part._parameters.values()] if self.call.beside else ():
-                    if x is not None:
+                inside = module in self.blocks.blocks
+                if inside and self.call.beside:  # What code between blocks uses is seen there.
+                    for x in module.parameters():
                         self.uses(x, stage)
+                parts = module.modules() if inside else [module]
                 local = self._local[key] = self.homes.settle(module, parts, stage)
         return local
 

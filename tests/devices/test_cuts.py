@@ -86,6 +86,30 @@ def test_a_parameter_of_several_stages_on_streams_is_an_error(way: dict[str, Any
         trained(model)
 
 
+class Last(Module):
+    """Code of the last stage uses a parameter of the module itself, which the first stage calls."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+@BOTH
+def test_a_parameter_that_one_stage_uses_may_be_any_modules(way: dict[str, Any]) -> None:
+    plain, devices = Last(), [torch.Stream(device="cuda:0") for _ in range(3)]
+    model = wrapped(copy.deepcopy(plain), **{**way, "devices": devices})
+    mean(plain(batch().cpu()), 1.0).backward()
+    for _ in range(2):
+        model.zero_grad()
+        trained(model, target="cuda:0")
+    assert_same_gradients(model, plain)
+
+
 def sometimes(net: Of, x: Tensor) -> dict[str, Tensor]:
     """Calls its last block for some microbatches alone."""
     through, x = x.cpu()[0, 0] > 0, net.blocks[1](net.blocks[0](x))
