@@ -126,6 +126,11 @@ with needed("to prevent a pipeline from being moved to a device"):
 with needed("to restore the caller's current device"):
     from torch._C import _accelerator_maybeExchangeDevice  # The end of torch.accelerator.device_index.
 
+with needed("to notice hooks on what layers have computed"):
+    from torch.utils.hooks import RemovableHandle  # Each hook gets one, with the next number.
+
+    _ = RemovableHandle.next_id
+
 #: Clones many tensors in one call. None: torch 2.11 doesn't have it.
 _foreach_clone: Any = getattr(torch, "_foreach_clone", None)
 #: Calls a function's body with modes that see what it calls. None: since torch 2.13. Attention is then one call.

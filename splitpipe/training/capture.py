@@ -14,6 +14,7 @@ same number by chance; running through it twice is then an error of torch's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from splitpipe.core.graph import Edge, leading, pairs_of
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import is_plain, version_of
-from splitpipe.core.torch_private import _engine_run_backward
+from splitpipe.core.torch_private import RemovableHandle, _engine_run_backward
 from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.deferral.owners import Groups, Note, Owner, survey
@@ -149,6 +150,8 @@ class Capture:
     def __init__(self, own: StageLayers, hooks: ParkedHooks) -> None:
         self._stage = own.name
         self._hooks = hooks
+        #: How many hooks this process had registered before the stage's graphs were made.
+        self._registered = RemovableHandle.next_id
         self._own = own.identities
         self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
         #: Those of the graphs that microbatches make, by block and kind of microbatch; None: they differ.
@@ -203,12 +206,12 @@ class Capture:
 
     def backward(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, leave: Leave | None = None,
-        summed: Summed | None = None, early: Early | None = None,
+        summed: Summed | None = None, early: Early | None = None, parked: ParkedHooks | None = None,
     ) -> tuple[Grads, Grads]:
         """The gradients of the stage's inputs, and of the graph's leaves.
 
         ``leave`` is called with what each owner leaves at the end, or ``early`` as soon as it is there; ``summed``
-        takes gradients of large leaves as soon as they are there.
+        takes gradients of large leaves as soon as they are there. Hooks are ``parked`` for this B, or for the call.
         """
         count, leaves, owners = len(graph.entered), graph.leaves, graph.owners
         kept = [PendingGrad(owner.rule.keep(owner.node)) for owner in owners]
@@ -222,23 +225,26 @@ class Capture:
             return [None] * count, [None] * len(leaves)
         for leaf in leaves:
             if leaf._backward_hooks:
-                self._hooks.park(leaf)
+                (self._hooks if parked is None else parked).park(leaf)
         large = [] if summed is None else [k for k in graph.large if leaves[k].requires_grad]
         watched: list[Watch] = []
         found: list[Tensor | None] = []
         try:
             handles += [summed.hook(leaves[k]) for k in large if summed is not None]
             # At a node that runs, autograd captures the gradient from before hooks on its output have changed it.
-            watched += [_watched(owner.node, graph.custom) for owner in owners]
+            if graph.custom or graph.keep_graph or RemovableHandle.next_id != self._registered:
+                watched += [_watched(owner.node, graph.custom) for owner in owners]
             found += self._grad(roots, grads, inputs, graph.keep_graph)
         finally:
             for handle in (*handles, *[watch.handle for watch in watched]):  # A kept node would keep its gradient.
                 handle.remove()
         for k in large:
             found[count + k] = None  # What is left of it takes no memory.
-        for owner, new, grad, watch in zip(owners, kept, found[count + len(leaves) :], watched):
-            given = watch.seen[0][0] if watch.seen else grad
-            _leave(owner, new, given, watch.versions[0] if watch.versions else None, leave)
+        for owner, new, grad, watch in zip(owners, kept, found[count + len(leaves) :], watched or repeat(None)):
+            if watch is None or not watch.seen:
+                _leave(owner, new, grad, None, leave)
+            else:
+                _leave(owner, new, watch.seen[0][0], watch.versions[0] if watch.versions else None, leave)
         return list(found[:count]), list(found[count : count + len(leaves)])
 
     def backward_views(

@@ -88,7 +88,6 @@ class DropinSink:
     """Gives gradients to the parameters of one stage's blocks, through Flush."""
 
     def __init__(self, own: Any, stashes: Stashes) -> None:
-        self._own = own
         #: Called with how gradients of parameters are computed; None if that is known.
         self.note: Note | None = None
         self.stashes = stashes
@@ -171,8 +170,8 @@ class DropinSink:
                 left.append((group, new))
 
         try:
-            found, own = Capture(self._own, hooks).backward(
-                roots, grads, graph, leave,
+            found, own = self._capture.backward(
+                roots, grads, graph, leave, parked=hooks,
                 early=None if stash is None or wanted is not None else partial(stash.early, now),
             )
         finally:

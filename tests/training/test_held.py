@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from splitpipe.training import capture
 from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors, twins
 
@@ -217,6 +218,58 @@ def test_hooks_of_a_linear_layers_output_change_its_gradients(options: dict[str,
             inside = each is model and "schedule" in options
             (each(x, target=target) if inside else nn.functional.mse_loss(each(x), target)).backward()
         assert_same_tensors(model, plain)
+
+
+@BOTH
+def test_a_hook_between_forward_and_backward_changes_a_weights_gradient(by_cuts: bool) -> None:
+    kept: list[Tensor] = []
+    plain, model = pair(Block(), Block(lambda y, block: kept.append(y) or y.tanh()), Block(), by_cuts=by_cuts)
+    x = rows()
+    for each in (plain, model):
+        y = each(x).square().mean()
+        for inner in [x for x in kept if x.requires_grad]:
+            inner.register_hook(doubled)
+        kept.clear()
+        y.backward()
+    assert_same_tensors(model, plain)
+
+
+@BOTH
+def test_an_earlier_hook_of_what_a_layer_has_kept_changes_its_weights_gradient(by_cuts: bool) -> None:
+    """The node is of an earlier time than the call, which its hook can't change any more."""
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.made = nn.Linear(4, 4), Tensor()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.made.tanh()
+
+    plain, model = pair(Block(), Keeping(), Block(), by_cuts=by_cuts)  # type: ignore[arg-type]
+    for each in (plain, model):
+        inner: Any = each[1]
+        inner.made = inner.linear(torch.ones(4, dtype=torch.float64))
+        inner.made.register_hook(doubled)
+    x = rows()
+    for each in (plain, model):
+        each(x).square().mean().backward(retain_graph=True)
+    assert_same_tensors(model, plain)
+
+
+@BOTH
+def test_without_hooks_no_python_runs_per_layer_in_b(by_cuts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(*args: Any) -> Any:
+        raise AssertionError("watched, although there is no hook")
+
+    plain, model = pair(Block(), Block(), Block(), by_cuts=by_cuts)
+    with monkeypatch.context() as patched:
+        patched.setattr(capture, "_watched", watched)
+        assert_steps(plain, model)
+        model[1].linear.register_forward_hook(  # type: ignore[union-attr,operator]
+            lambda module, given, y: y.register_hook(doubled) and None
+        )
+        with pytest.raises(AssertionError, match="there is no hook"):
+            model(rows()).sum().backward()
 
 
 def test_a_loss_kept_from_inside_that_comes_after_the_output() -> None:
