@@ -240,19 +240,20 @@ def test_an_earlier_hook_of_what_a_layer_has_kept_changes_its_weights_gradient(b
     class Keeping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.made = nn.Linear(4, 4), Tensor()
+            self.first, self.linear, self.made = nn.Linear(4, 4), nn.Linear(4, 4), Tensor()
 
         def forward(self, x: Tensor) -> Tensor:
             return x * self.made.tanh()
 
-    plain, model = pair(Block(), Keeping(), Block(), by_cuts=by_cuts)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"schedule": "zb-h1", "loss_fn": nn.functional.mse_loss}
+    plain, model = pair(Block(), Keeping(), Block(), by_cuts=by_cuts, **options)
     for each in (plain, model):
         inner: Any = each[1]
-        inner.made = inner.linear(torch.ones(4, dtype=torch.float64))
+        inner.made = inner.linear(inner.first(torch.ones(1, 4, dtype=torch.float64)))
         inner.made.register_hook(doubled)
-    x = rows()
-    for each in (plain, model):
-        each(x).square().mean().backward(retain_graph=True)
+    x, target = rows(), rows()
+    nn.functional.mse_loss(plain(x), target).backward()
+    model(x, target=target).backward()
     assert_same_tensors(model, plain)
 
 
