@@ -18,7 +18,7 @@ leaves nothing to finalize.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ _alias: Any = torch.ops.aten.alias.default
 _SMALL = 2**16
 
 
-#: The bytes that the nodes of a microbatch may keep at most until B has passed all of them.
+#: The bytes that the nodes of a microbatch may keep at most until B has passed all of them; and of groups together.
 _MUCH = 2**22
 #: Runs backward from edges, with their gradients, to leaves, and adds to the sums of these.
 Backward = Callable[[Sums, Sequence[GradientEdge], Sequence[Tensor], Sequence[Tensor]], None]
@@ -238,12 +238,8 @@ class Stash:
         """The sums of leaves, which are released. Called on the side stream."""
         goals: list[tuple[Goal, Total]] = []
         with torch.no_grad():
-            for group in dict.fromkeys([group for leaf in leaves for group in self._of.pop(id(leaf), ())]):
-                totals = self._flush(group)
-                goals += [
-                    (goal, total) for goal, total in zip(self._goals[group], totals)
-                    if goal is not None and total is not None and total.value is not None
-                ]
+            for some in self._few_at_once([group for leaf in leaves for group in self._of.pop(id(leaf), ())]):
+                goals += self._flush(some)
             stream.wait(self._streams.side, self._streams.compute)  # B has added to sums.
             for goal, total in goals:
                 if goal.edge is None:
@@ -263,16 +259,33 @@ class Stash:
         for goal, total in goals:
             self.sums.of(goal.leaf).take_over(total)
 
-    def _flush(self, group: WeightGroup) -> Sequence[Total | None]:
-        """The sums of a group's gradients, including all that was stashed for them."""
-        found = self._groups.pop(group, None)
-        if found is None:  # Flushed for another of its leaves.
-            return ()
-        if found.pending:
-            self._compute({group: found})
+    def _few_at_once(self, groups: Sequence[WeightGroup]) -> Iterator[dict[WeightGroup, PendingGroup]]:
+        """Takes groups out, small ones together: ordering the streams may take the host longer than their kernels."""
+        some: dict[WeightGroup, PendingGroup] = {}
+        size = 0
+        for group in groups:
+            found = self._groups.pop(group, None)
+            if found is None:  # Flushed for another of its leaves.
+                continue
+            own = found.size + 2 * group.size
+            if some and size + own > _MUCH:
+                yield some
+                some, size = {}, 0
+            some[group], size = found, size + own
+        if some:
+            yield some
+
+    def _flush(self, groups: Mapping[WeightGroup, PendingGroup]) -> list[tuple[Goal, Total]]:
+        """The sums of groups' gradients, including all that was stashed for them."""
+        pending = {group: found for group, found in groups.items() if found.pending}
+        if pending:
+            self._compute(pending)
         # After an error in another thread, the engine drops them: their memory belongs to the compute stream.
         self._reads.release()
-        return found.totals
+        return [
+            (goal, total) for group, found in groups.items() for goal, total in zip(self._goals[group], found.totals)
+            if goal is not None and total is not None and total.value is not None
+        ]
 
     def drain(self) -> None:
         """Computes everything that waits and takes memory."""
