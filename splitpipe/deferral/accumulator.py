@@ -1,7 +1,7 @@
 """The gradient of one weight, summed over calls: in place as soon as the sum has its own memory."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
 
 import torch
@@ -10,25 +10,33 @@ from torch import Tensor
 from splitpipe.core.tensors import storage_of
 from splitpipe.core.torch_private import _foreach_add, _foreach_add_
 
-#: Calls the function that allocates a tensor, and returns the tensor.
-Allocate = Callable[[Callable[[], Tensor]], Tensor]
-
 
 class Total:
-    """A growing sum, with its weight's dtype and shape; ``allocate`` calls the function that allocates it.
+    """A growing sum, with its weight's dtype and shape; ``like``: a tensor whose layout its memory should have, if any.
 
     The first gradient's memory may be shared (for example, if it is a view of an output gradient): the sum refers to it
     without writing to it. While autograd records (``create_graph=True``), nothing is written in place.
     """
 
-    __slots__ = ("_allocate", "_owned", "_shape", "dtype", "value")
+    __slots__ = ("_like", "_memory", "_owned", "_shape", "dtype", "value")
 
-    def __init__(self, dtype: torch.dtype, shape: torch.Size | None = None, allocate: Allocate | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, shape: torch.Size | None = None, like: Tensor | None = None) -> None:
         self.dtype = dtype
         self._shape = shape
-        self._allocate = allocate
+        self._like = like
+        self._memory: Tensor | None = None
         self._owned = False
         self.value: Tensor | None = None
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True if its first gradient would be the sum, in that gradient's own memory."""
+        return self.value is None and self._memory is None and self._like is not None
+
+    def allocate(self, device: torch.device) -> None:
+        """Allocates memory for the sum, on the current stream."""
+        if self._like is not None:
+            self._memory = torch.empty_like(self._like, dtype=self.dtype, device=device)
 
     @classmethod
     def of(cls, grad: Tensor) -> Total:
@@ -50,10 +58,8 @@ class Total:
         other = grad.dtype is not self.dtype
         if other and grad.is_complex() and not self.dtype.is_complex:
             raise RuntimeError(f"a weight gradient is {grad.dtype}: expected {self.dtype}, like its weight.")
-        allocate = self._allocator_for(grad)
-        if self.value is None and allocate is not None:
-            self.value = allocate(lambda: torch.empty_like(grad, dtype=self.dtype)).copy_(grad)
-            self._owned = True
+        if self.value is None and self._fills(grad):
+            self.value, self._memory, self._owned = self._memory.copy_(grad), None, True  # type: ignore[union-attr]
         elif self.value is None:
             self.value = grad.to(self.dtype) if other else grad
             self._owned = other or (fresh and grad.layout is torch.strided)
@@ -68,14 +74,17 @@ class Total:
         if self._takes(a):
             self.value.addmm_(a, b)  # type: ignore[union-attr]
             return
-        allocate = self._allocator_for(a)
-        if self.value is None and allocate is not None and a.dtype is b.dtype is self.dtype:
-            # Not a.new_empty: torch's CUDA sanitizer would mistake it for a read of a, on the stream that allocates.
-            shape = a.shape[0], b.shape[1]
-            self.value = torch.mm(a, b, out=allocate(lambda: torch.empty(shape, dtype=a.dtype, device=a.device)))
-            self._owned = True
+        if self.value is None and self._fills(a) and a.dtype is b.dtype is self.dtype:
+            self.value, self._memory, self._owned = torch.mm(a, b, out=self._memory), None, True
         else:
             self.add(a.mm(b), fresh=True)
+
+    def add_rows(self, grad: Tensor) -> None:
+        """Adds the sum of a matrix's rows."""
+        if self.value is None and self._fills(grad) and grad.dtype is self.dtype and grad.shape[1:] == self._shape:
+            self.value, self._memory, self._owned = torch.sum(grad, 0, out=self._memory), None, True
+        else:
+            self.add(grad.sum(0), fresh=True)
 
     def take_over(self, other: Total) -> None:
         """Owns its memory if that belongs to another sum, which isn't used any more."""
@@ -94,11 +103,10 @@ class Total:
             return None
         return value.mul_(factor) if in_place and self._owned else value * factor
 
-    def _allocator_for(self, grad: Tensor) -> Allocate | None:
-        """The function that allocates the sum's memory; None if the first gradient's memory is used."""
-        if torch.is_grad_enabled() or type(grad) is not Tensor or grad.layout is not torch.strided:
-            return None
-        return self._allocate
+    def _fills(self, grad: Tensor) -> bool:
+        """True if there is memory for a sum that begins with such a gradient."""
+        plain = type(grad) is Tensor and grad.layout is torch.strided
+        return self._memory is not None and plain and not torch.is_grad_enabled()
 
     def _fitted(self, grad: Tensor, shape: torch.Size) -> Tensor:
         try:

@@ -60,7 +60,7 @@ def _sum(
         if weight is not None:
             weight.add_product(*factors(x, grad))
         if bias is not None:
-            bias.add(grad.sum(0), fresh=True)
+            bias.add_rows(grad)
 
 
 def _pairs(parts: Sequence[tuple[Any, Tensor]]) -> list[Pair]:

@@ -20,6 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from splitpipe.core.graph import Edge
+from splitpipe.core.tensors import is_plain
 from splitpipe.core.torch_private import AccumulateGrad
 from splitpipe.deferral.function import WeightGradients
 from splitpipe.deferral.pending import Kind, WeightGroup
@@ -71,14 +72,19 @@ class Weight(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """The dtype and shape of the gradient to compute; no shape if it is that of a product."""
+        """Those of the gradient to compute."""
+        leaf, plain = self.leaf, is_plain(self.leaf)
         if self.alike and not self.given:
-            return self.leaf.dtype, None if _TRANSPOSED in self.names else self.leaf.shape
+            if (self.names.count(_TRANSPOSED) % 2 == 1) is self.turned:
+                return leaf.dtype, leaf.shape, leaf if plain else None
+            like = leaf.detach().t() if plain else None
+            return leaf.dtype, None if like is None else like.shape, like
         if self.edge is None:
-            return self.leaf.dtype, self.leaf.shape
+            return leaf.dtype, leaf.shape, leaf if plain else None
         node, number = self.edge
         meta = node._input_metadata[number]
-        return meta.dtype, None if self.turned else torch.Size(meta.shape)
+        shape = torch.Size(meta.shape[::-1] if self.turned else meta.shape)
+        return meta.dtype, shape, torch.empty(shape, device="meta") if plain else None
 
 
 class Way(NamedTuple):

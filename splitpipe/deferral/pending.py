@@ -38,8 +38,8 @@ class Node(_SingleLevelFunction):
         )
 
 
-#: The dtype and shape of a gradient; None: any.
-Kind = tuple[torch.dtype, torch.Size | None]
+#: The dtype and shape (None: any) of a gradient, and a tensor with the shape and layout of its memory, if known.
+Kind = tuple[torch.dtype, torch.Size | None, Tensor | None]
 
 
 class PendingGrad:
@@ -93,33 +93,23 @@ def without_graph(saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 
 class WeightGroup:
-    """The weights of a call. ``parameters`` get the gradients: weights that need one, or the bases of views."""
+    """The weights of a call, which lead to these leaves and have these kinds; None: one that needs no gradient.
 
-    __slots__ = ("_names", "function", "kinds", "needs", "parameters", "size")
+    ``parameters`` get the gradients: weights that need one, or the bases of views.
+    """
+
+    __slots__ = ("_names", "function", "kinds", "parameters", "size")
 
     def __init__(
-        self, function: WeightGradients, weights: Sequence[Tensor | None], needs: tuple[bool, ...],
-        names: Mapping[int, str], parameters: Sequence[Tensor],
+        self, function: WeightGradients, leaves: Sequence[Tensor | None], kinds: Sequence[Kind | None],
+        names: Mapping[int, str],
     ) -> None:
         self.function = function
-        self.needs = needs
-        wanted = [weight if need else None for weight, need in zip(weights, needs)]
-        self.kinds: list[Kind | None] = [None if weight is None else (weight.dtype, weight.shape) for weight in wanted]
+        self.kinds = kinds
+        self.parameters = [leaf for leaf in leaves if leaf is not None]
         #: Bytes of the gradients.
-        self.size = sum([weight.nbytes for weight in wanted if weight is not None])
+        self.size = sum([leaf.nbytes for leaf in self.parameters])
         self._names = names
-        self.parameters = parameters
-
-    @classmethod
-    def of(
-        cls, function: WeightGradients, leaves: Sequence[Tensor | None], kinds: list[Kind | None],
-        names: Mapping[int, str],
-    ) -> WeightGroup:
-        """The weights that lead to these leaves (None: a weight that needs no gradient), which have these kinds."""
-        needs, there = tuple([leaf is not None for leaf in leaves]), [leaf for leaf in leaves if leaf is not None]
-        found = cls(function, leaves, needs, names, there)
-        found.kinds = kinds
-        return found
 
     def __str__(self) -> str:
         found = [self._names[id(parameter)] for parameter in self.parameters if id(parameter) in self._names]

@@ -90,7 +90,7 @@ class Stashes:
         """A group for W; without a key, for one microbatch. A weight is None if W has no gradient to compute for it."""
         leaves = [None if weight is None else weight.leaf for weight in weights]
         kinds = [None if weight is None else weight.kind for weight in weights]
-        group = WeightGroup.of(function, leaves, kinds, self._names)
+        group = WeightGroup(function, leaves, kinds, self._names)
         self.goals[group] = [
             None if weight is None
             else Goal(weight.leaf, None if weight.edge is None else edge_of(weight), weight.turned)
@@ -217,8 +217,7 @@ class Stash:
     def _added(self, group: WeightGroup, new: PendingGrad) -> PendingGroup:
         found = self._groups.get(group)
         if found is None:
-            allocate = None if self._streams.side is None else self._streams.allocate
-            totals = [None if kind is None else Total(*kind, allocate) for kind in group.kinds]
+            totals = [None if kind is None else Total(*kind) for kind in group.kinds]
             found = self._groups[group] = PendingGroup(totals, -group.size if self._grants else 0)
             self._size += found.size
             for leaf in group.parameters:
@@ -310,6 +309,7 @@ class Stash:
             taken.append((group, found, found.pending))
             found.pending, found.size = [], 0
             self._full.pop(group, None)
+        self._streams.allocate([total for _, found, _ in taken for total in found.totals if total is not None])
         try:
             with without_autocast():
                 for group, found, pending in taken:

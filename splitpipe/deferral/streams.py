@@ -11,7 +11,7 @@ reads. ``record_stream`` would be safe too, but with it the memory would be free
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from splitpipe.core import stream
 from splitpipe.core.stream import Stream
+from splitpipe.deferral.accumulator import Total
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,18 @@ class BackwardStreams:
     compute: Stream
     side: Stream
 
-    def allocate(self, make: Callable[[], Tensor]) -> Tensor:
-        """The tensor that ``make`` makes, in memory of the compute stream, for the side stream to write to.
+    def allocate(self, totals: Sequence[Total]) -> None:
+        """Gives empty sums memory of the compute stream, for the side stream to write to.
 
         A gradient outlives backward. In the side stream's memory, activations could never use its place again.
         """
+        lacking = [total for total in totals if total.lacks_memory]
+        if self.side is None or not lacking:
+            return
         with stream.use(self.compute):
-            made = make()
+            for total in lacking:
+                total.allocate(self.device)
         stream.wait(self.side, self.compute)  # The memory's last owner may still be being read.
-        return made
 
 
 @dataclass

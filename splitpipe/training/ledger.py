@@ -97,7 +97,7 @@ class Ledger:
         """A group for W; without a key, for one microbatch. A weight is None if W has no gradient to compute for it."""
         leaves = [None if weight is None else weight.leaf for weight in weights]
         kinds = [None if weight is None else weight.kind for weight in weights]
-        group = WeightGroup.of(function, leaves, kinds, self._names)
+        group = WeightGroup(function, leaves, kinds, self._names)
         totals = [None if weight is None else self._total(weight) for weight in weights]
         views = [
             View(edge_of(weight), total, weight.turned, weight.leaf) for weight, total in zip(weights, totals)

@@ -1,6 +1,8 @@
 """Sums of gradients that autograd gives: in place from the third summand on, and nobody else's memory is written to."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch.cuda import _sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
-from splitpipe.deferral.accumulator import Allocate, Sums, Total
+from splitpipe.deferral.accumulator import Sums, Total
 from splitpipe.engine.ops import StageOps
 from tests.helpers.scheduled import mean
 
@@ -121,33 +123,55 @@ class _Reads(TorchDispatchMode):
         return given
 
 
-def allocating() -> tuple[Allocate, list[str]]:
-    """A function that allocates, and the ops in it that read memory."""
-    reads = _Reads()
-
-    def allocate(make: Any) -> Tensor:
-        with reads:
-            made: Tensor = make()
-        return made
-
-    return allocate, reads.found
+def reads(function: Callable[[], Any]) -> list[str]:
+    """The ops in a function that read memory."""
+    with (mode := _Reads()):
+        function()
+    return mode.found
 
 
 def test_the_sanitizers_rules_tell_a_read_from_an_allocation() -> None:
-    x, (allocate, found) = torch.ones(2, 2), allocating()
-    for make, reads in (lambda: x + 1, ["aten::add"]), (lambda: torch.empty(2), []), (lambda: x.t(), []):
-        found.clear()
-        allocate(make)
-        assert found == reads
+    x = torch.ones(2, 2)
+    assert reads(lambda: x + 1) == ["aten::add"]
+    assert reads(lambda: torch.empty(2)) == reads(lambda: x.t()) == []
 
 
-def test_a_sum_is_allocated_on_a_stream_that_reads_no_gradient() -> None:
-    # The gradient may be another stream's, for which the stream that allocates does not wait.
-    allocate, found = allocating()
+@pytest.mark.parametrize("layout", [torch.empty(3, 4), torch.empty(4, 3).t(), torch.empty(3, 4, device="meta")],
+                         ids=["contiguous", "transposed", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_begins_in_memory_with_the_weights_layout(layout: Tensor, dtype: torch.dtype) -> None:
+    product, added = Total(dtype, layout.shape, layout), Total(dtype, layout.shape, layout)
+    bias = Total(dtype, torch.Size((4,)), torch.empty(4))
+    memory = []
     with torch.no_grad():
-        product, added = (Total(torch.float32, torch.Size((3, 4)), allocate) for _ in range(2))
-        product.add_product(torch.ones(3, 2), torch.ones(2, 4))
-        added.add(torch.ones(3, 4))
-    assert found == []
-    for total, value in (product, 2.0), (added, 1.0):
-        assert total.value is not None and torch.equal(total.value, torch.full((3, 4), value))
+        for total in product, added, bias:
+            # The gradient may be another stream's, for which the stream that allocates does not wait.
+            assert total.lacks_memory and reads(partial(total.allocate, torch.device("cpu"))) == []
+            assert not total.lacks_memory and total._memory is not None
+            memory.append(total._memory.data_ptr())
+        for total in product, added, bias:
+            for _ in range(2):
+                if total is product:
+                    total.add_product(torch.ones(3, 2), torch.ones(2, 4))
+                elif total is added:
+                    total.add(torch.ones(3, 4))
+                else:
+                    total.add_rows(torch.ones(3, 4))
+    for total, value, address in zip((product, added, bias), (4.0, 2.0, 6.0), memory):
+        assert total.value is not None and not total.lacks_memory
+        torch.testing.assert_close(total.value, torch.full_like(total.value, value), rtol=0, atol=0)
+        assert total.value.dtype is dtype and total.value.data_ptr() == address
+        if total is not bias:
+            assert total.value.stride() == layout.stride()
+
+
+def test_a_sum_with_memory_accepts_what_does_not_fit_into_it() -> None:
+    for grad in torch.ones(2, 3).to_sparse(), torch.ones(2, 3, requires_grad=True) * 1:
+        total = Total(torch.float32, torch.Size((2, 3)), torch.empty(2, 3))
+        total.allocate(torch.device("cpu"))
+        total.add(grad)
+        assert total.value is grad
+    rows = Total(torch.float32, torch.Size((1,)), torch.empty(1))
+    rows.allocate(torch.device("cpu"))
+    rows.add_rows(torch.ones(2, 3))
+    assert rows.value is not None and rows.value.tolist() == [6.0]
