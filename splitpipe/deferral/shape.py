@@ -1,24 +1,25 @@
 """The shape of one microbatch's graph, to recognise that of another one without looking at each node again.
 
-The graphs that microbatches make on one stage usually have the same nodes in the same places, leading to the same
-leaves. Then the owners of weights are in the same places, too, and a survey (``owners``) of the first graph is one of
-the others. A graph of another shape is surveyed itself, so a wrong guess costs only time.
+The graphs that microbatches make on one stage, in all steps, usually have the same nodes in the same places, leading to
+the same leaves. Then the owners of weights are in the same places, too, and a survey (``owners``) of the first graph is
+one of the others. A graph of another shape is surveyed itself, so a wrong guess costs only time.
 
 A shape knows leaves, not their nodes: if Python alone kept a leaf's node, a forward would wait for the interpreter's
-lock inside torch's lock of that leaf, while another thread may wait for the latter with the former.
+lock inside torch's lock of that leaf, while another thread may wait for the latter with the former. It doesn't keep
+leaves alive either, since it outlives the step.
 """
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from splitpipe.core.graph import Edge
 from splitpipe.core.torch_private import AccumulateGrad
-from splitpipe.deferral.owners import Owner, Survey
-from splitpipe.deferral.rules import GainsOf
+from splitpipe.deferral.owners import Survey
 
 
 class Ends(Protocol):
@@ -53,13 +54,13 @@ class _Tail(NamedTuple):
     """An edge from an owner to a leaf, through nodes of these kinds."""
 
     kinds: tuple[Any, ...]
-    leaf: Tensor
+    leaf: ref[Tensor]
 
 
 class _Leaf(NamedTuple):
     """An edge to a leaf, and its place among the leaves whose gradients B computes."""
 
-    leaf: Tensor
+    leaf: ref[Tensor]
     place: int
 
 
@@ -79,7 +80,7 @@ class Shape:
         self._links: list[list[_Link]] = []
         owners = {owner.node: owner for owner in found.owners}
         places = {id(leaf): place for place, leaf in enumerate(found.leaves)}
-        self._count = len(places)
+        self._leaves = [ref(leaf) for leaf in found.leaves]
         numbers: dict[Any, int] = {}
         nodes: list[Any] = []
 
@@ -90,14 +91,14 @@ class Shape:
             if edge in ends:
                 return _End
             if type(node) is AccumulateGrad:
-                return _Leaf(node.variable, places[id(node.variable)])
+                return _Leaf(ref(node.variable), places[id(node.variable)])
             if node not in numbers:
                 numbers[node] = len(nodes)
                 nodes.append(node)
             return numbers[node]
 
         self._roots = [link(edge) for edge in roots]
-        self._owners: list[tuple[int, Owner]] = []
+        self._owners: list[int] = []
         for node in nodes:  # It grows.
             own = owners.get(node)
             tails = () if own is None else own.edges
@@ -105,34 +106,30 @@ class Shape:
             after = enumerate(node.next_functions)
             self._links.append([_tail(edge) if k in tails else link(edge) for k, edge in after])
             if own is not None:
-                self._owners.append((numbers[node], own._replace(node=None)))
+                self._owners.append(numbers[node])
 
     @staticmethod
     def known(found: Survey) -> bool:
         """True if a graph of the same shape has the same owners."""
         return not found.others and all([owner.way is not None for owner in found.owners])
 
-    def match(self, roots: Sequence[Edge], ends: Ends, gains: GainsOf) -> tuple[list[Owner], list[GradientEdge]] | None:
-        """The owners in a graph with these roots, and the edges of the leaves; None if it has another shape."""
+    def match(self, roots: Sequence[Edge], ends: Ends) -> tuple[list[Any], list[Tensor], list[GradientEdge]] | None:
+        """The nodes that own weights in a graph with these roots, and the leaves with their edges.
+
+        None if it has another shape.
+        """
         nodes: list[Any] = []
         tails: list[Any] = []
-        leaves: list[Any] = [None] * self._count
-        if not _same(roots, self._roots, nodes, tails, leaves, ends):
+        edges: list[Any] = [None] * len(self._leaves)
+        if not _same(roots, self._roots, nodes, tails, edges, ends):
             return None
         for node, kind, links in zip(nodes, self._kinds, self._links):  # The nodes grow.
-            if type(node) is not kind or not _same(node.next_functions, links, nodes, tails, leaves, ends):
+            if type(node) is not kind or not _same(node.next_functions, links, nodes, tails, edges, ends):
                 return None
         if len({*nodes}) < len(self._kinds) or not ends.within(nodes, tails):
             return None
-        owners: list[Owner] = []
-        for number, owner in self._owners:
-            _, rule, group, edges, way = owner
-            assert way is not None
-            node = nodes[number]
-            if rule.refuses(node, way.leaf, way.turned, gains) is not None:
-                return None
-            owners.append(Owner(node, rule, group, edges, way))
-        return owners, [GradientEdge(node, 0) for node in leaves]
+        leaves = [node.variable for node in edges]
+        return [nodes[number] for number in self._owners], leaves, [GradientEdge(node, 0) for node in edges]
 
 
 def _same(
@@ -155,10 +152,10 @@ def _same(
                     return False
                 tails.append(node)
                 ((node, _),) = node.next_functions
-            if type(node) is not AccumulateGrad or node.variable is not link.leaf:
+            if type(node) is not AccumulateGrad or node.variable is not link.leaf():
                 return False
         elif kind is _Leaf:
-            if type(node) is not AccumulateGrad or node.variable is not link.leaf:
+            if type(node) is not AccumulateGrad or node.variable is not link.leaf():
                 return False
             leaves[link.place] = node
         elif link is _End:
@@ -174,4 +171,4 @@ def _tail(edge: Edge) -> _Tail:
     while type(node) is not AccumulateGrad:
         kinds.append(type(node))
         ((node, _),) = node.next_functions
-    return _Tail(tuple(kinds), node.variable)
+    return _Tail(tuple(kinds), ref(node.variable))

@@ -29,6 +29,7 @@ from splitpipe.engine.detaching import DetachedTransfer, Flight
 from splitpipe.engine.forward import MicrobatchForward
 from splitpipe.engine.stages import RunningStage
 from splitpipe.skip.box import Key
+from splitpipe.stage.layers import StageFacts
 from splitpipe.training.capture import Capture, Grads, Graph, Summed
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.record import StageTrace
@@ -81,10 +82,13 @@ class StageOps:
 
     def graph(
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
-        block: object = None,
+        block: StageFacts | None = None,
     ) -> Graph:
-        """The graph of a microbatch on a block; None: the whole stage."""
-        return self._capture.graph(roots, entered, numbers, block=block, **self._deferring(i))
+        """The graph of a microbatch on a recomputed block or stage, with these facts; None: on the whole stage."""
+        facts = self.stage.facts if block is None else block
+        return self._capture.graph(
+            roots, entered, numbers, facts=facts, block=block is not None, **self._deferring(i)
+        )
 
     def _phonies(self) -> list[GradientEdge]:
         """Edges through which autograd must run although nothing needs their gradients."""
@@ -147,7 +151,9 @@ class StageOps:
         roots = [edge for edge, grad in pairs if grad is not None]
         grads = [grad for _, grad in pairs if grad is not None]
         entered = [edge for edges in flight.entered.values() for edge in edges]
-        graph = self._capture.graph(roots, entered, flight.numbers, self._phonies(), **self._deferring(i))
+        graph = self._capture.graph(
+            roots, entered, flight.numbers, self._phonies(), facts=self.stage.facts, **self._deferring(i)
+        )
         found = iter(self._differentiate(i, list(roots), grads, graph))
         self._transfers[i].flights[j] = Flight()  # Its edges keep the graph alive.
         self._last.pop(i, None)

@@ -112,7 +112,7 @@ class Runtime:
         for each, sink in zip(stages, sinks):
             each.sink = sink
             if sink is not None:
-                sink.note = each.note(done=False)
+                sink.note, sink.facts = each.note(done=False), each.facts
         return stages
 
     def _sinks(self, call: Call, stages: Sequence[Any]) -> list[DropinSink | None]:

@@ -33,7 +33,7 @@ from splitpipe.stage.snapshot import Clones
 Named = tuple[str, nn.Module]
 
 
-@dataclass
+@dataclass(eq=False)
 class StageFacts:
     """The facts that runs of a stage have shown, for one setting of its layers' train and eval modes."""
 
@@ -55,6 +55,8 @@ class StageFacts:
     whole: bool = False
     #: True if its graph has led to leaves that aren't its parameters; None: unknown.
     foreign: bool | None = None
+    #: The shapes of its graphs, by kind, and what follows from them: see ``training.capture``.
+    shapes: dict[Any, Any] = field(default_factory=dict)
     #: The parameters, by identity, for which a run has recorded how their gradients are computed.
     noted: Collection[int] | None = None
 

@@ -30,11 +30,11 @@ from splitpipe.core.tensors import is_plain, version_of
 from splitpipe.core.torch_private import RemovableHandle, _engine_run_backward
 from splitpipe.core.worker import ProcessLock
 from splitpipe.deferral.accumulator import Sums, Total
-from splitpipe.deferral.owners import Groups, Note, Owner, survey
+from splitpipe.deferral.owners import Groups, Note, Owner, Survey, owners_like, survey
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.deferral.rules import GainsOf
 from splitpipe.deferral.shape import Ends, Entered, Shape
-from splitpipe.stage.layers import StageLayers
+from splitpipe.stage.layers import StageFacts, StageLayers
 
 #: Takes what an owner leaves for W.
 Leave = Callable[[WeightGroup, PendingGrad], None]
@@ -154,8 +154,8 @@ class Capture:
         self._registered = RemovableHandle.next_id
         self._own = own.identities
         self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
-        #: Those of the graphs that microbatches make, by block and kind of microbatch; None: they differ.
-        self._shapes: dict[Any, tuple[Shape, Graph] | None] = {}
+        #: The shapes that graphs of this call have had, with the owners in the last of each; None: they differ.
+        self._seen: dict[Any, tuple[Shape | None, list[Owner]] | None] = {}
 
     def graph(
         self,
@@ -167,7 +167,8 @@ class Capture:
         gains: GainsOf = (True, True),
         note: Note | None = None,
         ends: Ends | None = None,
-        block: object = None,
+        facts: StageFacts | None = None,
+        block: bool = False,
     ) -> Graph:
         """The graph that a forward has made, searched from its outputs' edges.
 
@@ -180,29 +181,44 @@ class Capture:
             gains: those of the microbatch.
             note: called with the ways to parameters.
             ends: where the search ends; None: at ``entered`` and ``phonies``.
-            block: what has made it, if it isn't the whole stage; graphs of one block usually have the same shape.
+            facts: those of the stage, or of the block, whose graphs usually have the same shape.
+            block: whether it is that of a recomputed block or stage.
         """
         if ends is None:
             ends = Entered(pairs_of((*entered, *phonies)), numbers)
-        starts, kind = pairs_of(roots), (block, gains)
-        alike = note is None and groups is not None and not self._computed and bool(numbers)
-        known = self._shapes.get(kind) if alike else None
-        found = None if known is None else known[0].match(starts, ends, gains)
-        if known is not None and found is not None:
-            owners, edges = found
-            return known[1]._replace(entered=entered, phonies=phonies, owners=owners, edges=edges)
+        starts = pairs_of(roots)
+        alike = facts is not None and note is None and groups is not None and not self._computed and bool(numbers)
+        if not alike:
+            return self._surveyed(survey(starts, ends, numbers, self._computed, groups, gains, note), entered, phonies)
+        assert facts is not None and groups is not None
+        kind, key = (block, gains), (facts, block, gains)
+        known: tuple[Shape, Graph] | None = facts.shapes.get(kind)
+        seen = self._seen.get(key, (None if known is None else known[0], []))
+        if known is not None and seen is not None and seen[0] is known[0]:
+            (shape, kept), found = known, known[0].match(starts, ends)
+            owners = None if found is None else owners_like(seen[1], found[0], groups, gains)
+            if found is not None and owners is not None:
+                self._seen[key] = shape, owners
+                _, leaves, edges = found
+                return kept._replace(entered=entered, phonies=phonies, owners=owners, leaves=leaves, edges=edges)
         every = survey(starts, ends, numbers, self._computed, groups, gains, note)
-        leaves = every.leaves
-        # Each leaf once, however many paths lead to it: the engine returns its whole gradient each time it is listed.
-        keep_graph = every.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in leaves])
-        large = [k for k, leaf in enumerate(leaves) if _is_large(leaf)]
-        graph = Graph(entered, phonies, every.owners, every.custom, leaves, every.edges, keep_graph, every.bound, large)
-        if alike and kind not in self._shapes and Shape.known(every):
-            kept = graph._replace(entered=(), phonies=(), owners=(), edges=())
-            self._shapes[kind] = Shape(starts, ends, every), kept
-        elif known is not None:
-            self._shapes[kind] = None
+        graph = self._surveyed(every, entered, phonies)
+        if key not in self._seen and Shape.known(every):
+            shape = Shape(starts, ends, every)
+            facts.shapes[kind] = shape, graph._replace(entered=(), phonies=(), owners=(), leaves=(), edges=())
+            self._seen[key] = shape, every.owners
+        else:
+            self._seen[key] = None
         return graph
+
+    def _surveyed(
+        self, found: Survey, entered: Sequence[GradientEdge], phonies: Sequence[GradientEdge]
+    ) -> Graph:
+        leaves = found.leaves
+        # Each leaf once, however many paths lead to it: the engine returns its whole gradient each time it is listed.
+        keep_graph = found.others or any([id(leaf) not in self._own and leaf.is_leaf for leaf in leaves])
+        large = [k for k, leaf in enumerate(leaves) if _is_large(leaf)]
+        return Graph(entered, phonies, found.owners, found.custom, leaves, found.edges, keep_graph, found.bound, large)
 
     def backward(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], graph: Graph, leave: Leave | None = None,

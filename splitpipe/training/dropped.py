@@ -71,7 +71,7 @@ class Dropped(Flight):
                 used.append(grad)
         entered, numbers, x = made.entered, made.numbers, None
         del made
-        graph = self._sink.graph(self._i, roots, entered, numbers, block=self._again.stage.own)
+        graph = self._sink.graph(self._i, roots, entered, numbers, block=self._again.stage.facts)
         wanted = self._wanted(phony)
         if self._unknown(graph) and wanted is None:
             wanted = {leaf for ids in self._ids for leaf in ids}

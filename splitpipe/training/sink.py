@@ -15,6 +15,7 @@ from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import Node, PendingGrad, WeightGroup
 from splitpipe.deferral.shape import Ends
 from splitpipe.deferral.stash import Stashes
+from splitpipe.stage.layers import StageFacts
 from splitpipe.training.capture import Capture, Grads, Graph, ParkedHooks
 from splitpipe.training.flush import Flush
 
@@ -39,9 +40,9 @@ class Sink(Protocol):
 
     def graph(
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
-        block: object = None,
+        block: StageFacts | None = None,
     ) -> Graph:
-        """The graph of a microbatch on a block; None: the whole stage."""
+        """The graph of a microbatch on a recomputed block or stage, with these facts; None: on the whole stage."""
 
     def made(self, i: int, block: Prepared) -> None:
         """Called with each checkpointed block that has run and is a whole stage."""
@@ -90,6 +91,8 @@ class DropinSink:
     def __init__(self, own: Any, stashes: Stashes) -> None:
         #: Called with how gradients of parameters are computed; None if that is known.
         self.note: Note | None = None
+        #: Those of the stage, once it has begun.
+        self.facts: StageFacts | None = None
         self.stashes = stashes
         #: Those of the stage.
         self.device = stashes.streams.device
@@ -147,13 +150,14 @@ class DropinSink:
 
     def graph(
         self, i: int, roots: Sequence[GradientEdge], entered: Sequence[GradientEdge], numbers: range,
-        block: object = None, seen: list[tuple[Tensor, bool, str]] | None = None, ends: Ends | None = None,
+        block: StageFacts | None = None, seen: list[tuple[Tensor, bool, str]] | None = None, ends: Ends | None = None,
     ) -> Graph:
         """The graph, with the weights whose gradients wait; notes for the report go to ``seen``, if given."""
         stashes = self.stashes
         note = self.note if seen is None or self.note is None else lambda *each: seen.append(each)
         return self._capture.graph(
-            roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=note, ends=ends, block=block
+            roots, entered, numbers, groups=stashes, gains=stashes.gains(i), note=note, ends=ends,
+            facts=self.facts if block is None else block, block=block is not None,
         )
 
     def backward_block(
