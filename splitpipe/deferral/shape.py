@@ -159,7 +159,7 @@ def _same(
                 return False
             leaves[link.place] = node
         elif link is _End:
-            if edge not in ends:
+            if node is None or edge not in ends:
                 return False
         elif node is not link:
             return False

@@ -198,7 +198,8 @@ class Capture:
             (shape, kept), found = known, known[0].match(starts, ends)
             owners = None if found is None else owners_like(seen[1], found[0], groups, gains)
             if found is not None and owners is not None:
-                self._seen[key] = shape, owners
+                if not seen[1]:  # Without nodes, which keep their graph alive.
+                    self._seen[key] = shape, [owner._replace(node=None) for owner in owners]
                 _, leaves, edges = found
                 return kept._replace(entered=entered, phonies=phonies, owners=owners, leaves=leaves, edges=edges)
         every = survey(starts, ends, numbers, self._computed, groups, gains, note)
@@ -206,7 +207,7 @@ class Capture:
         if key not in self._seen and Shape.known(every):
             shape = Shape(starts, ends, every)
             facts.shapes[kind] = shape, graph._replace(entered=(), phonies=(), owners=(), leaves=(), edges=())
-            self._seen[key] = shape, every.owners
+            self._seen[key] = shape, []
         else:
             self._seen[key] = None
         return graph
