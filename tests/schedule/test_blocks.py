@@ -18,14 +18,6 @@ HALVES: dict[str, Callable[[int], int]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "makespan", "peak"), [("1f1b-v", 31.5, 3), ("v-min", 29.5, 2), ("v-half", 26.5, 3), ("v-zb", 25.5, 4)]
-)
-def test_numbers_of_four_devices_and_eight_microbatches(name: str, makespan: float, peak: float) -> None:
-    timeline = simulate(build(name, 4, 8))
-    assert (timeline.makespan, timeline.peak_activations) == (makespan, (peak,) * 4)
-
-
-@pytest.mark.parametrize(
     ("name", "p", "idle"),
     [
         ("v-min", 4, 5.5), ("v-half", 4, 2.5), ("v-zb", 4, 1.5), ("1f1b-v", 3, 4), ("1f1b-v", 4, 7.5),

@@ -1,4 +1,4 @@
-"""The named schedules that are defined by an order: makespan, bubbles and memory as published."""
+"""The named schedules: makespan, bubbles and memory as published."""
 from __future__ import annotations
 
 import pytest
@@ -18,6 +18,10 @@ SMALL = [
     ("looped-bfs", 28.5, 28.5, (8, 8, 8, 8)),
     ("zb-v", 25.5, 24, (4, 4, 4, 4)),
     ("dualpipe-v", 25.5, 25.5, (4.5, 4.5, 4.5, 4.5)),
+    ("1f1b-v", 31.5, 31.5, (3, 3, 3, 3)),
+    ("v-min", 29.5, 29.5, (2, 2, 2, 2)),
+    ("v-half", 26.5, 26.5, (3, 3, 3, 3)),
+    ("v-zb", 25.5, 25.5, (4, 4, 4, 4)),
 ]
 SIZES = [(1, 4), (2, 4), (3, 7), (4, 8), (4, 13), (5, 11), (8, 16), (8, 33)]
 
@@ -50,7 +54,7 @@ def test_idle_of_each_order_is_its_formula(p: int, m: int, costs: Costs) -> None
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p])
 def test_zb_h2_has_no_bubble_within_a_device(p: int, m: int) -> None:
-    for f, b, w in ((1, 1, 1), (3, 3, 3)):
+    for f, b, w in ((1, 1, 1), (3, 4, 2)):
         timeline = simulate(build("zb-h2", p, m), Costs(f, b, w))
         assert timeline.longest == pytest.approx(m * (f + b + w) + (p - 1) * (f + b - 2 * w))
         assert timeline.peak_activations == (2 * p - 1,) * p
