@@ -7,7 +7,6 @@ import math
 import random
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,19 +17,8 @@ import pytest
 from splitpipe.__main__ import main
 from splitpipe.schedule import BlockOp, BuildingBlock, Bytes, Costs, Op, Schedule, build, check, from_csv, simulate
 from splitpipe.schedule.bounds import bounds
-
-
-def needs(op: Op, stages: int) -> Iterator[tuple[set[str], int]]:
-    """Kinds, any of which will do, and their stage."""
-    kind, stage, _ = op
-    if kind == "W":
-        yield {"B"}, stage
-    elif kind == "F" and stage:
-        yield {"F"}, stage - 1
-    elif kind != "F":
-        yield {"F"}, stage
-        if stage + 1 < stages:
-            yield {"B", "BW"}, stage + 1
+from splitpipe.schedule.op import given, needed
+from tests.schedule.test_play import settled
 
 
 def any_schedule(chance: random.Random, devices: int, stages: int, microbatches: int) -> Schedule:
@@ -42,35 +30,11 @@ def any_schedule(chance: random.Random, devices: int, stages: int, microbatches:
     rows: list[list[Op]] = [[] for _ in range(devices)]
     done: set[Op] = set()
     while left:
-        can = [op for op in left if all(any((kind, at, op.microbatch) in done for kind in kinds)
-                                        for kinds, at in needs(op, stages))]
-        op = chance.choice(can)
+        op = chance.choice([op for op in left if done.issuperset(needed(op, stages))])
         left.remove(op)
-        done.add(op)
+        done.add(given(op))
         rows[placement[op.stage]].append(op)
     return Schedule(rows, placement)
-
-
-def ends_of(schedule: Schedule, took: dict[str, list[float]], copy: float) -> dict[Op, float] | None:
-    """By relaxation, until nothing moves any more; None if something still does after as many rounds as ops."""
-    before: dict[Op, list[tuple[Op, float]]] = {}
-    there = {op for row in schedule.rows for op in row}
-    for row in schedule.rows:
-        for place, op in enumerate(row):
-            before[op] = [(row[place - 1], 0.0)] if place else []
-            for kinds, stage in needs(op, schedule.stages):
-                need = next(each for kind in kinds if (each := Op(kind, stage, op.microbatch)) in there)  # type: ignore[arg-type]
-                apart = schedule.placement[stage] != schedule.placement[op.stage]
-                before[op].append((need, copy if apart else 0.0))
-    ends = dict.fromkeys(before, 0.0)
-    for _ in range(len(ends) + 1):
-        was = dict(ends)
-        for op, others in before.items():
-            start = max((ends[other] + hop for other, hop in others), default=0.0)
-            ends[op] = start + took[op.kind][op.stage]
-        if ends == was:
-            return ends
-    return None
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -80,10 +44,11 @@ def test_a_second_simulator_finds_the_same(seed: int) -> None:
     f, b, w, freed, kept = ([chance.choice([0, 0.5, 1, 2, 7]) for _ in schedule.placement] for _ in range(5))
     copy = chance.choice([0, 0, 0.25, 3])
     taken = [one + other for one, other in zip(freed, kept)]
-    timeline = simulate(schedule, Costs(f, b, w, copy), Bytes(taken, freed, kept))
-    ends = ends_of(schedule, {"F": f, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}, copy)
-    assert {span.op: span.end for row in timeline.spans for span in row} == ends
-    assert timeline.makespan == max(ends.values())
+    costs = Costs(f, b, w, copy)
+    timeline = simulate(schedule, costs, Bytes(taken, freed, kept))
+    _, ends = settled(schedule, costs.times(schedule), costs.hops(schedule), {})
+    assert [[span.end for span in row] for row in timeline.spans] == ends
+    assert timeline.makespan == max(end for row in ends for end in row)
     for device, row in enumerate(schedule.rows):
         alive: set[tuple[int, int]] = set()
         held, most, most_held = 0.0, 0, 0.0
@@ -112,18 +77,21 @@ def test_a_shuffled_schedule_is_refused_if_it_deadlocks_and_the_cycle_is_one(see
             one, other = sorted(chance.sample(range(len(row)), 2))
             row[one], row[other] = row[other], row[one]
     mixed = Schedule(rows, schedule.placement)
-    slots = [1.0] * schedule.stages
-    if ends_of(mixed, {"F": slots, "B": slots, "W": slots, "BW": slots}, 0) is not None:
+    costs = Costs()
+    try:
+        settled(mixed, costs.times(mixed), costs.hops(mixed), {})
+    except RecursionError:
+        with pytest.raises(ValueError, match="has a deadlock") as caught:
+            check(mixed)
+    else:
         check(mixed)
         return
-    with pytest.raises(ValueError, match="has a deadlock") as caught:
-        check(mixed)
     links = LINK.findall(str(caught.value))
     where = {str(op): (device, place) for device, row in enumerate(rows) for place, op in enumerate(row)}
     ops = {str(op): op for row in rows for op in row}
     for (op, device, need, head, other), following in zip(links, links[1:] + links[:1]):
         assert (where[op][0], where[need][0]) == (int(device), int(other))
-        assert any(ops[need].kind in kinds and ops[need].stage == stage for kinds, stage in needs(ops[op], 4))
+        assert given(ops[need]) in needed(ops[op], 4)
         assert (head or need, other) == following[:2]
         assert not head or where[head][1] < where[need][1], "an op comes after itself"
 
@@ -139,7 +107,7 @@ def least(schedule: Schedule, took: dict[str, list[float]], copy: float, caps: l
                 for d, row in enumerate(schedule.rows)]
         if max(work) >= best:
             return
-        if len(ends) == len(every):
+        if all(op in ends for op in every):
             best = max(free)
             return
         for op in every:
@@ -147,14 +115,13 @@ def least(schedule: Schedule, took: dict[str, list[float]], copy: float, caps: l
             if op in ends or (op.kind == "F" and alive[device] == caps[device]):
                 continue
             start = free[device]
-            for kinds, stage in needs(op, schedule.stages):
-                found = [ends[need] for kind in kinds if (need := Op(kind, stage, op.microbatch)) in ends]  # type: ignore[arg-type]
-                hop = copy if placement[stage] != device else 0
-                start = max([start, *(end + hop for end in found)]) if found else math.inf
+            for need in needed(op, schedule.stages):
+                hop = copy if placement[need.stage] != device else 0
+                start = max(start, ends.get(need, math.inf) + hop)
             if start < math.inf:
                 end = start + took[op.kind][op.stage]
                 change = {"F": 1, "B": 0}.get(op.kind, -1)
-                place({**ends, op: end}, [end if d == device else each for d, each in enumerate(free)],
+                place({**ends, op: end, given(op): end}, [end if d == device else each for d, each in enumerate(free)],
                       [each + change if d == device else each for d, each in enumerate(alive)])
 
     place({}, [0.0] * schedule.devices, [0] * schedule.devices)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import permutations
 
 import pytest
 
@@ -151,28 +150,6 @@ def test_numbers_of_any_sort_are_times() -> None:
 
 def test_ops_may_be_written_as_tuples() -> None:
     assert Schedule([[("F", 0, 0), ("BW", 0, 0)]], [0]) == build("gpipe", 1, 1)  # type: ignore[list-item]
-
-
-def orders(schedule: Schedule) -> list[float]:
-    """The makespans of all orders of a schedule's ops that can run, with no more memory than it has."""
-    cap, found = simulate(schedule).peak_activations, []
-    for first in permutations(schedule.rows[0]):
-        for second in permutations(schedule.rows[1]):
-            try:
-                timeline = simulate(Schedule([first, second], schedule.placement))
-            except ValueError:
-                continue
-            if all(a <= b for a, b in zip(timeline.peak_activations, cap)):
-                found.append(timeline.makespan)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks", "options"), [("gpipe", 2, {}), ("1f1b", 2, {}), ("gpipe", 1, {"split": True})]
-)
-def test_no_order_gets_below_a_bound(name: str, chunks: int, options: dict[str, bool]) -> None:
-    schedule = build(name, 2, chunks, **options)
-    assert min(orders(schedule)) >= max(simulate(schedule).bounds.values())
 
 
 def test_bounds_are_reached_where_they_can_be() -> None:
