@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.dom import minidom
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from splitpipe.__main__ import main
 from splitpipe.schedule import BlockOp, BuildingBlock, Bytes, Costs, Op, Schedule, build, check, from_csv, simulate
 from splitpipe.schedule.bounds import bounds
+from splitpipe.schedule.draw import measures
 from splitpipe.schedule.op import given, needed
 from tests.schedule.test_play import settled
 
@@ -177,26 +179,30 @@ class Page(HTMLParser):
         self.data += data if self._in_data else ""
 
 
-def strict(text: str) -> object:
+def strict(text: str) -> dict[str, Any]:
     """JSON without Infinity and NaN, which are none."""
-    return json.loads(text, parse_constant=lambda what: pytest.fail(f"{what} is no JSON"))
+    found: dict[str, Any] = json.loads(text, parse_constant=lambda what: pytest.fail(f"{what} is no JSON"))
+    return found
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_name_breaks_no_picture(name: str, tmp_path: Path) -> None:
-    plain = simulate(build("zb-v", 2, 3))
+def test_a_hostile_name_breaks_no_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    plain, shown = simulate(build("zb-v", 2, 3)), measures.printable(name)
     timeline = simulate(replace(plain.schedule, name=name))
     svg, page, trace, other = (tmp_path / each for each in ("a.svg", "a.html", "a.json", "other.html"))
     timeline.to_svg(svg)
-    minidom.parse(str(svg))
+    assert minidom.parse(str(svg)).getElementsByTagName("title")[0].firstChild.data.startswith(shown)
     timeline.to_html(page)
     plain.to_html(other)
     found = Page(page.read_text("utf-8"))
     assert found.tags == Page(other.read_text("utf-8")).tags
-    strict(found.data)
+    assert strict(found.data)["schedules"][0]["title"].startswith(shown)
     timeline.to_chrome_trace(trace)
     strict(trace.read_text("utf-8"))
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e\ud800]", str(timeline))
+    assert str(timeline).startswith(shown)
+    for text in str(timeline), svg.read_text("utf-8"), page.read_text("utf-8"):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e\ud800]", text)
 
 
 @pytest.mark.parametrize(

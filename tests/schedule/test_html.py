@@ -11,6 +11,7 @@ import pytest
 
 from splitpipe.schedule import Bytes, Costs, Timeline, build, simulate
 from splitpipe.schedule.draw import palette
+from tests.schedule.test_draw import played
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright to open a browser")
 
@@ -109,10 +110,6 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
         # Of the browser, that these tests read so many pixels.
         assert [text for text in page.complaints if "willReadFrequently" not in text] == []
         assert [url for url in page.requests if not url.startswith("data:")] == [(tmp_path / "page.html").as_uri()]
-
-
-def played(name: str = "zb-h1", devices: int = 4, chunks: int = 8, **more: Any) -> Timeline:
-    return simulate(build(name, devices, chunks), more.get("costs"), more.get("bytes"))
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "1f1b"])

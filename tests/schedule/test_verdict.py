@@ -11,6 +11,7 @@ import pytest
 from splitpipe.schedule import Costs, Recording, Schedule, Step, build, simulate
 from splitpipe.schedule.draw import html, measures
 from tests.helpers.recording import near, played, recorded, step
+from tests.schedule.test_draw import page_data
 
 # What time is lost to.
 
@@ -143,9 +144,7 @@ def test_printed_it_starts_as_other_timelines_do() -> None:
 
 
 def titles(page: str) -> list[str]:
-    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
-    assert match is not None
-    return [each["title"] for each in json.loads(match[1])["schedules"]]
+    return [each["title"] for each in page_data(page)["schedules"]]
 
 
 def test_a_step_that_takes_no_time_is_shown() -> None:
