@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 
-from splitpipe.schedule import Schedule, build, names
+from splitpipe.schedule import Schedule, build, check, names
 
 ALL = [
     "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-low-memory", "zb-h1", "zb-h2",
@@ -31,9 +32,10 @@ def test_the_same_arguments_build_the_same_schedule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_any_number_of_devices_and_microbatches_is_built(name: str) -> None:
-    for devices, chunks in ((1, 1), (1, 7), (2, 1), (5, 3), (6, 17)):
+def test_any_number_of_devices_and_microbatches_is_built_and_can_run(name: str) -> None:
+    for devices, chunks in [*product(range(1, 6), [1, 2, 3, 5, 6, 7, 8, 9]), (6, 17)]:
         schedule = build(name, devices, chunks)
+        check(schedule)
         assert (schedule.devices, schedule.microbatches) == (devices, chunks)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitpipe.schedule import Costs, build, check, simulate
+from splitpipe.schedule import Costs, build, simulate
 from splitpipe.schedule.construct.orders import first
 
 #: p=4, m=8, F=B=W=1: makespan, longest span, peak of each device.
@@ -137,14 +137,6 @@ def test_eager_1f1b_hides_copies() -> None:
     assert eager < plain
     # Of the copies only those of the first microbatch down and of the last one up are left.
     assert eager == pytest.approx(simulate(build("eager-1f1b", 4, 32)).makespan + 2 * 3 * 0.5)
-
-
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-low-memory", "zb-v", "dualpipe-v"])
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 6, 7, 9])
-def test_fewer_microbatches_than_the_definition_needs_are_its_first_ones(name: str, m: int) -> None:
-    schedule = build(name, 4, m)
-    check(schedule)
-    assert schedule.microbatches == m
 
 
 def test_the_first_microbatches_of_a_schedule_keep_their_order() -> None:

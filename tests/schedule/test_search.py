@@ -12,12 +12,16 @@ from splitpipe.schedule.search.period import Period, alive, fits, improved, play
 from splitpipe.schedule.search.search import finished
 from splitpipe.schedule.search.steady import blocks
 from splitpipe.schedule.search.tighten import tightened
-from splitpipe.schedule.search.word import Problem, Word, ends, length, peak, schedule_of, words_of
+from splitpipe.schedule.search.word import Problem, Word, ends, latest, length, peak, schedule_of, words_of
+from tests.schedule.test_orders import MEASURED
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)
 UNEQUAL = Costs(
     forward=[3, 2, 2, 2, 2, 2, 2, 4], backward_input=[2, 2, 2, 2, 2, 2, 2, 5], backward_weight=[3, 1, 1, 1, 1, 1, 1, 2]
 )
+FOUR = Costs([3, 2, 2, 5], [3, 2, 4, 2], [1, 2, 3, 1], 0.25)
+#: The bubbles that the zero bubble paper's own search reaches with 1F1B's memory: those of its ZB-H1.
+PAPER = [(times, p, m, bubbles[1]) for times, p, m, bubbles in MEASURED]
 #: Of an op, zero now and then.
 times = st.one_of(st.integers(0, 4), st.floats(0.01, 9)).map(float)
 
@@ -269,3 +273,62 @@ def test_a_short_schedule_is_spliced_to_a_whole_one(chunks: int) -> None:
 def test_costs_that_the_search_does_not_play_are_refused(costs: Costs, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         search(4, 4, costs, stages_per_device=1)
+
+
+# The shortest span of the longest device, and what the paper's search reaches.
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("times", "devices", "chunks", "bubble", "span"),
+    [(*PAPER[0], "makespan"), (*PAPER[0], "longest"), (*PAPER[1], "longest"), (*PAPER[2], "makespan")],
+)
+def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(
+    times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float, span: str
+) -> None:
+    costs = Costs(*times)
+    found = search(devices, chunks, costs, memory=devices, stages_per_device=1, seconds=0.05, span=span)  # type: ignore[arg-type]
+    timeline = simulate(found, costs)
+    assert round(timeline.bubble if span == "makespan" else timeline.bubble_longest, 4) <= bubble
+    assert max(timeline.peak_activations) <= devices
+
+
+@pytest.mark.thorough
+def test_the_longest_span_gets_shorter_than_any_schedules_with_a_name() -> None:
+    costs = Costs(18.522, 18.086, 9.337, 0.601)
+    found = simulate(search(4, 12, costs, memory=8, stages_per_device=1, seconds=1, span="longest"), costs)
+    named = [simulate(build(name, 4, 12), costs).longest for name in ("1f1b", "zb-h1", "zb-h2")]
+    assert max(found.work) <= found.longest < min(named) - 1
+    assert max(found.peak_activations) <= 8
+
+
+@pytest.mark.parametrize(("name", "options"), [("zb-h2", {}), ("zb-v", {}), ("gpipe", {"split": True}), ("v-half", {})])
+def test_the_length_of_words_is_the_span_that_a_simulation_finds(name: str, options: dict[str, bool]) -> None:
+    schedule = build(name, 4, 6, **options)
+    costs = FOUR if schedule.stages == 4 else Costs(3, 4, 2, 0.25)
+    timeline, words = simulate(schedule, costs), words_of(schedule)
+    for longest, span in ((False, timeline.makespan), (True, timeline.longest)):
+        problem = Problem(schedule.placement, 6, costs, (12,) * 4, longest)
+        assert length(problem, words) == pytest.approx(span)
+        ended = ends(problem, words)
+        assert ended is not None and latest(problem, ended) == length(problem, words)
+        assert problem.goal <= span + 1e-9
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("times", "devices", "chunks", "bubble"), PAPER[:2])
+def test_with_twice_the_memory_the_longest_span_is_close_to_what_is_possible(
+    times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float
+) -> None:
+    # The first F goes down; the last device has all its F and B, and as many W as memory can't put off; then up again.
+    # (The paper's search gets to 0.0433 and 0.0010, below this: there, B frees a part of what F takes.)
+    f, b, w, copy = times
+    put_off = 2 * devices
+    least = (devices - 1) * (f + b + 2 * copy) + chunks * (f + b) + (chunks - put_off) * w + w
+    costs = Costs(*times)
+    found = search(
+        devices, chunks, costs, memory=put_off, stages_per_device=1, seconds=0.5, span="longest"
+    )
+    timeline = simulate(found, costs)
+    assert least - 1e-9 <= timeline.longest <= least * 1.001
+    assert max(timeline.peak_activations) <= put_off
+    assert timeline.bubble_longest < bubble
