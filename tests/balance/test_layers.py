@@ -198,9 +198,10 @@ def test_a_layer_may_work_in_place_on_its_input(measure: str, requires_grad: boo
 def test_skips_reach_the_layer_that_pops_them(measure: str) -> None:
     outer = Namespace()
     module = nn.Sequential(
-        Stash().isolate(outer), Stash(), nn.Sequential(Pop(), Stash()), nn.ReLU(), Pop(), Pop().isolate(outer)
+        Stash().isolate(outer), Stash(), nn.Sequential(Pop(), Stash()), nn.ReLU(), Pop(), Pop().isolate(outer),
+        nn.Sequential(Stash(), Pop()),  # Its own.
     )
-    assert len(run(measure, module, leaf(2))) == 6
+    assert len(run(measure, module, leaf(2))) == 7
 
 
 @pytest.mark.parametrize("measure", MEASURES)

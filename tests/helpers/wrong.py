@@ -453,7 +453,7 @@ PLAN = Door(
         "devices": [*DEVICES, *each(ValueError, "devices is empty", [[]])],
         "memory": each(TypeError, "memory", ["2", True, 2j, [None, 2], Odd()])
         + each(ValueError, "memory", [0, -1, math.nan, [1e9], [1e9, math.nan], []]),
-        "chunks": each(TypeError, "chunks", ["2", 2.0, True, [2.0], [None], torch.tensor(2.0), Odd()])
+        "chunks": each(TypeError, "chunks", ["2", 2.0, True, [2.0], [None], [1, True], torch.tensor(2.0), Odd()])
         + each(ValueError, "chunks", [0, -1, 5, [], [2, 0], [2, 5]]),
         "schedules": each(TypeError, "schedules", ["1f1b", 1, build("1f1b", 2, 2), Odd(), {"1f1b": 1}])
         + each(ValueError, "schedules", [[], ["1f1b", "zb-h9"], [None], [["1f1b"]]]),

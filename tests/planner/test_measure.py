@@ -68,19 +68,6 @@ class Pop(nn.Module):
         return skip[0].exp() + x
 
 
-@skippable(stash=["inner"])
-class Inner(Stash.module_cls):  # type: ignore[name-defined,misc]
-    def forward(self, x: Tensor) -> Any:
-        yield stash("inner", x)
-        return x
-
-
-@skippable(pop=["inner"])
-class Outer(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x * (yield pop("inner"))
-
-
 def test_each_number_of_chunks_has_each_layer() -> None:
     found = profiled(mlp(), torch.randn(8, 64), [1, 4])
     assert found.chunks == [1, 4] and found.names == ("0", "1", "2")
@@ -152,12 +139,6 @@ def test_strides_of_the_flow_are_kept() -> None:
     assert all(x.is_contiguous(memory_format=torch.channels_last) for x in seen)
 
 
-def test_tensors_between_layers_may_have_any_first_dimension() -> None:
-    first = Apply(lambda x: (x, x.sum(), x.new_ones(7), {"a": None}))
-    module = nn.Sequential(first, Apply(lambda value: value[0] + value[1]))
-    assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
-
-
 def test_sparse_tensors_between_layers_are_taken_along() -> None:
     module = nn.Sequential(Apply(lambda x: x.to_sparse()), Apply(lambda x: x.to_dense()))
     assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
@@ -177,11 +158,6 @@ def test_a_layer_may_keep_what_it_computed() -> None:
             return self.last
 
     assert len(layers(profiled(nn.Sequential(Keeping(4, 4)), torch.randn(8, 4), seconds=1.0))) == 1
-
-
-def test_a_skip_inside_a_layer_is_its_own() -> None:
-    module = nn.Sequential(nn.Sequential(Inner(), Outer()), nn.Linear(4, 4))
-    assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
 
 
 def test_without_anything_to_train_backward_takes_no_time() -> None:
@@ -243,14 +219,6 @@ def test_nothing_of_the_callers_changes(rows: int) -> None:
     assert torch.get_rng_state().equal(random) and not module.training
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_first_layer_that_works_in_place_leaves_the_sample_alone() -> None:
-    x = torch.randn(8, 4)
-    before = x.clone()
-    profiled(nn.Sequential(nn.ReLU(inplace=True)), x)
-    assert x.equal(before)
-
-
 def numbers_of_threads() -> tuple[int, int]:
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
@@ -263,20 +231,6 @@ def test_numbers_of_threads_are_as_before() -> None:
     before = numbers_of_threads()
     profiled(mlp(), torch.randn(8, 64), rows=3)
     assert numbers_of_threads() == before
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_autocast_of_the_caller_holds(rows: int) -> None:
-    seen = Log()
-    module = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: (seen.append(x.dtype), x)[1]))
-    with torch.autocast("cpu", torch.bfloat16):
-        profiled(module, torch.randn(8, 4), rows=rows)
-    assert set(seen) == {torch.bfloat16}
-
-
-def test_gradients_are_on_wherever_the_caller_is() -> None:
-    with torch.no_grad():
-        assert layers(profiled(mlp(), torch.randn(8, 64)))[0].kept > 0
 
 
 def test_chunks_that_a_layer_refuses_are_left_out() -> None:
