@@ -94,8 +94,6 @@ def test_an_error_leaves_it_open() -> None:
     joined(started(lambda: own.alone().__enter__()))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_who_is_to_be_alone_goes_before_those_who_come_later() -> None:
     own, inside, go, order = Gate(), threading.Event(), threading.Event(), list[str]()
 
@@ -127,6 +125,8 @@ def test_who_is_to_be_alone_goes_before_those_who_come_later() -> None:
     assert order == ["passed", "alone", "passed later"] and not own._waiting
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_has_a_gate_of_its_own() -> None:
     inside, go = threading.Event(), threading.Event()
 
