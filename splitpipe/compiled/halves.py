@@ -46,14 +46,12 @@ class Halves(NamedTuple):
         inputs: which of the whole graph's outputs the first one returns.
         weights: for each weight gradient, which output of the whole graph it is, and from which outputs of the second
             graph it is made: a single one; or two matrices, the first one's transpose times the second.
-        held: bytes that live from B to W, according to the example inputs.
     """
 
     first: GraphModule | None
     second: GraphModule
     inputs: tuple[int, ...]
     weights: tuple[tuple[int, tuple[int, ...]], ...]
-    held: int
 
 
 def halved(whole: GraphModule, weights: Collection[int], given: Sequence[Any] | None = None) -> Halves | None:
@@ -95,12 +93,15 @@ def halved(whole: GraphModule, weights: Collection[int], given: Sequence[Any] | 
     graph.recompile()
     _keep_for_weights(graph.graph, [outputs[number] for number in inputs])
     if not inputs:
-        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        return Halves(None, graph, (), tuple(kinds), sum(map(_bytes, placeholders)))
+        return Halves(None, graph, (), tuple(kinds))
     first, second = _cut(graph, len(inputs))
     _in_order(first, second, len(inputs))
-    held = [node for node in second.graph.nodes if node.op == "placeholder"]
-    return Halves(first, second, inputs, tuple(kinds), sum(map(_bytes, held)))
+    return Halves(first, second, inputs, tuple(kinds))
+
+
+def bytes_given(graph: GraphModule) -> int:
+    """The bytes of a graph's arguments, according to the example inputs: of the second half, what lives from B to W."""
+    return sum(map(_bytes, graph.graph.find_nodes(op="placeholder")))
 
 
 def only_views(graph: GraphModule) -> bool:
@@ -111,12 +112,12 @@ def only_views(graph: GraphModule) -> bool:
 def _cut(graph: GraphModule, inputs: int) -> tuple[GraphModule, GraphModule]:
     from splitpipe.compiled.torch_private import default_partition, min_cut_partition
 
-    examples = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
-    found = []
-    for cut in default_partition, min_cut_partition:
-        parts = cut(copy.deepcopy(graph), examples, num_fwd_outputs=inputs, static_lifetime_input_indices=[])
-        found.append((sum(_bytes(node) for node in parts[1].graph.nodes if node.op == "placeholder"), parts))
-    return min(found, key=operator.itemgetter(0))[1]
+    examples = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    found = [
+        cut(copy.deepcopy(graph), examples, num_fwd_outputs=inputs, static_lifetime_input_indices=[])
+        for cut in (default_partition, min_cut_partition)
+    ]
+    return min(found, key=lambda parts: bytes_given(parts[1]))
 
 
 def _keep_for_weights(graph: Graph, inputs: Sequence[Node]) -> None:
@@ -137,7 +138,7 @@ def _in_order(first: GraphModule, second: GraphModule, inputs: int) -> None:
     output = first.graph.output_node()
     outputs: Any = output.args[0]
     left = {node.name: node for node in outputs[inputs:]}
-    output.args = ((*outputs[:inputs], *[left[node.name] for node in second.graph.nodes if node.op == "placeholder"]),)
+    output.args = ((*outputs[:inputs], *[left[node.name] for node in second.graph.find_nodes(op="placeholder")]),)
     first.recompile()
 
 
@@ -208,7 +209,7 @@ def _hint(number: Any) -> int:
 
 def values(graph: GraphModule, strides: Sequence[tuple[int, ...] | None] = ()) -> Sequence[Any]:
     """A graph's arguments, as examples, with strides where these are known."""
-    found = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    found = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     return [
         x if stride is None or not isinstance(x, Tensor) or tuple(map(_hint, x.stride())) == stride
         else x.as_strided(x.size(), stride)

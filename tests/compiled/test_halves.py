@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.compiled.backend import Made
-from splitpipe.compiled.halves import Halves, halved, only_views
+from splitpipe.compiled.halves import Halves, bytes_given, halved, only_views
 from tests.helpers.compiling import EAGER
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
 
@@ -97,7 +97,7 @@ def test_what_is_cheap_is_computed_again_and_few_bytes_are_live() -> None:
     x, weight = torch.randn(64, 32), torch.randn(32, 32)
     found = halved(traced(call, x, weight, torch.randn(64, 32)), [1])
     assert found is not None
-    assert found.held <= 64 * 32 * 4  # One of them, or the sum itself.
+    assert bytes_given(found.second) <= 64 * 32 * 4  # One of them, or the sum itself.
     torch.testing.assert_close(apart(found, [x, weight, x])[1], call(x, weight, x)[1])
 
 
@@ -134,7 +134,7 @@ def test_as_many_bytes_as_the_eager_engine_holds_or_fewer(nothing_compiled: None
     def noted(self: Made, whole: GraphModule, *given: Any) -> Any:
         found = halved(whole, self._weights)
         if found is not None:
-            held.append(found.held)
+            held.append(bytes_given(found.second))
         return backward(self, whole, *given)
 
     class Block(nn.Module):
