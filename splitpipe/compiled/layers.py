@@ -61,27 +61,33 @@ class Compiler:
         if self._options is None:
             return
         for layer in layers:
-            slot: Any = layer._compiled_call_impl
-            if getattr(slot, "compiled", slot) is None and fit(layer):
+            if compiled_call(layer) is None and fit(layer):
                 key = _key(layer)
                 code = self._codes.get(key)
                 if code is None:
                     code = self._codes[key] = Code(self._options, type(layer).__name__, self._halves)
-                call = CompiledCall(layer, code)
-                if slot is None:
-                    vars(layer)["_compiled_call_impl"] = call
-                else:  # A block's call hook is there.
-                    slot.compiled = call
+                _set_compiled_call(layer, CompiledCall(layer, code))
 
 
 def release(module: nn.Module) -> None:
     """Makes everything in a module that a pipeline has compiled run uncompiled again."""
     for part in module.modules():
-        slot: Any = part._compiled_call_impl
-        if isinstance(slot, CompiledCall):
-            vars(part)["_compiled_call_impl"] = None
-        elif isinstance(getattr(slot, "compiled", None), CompiledCall):
-            slot.compiled = None
+        if isinstance(compiled_call(part), CompiledCall):
+            _set_compiled_call(part, None)
+
+
+def compiled_call(layer: nn.Module) -> Any:
+    """A layer's compiled call, by a pipeline or by ``layer.compile()``; None if it isn't compiled."""
+    slot: Any = layer._compiled_call_impl
+    return getattr(slot, "compiled", slot)  # A block's call hook may be in the slot, with the compiled call inside.
+
+
+def _set_compiled_call(layer: nn.Module, call: CompiledCall | None) -> None:
+    slot: Any = layer._compiled_call_impl
+    if hasattr(slot, "compiled"):
+        slot.compiled = call
+    else:
+        vars(layer)["_compiled_call_impl"] = call
 
 
 def fit(layer: nn.Module) -> bool:
@@ -270,6 +276,5 @@ class CompiledCall:
 
 def runs_compiled(layer: object) -> bool:
     """True if a pipeline has compiled a layer, and its call runs nothing but compiled code."""
-    slot = vars(layer).get("_compiled_call_impl") if isinstance(layer, nn.Module) else None
-    slot = getattr(slot, "compiled", slot)  # A block's compiled call is inside its hook.
-    return isinstance(slot, CompiledCall) and slot.why is None
+    call = compiled_call(layer) if isinstance(layer, nn.Module) else None
+    return isinstance(call, CompiledCall) and call.why is None

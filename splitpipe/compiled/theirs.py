@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.compiled.gate import gate, gate_inside
-from splitpipe.compiled.layers import CompiledCall
+from splitpipe.compiled.layers import CompiledCall, compiled_call
 from splitpipe.core.generator import undisturbed
 from splitpipe.core.torch_private import _is_any_autocast_enabled, tree_leaves
 
@@ -56,9 +56,8 @@ def user_compiled(module: nn.Module) -> bool:
 
 
 def _theirs(part: nn.Module) -> bool:
-    slot: Any = part._compiled_call_impl
-    slot = getattr(slot, "compiled", slot)  # A block's hook may be there.
-    return type(part).__name__ == "OptimizedModule" or slot is not None and not isinstance(slot, CompiledCall)
+    call = compiled_call(part)
+    return type(part).__name__ == "OptimizedModule" or call is not None and not isinstance(call, CompiledCall)
 
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

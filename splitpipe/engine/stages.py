@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from splitpipe.compiled.layers import compiled_call
 from splitpipe.core.stream import Place, Stream
 from splitpipe.deferral.function import Caller
 from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import Sightings
 from splitpipe.partition.blocks import Blocks
-from splitpipe.partition.call_hook import compiled_call
 from splitpipe.partition.homes import Homes
 from splitpipe.stage.call import Call
 from splitpipe.stage.layers import Named, ReportedStage, StageCache, StageFacts

@@ -77,9 +77,3 @@ def expose(module: nn.Module) -> None:
             slot = slot.compiled
         if slot is not None:
             own["_compiled_call_impl"] = slot
-
-
-def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The call that ``module.compile()`` made; None if the module isn't compiled."""
-    slot: Any = module._compiled_call_impl
-    return slot.compiled if isinstance(slot, CallHook) else slot

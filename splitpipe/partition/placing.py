@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from splitpipe.compiled.layers import compiled_call
 from splitpipe.core.dtensor import groups, sharded
 from splitpipe.core.stream import Place, Stream, is_default
-from splitpipe.partition.call_hook import compiled_call
 from splitpipe.partition.moving import moved, moves_itself
 
 

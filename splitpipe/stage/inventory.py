@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.compiled.layers import compiled_call
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _BatchNorm, _NormBase
-from splitpipe.partition.call_hook import compiled_call
 
 #: A module's parameters, buffers or children, by name.
 Table = dict[str, Any]
