@@ -57,10 +57,9 @@ def balance_by_time(
         (2, 3)
     """
     verify_module(module)
-    number = integer("partitions", partitions, "the number of stages")
-    refuse(_too_many(number, module) + timeout_faults(timeout))
+    verify_numbers(partitions, len(module), timeout=timeout)
     rows_of(sample, "sample")
-    return solve(times(module, sample, timeout, resolve_device(device)), number)
+    return solve(times(module, sample, timeout, resolve_device(device)), operator.index(partitions))
 
 
 def balance_by_size(
@@ -105,64 +104,39 @@ def balance_by_size(
         [1, 2]
     """
     verify_module(module)
-    number = integer("partitions", partitions, "the number of stages")
-    pieces = integer("chunks", chunks, "the number of microbatches")
-    refuse(_too_many(number, module) + size_faults(pieces, param_scale))
-    microbatch = first_rows(input, cuts(rows_of(input, "input"), pieces)[0][1], "input")
+    verify_numbers(partitions, len(module), chunks=chunks, param_scale=param_scale)
+    microbatch = first_rows(input, cuts(rows_of(input, "input"), operator.index(chunks))[0][1], "input")
     costs = sizes(module, microbatch, param_scale, resolve_device(device))
     if math.inf in costs:
         raise ValueError(
             f"param_scale is {param_scale}: expected a number small enough that the bytes of layer "
             f"{costs.index(math.inf)} times it fit into a float. Leave it out for 2."
         )
-    return solve(costs, number)
+    return solve(costs, operator.index(partitions))
 
 
-def integer(name: str, value: Any, meaning: str) -> int:
-    """The argument as a whole number."""
-    if not is_integer(value):
-        raise TypeError(f"{name} is {value!r}: expected an int, {meaning}. Check the order of the arguments.")
-    return operator.index(value)
-
-
-def real(name: str, value: object) -> float:
-    """The argument as a real number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}: expected a number. Leave it out for the default.")
-    return finite(value)
-
-
-def timeout_faults(timeout: float) -> list[str]:
-    """What is wrong with a timeout."""
-    if 0 < real("timeout", timeout) < math.inf:
-        return []
-    return [f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second."]
-
-
-def size_faults(chunks: int, param_scale: float) -> list[str]:
-    """What is wrong with the arguments of a measurement of sizes."""
+def verify_numbers(
+    partitions: Any, most: int | None = None, what: str = "a layer", *, timeout: Any = 1.0, chunks: Any = 1,
+    param_scale: Any = 2.0,
+) -> None:
+    """Raises for wrong numbers, with all faults in one error. ``most``: how many stages there can be, if known."""
+    whole = ("partitions", partitions, "the number of stages"), ("chunks", chunks, "the number of microbatches")
+    for name, value, meaning in whole:
+        if not is_integer(value):
+            raise TypeError(f"{name} is {value!r}: expected an int, {meaning}. Check the order of the arguments.")
+    for name, value in ("timeout", timeout), ("param_scale", param_scale):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} is {value!r}: expected a number. Leave it out for the default.")
     faults = []
-    if chunks < 1:
+    if most == 0:
+        faults.append("module has no layers: expected at least one. Add the layers first.")
+    elif most is not None and not 1 <= operator.index(partitions) <= most:
+        faults.append(f"partitions is {partitions}: expected 1 to {most}, as each stage needs at least {what}.")
+    if operator.index(chunks) < 1:
         faults.append(f"chunks is {chunks}: expected 1 or more. Give the same number as to SplitPipe.")
-    if not 0 <= real("param_scale", param_scale) < math.inf:
+    if not 0 < finite(timeout) < math.inf:
+        faults.append(f"timeout is {timeout}: expected seconds, more than 0. Leave it out for 1 second.")
+    if not 0 <= finite(param_scale) < math.inf:
         faults.append(f"param_scale is {param_scale}: expected 0 or more. Leave it out for 2.")
-    return faults
-
-
-def _too_many(partitions: int, module: nn.Sequential) -> list[str]:
-    if not len(module):
-        return ["module has no layers: expected at least one. Add the layers first."]
-    return too_many(partitions, len(module), "a layer")
-
-
-def too_many(partitions: int, most: int, what: str) -> list[str]:
-    """The fault of a number of stages for which there are too few parts."""
-    if 1 <= partitions <= most:
-        return []
-    return [f"partitions is {partitions}: expected 1 to {most}, as each stage needs at least {what}."]
-
-
-def refuse(faults: list[str]) -> None:
-    """Raises a ValueError if there are faults."""
     if faults:
         raise ValueError("\n".join(faults))

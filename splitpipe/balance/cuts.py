@@ -2,22 +2,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from time import perf_counter
 
 from torch import nn
 
-from splitpipe.balance.balances import (
-    Device,
-    balance_by_size,
-    balance_by_time,
-    integer,
-    refuse,
-    size_faults,
-    timeout_faults,
-    too_many,
-)
+from splitpipe.balance.balances import Device, balance_by_size, balance_by_time, verify_numbers
 from splitpipe.balance.copies import measuring
 from splitpipe.balance.layers import held
 from splitpipe.balance.solver import solve
@@ -62,15 +54,9 @@ def cuts_by_time(
 
     Example:
         >>> from splitpipe.balance import cuts_by_time
-        >>> class Net(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        ...     def forward(self, x):
-        ...         for layer in self.layers:
-        ...             x = layer(x).relu()
-        ...         return x
-        >>> cuts = cuts_by_time(2, Net(), torch.randn(16, 8), timeout=0.1)
+        >>> layer = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, batch_first=True)
+        >>> module = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
+        >>> cuts = cuts_by_time(2, module, torch.randn(16, 3, 8), timeout=0.1)
         >>> len(cuts), cuts[0].startswith("layers.")
         (1, True)
     """
@@ -78,8 +64,7 @@ def cuts_by_time(
         assert isinstance(module, nn.Sequential)
         found = balance_by_time(partitions, module, sample, timeout=timeout, device=device)
         return _starts([*module._modules], found)
-    number = integer("partitions", partitions, "the number of stages")
-    refuse(timeout_faults(timeout))
+    verify_numbers(partitions, timeout=timeout)
     place = Place(resolve_device(device))
 
     def costs(units: Units) -> list[float]:
@@ -88,7 +73,7 @@ def cuts_by_time(
         found = times_of(units.recorded(lambda done: not done or perf_counter() < end))
         return [sum(each.less(empty)) for each, empty in zip(found, overhead(place, len(found)))]
 
-    return _cuts(number, module, sample, "sample", place, costs)
+    return _cuts(partitions, module, sample, "sample", place, costs)
 
 
 def cuts_by_size(
@@ -127,24 +112,16 @@ def cuts_by_size(
 
     Example:
         >>> from splitpipe.balance import cuts_by_size
-        >>> class Net(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        ...     def forward(self, x):
-        ...         for layer in self.layers:
-        ...             x = layer(x).relu()
-        ...         return x
-        >>> cuts_by_size(2, Net(), torch.randn(16, 8), param_scale=4.0)
+        >>> layer = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, batch_first=True)
+        >>> module = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
+        >>> cuts_by_size(2, module, torch.randn(16, 3, 8), param_scale=4.0)
         ['layers.2']
     """
     if is_layered(module):
         assert isinstance(module, nn.Sequential)
         found = balance_by_size(partitions, module, input, chunks=chunks, param_scale=param_scale, device=device)
         return _starts([*module._modules], found)
-    number = integer("partitions", partitions, "the number of stages")
-    pieces = integer("chunks", chunks, "the number of microbatches")
-    refuse(size_faults(pieces, param_scale))
+    verify_numbers(partitions, chunks=chunks, param_scale=param_scale)
 
     def costs(units: Units) -> list[float]:
         units.run()
@@ -155,7 +132,7 @@ def cuts_by_size(
             counted |= saved.keys()
         return found
 
-    return _cuts(number, module, input, "input", Place(resolve_device(device)), costs, pieces)
+    return _cuts(partitions, module, input, "input", Place(resolve_device(device)), costs, chunks)
 
 
 def _cuts(
@@ -163,14 +140,16 @@ def _cuts(
     costs: Callable[[Units], list[float]], chunks: int = 1,
 ) -> list[str]:
     found = surveyed(module, sample, whose)
-    refuse(too_many(partitions, len(found.cuts) + 1, "a block"))
+    verify_numbers(partitions, len(found.cuts) + 1, "a block")
     with measuring(place.device):
         loss_fn, target = (None, None) if found.has_loss else (FreeLoss(), 0)
-        call = found.call(microbatch.cuts(found.rows, chunks)[0][1], place.device)
+        call = found.call(microbatch.cuts(found.rows, operator.index(chunks))[0][1], place.device)
         sizes = costs(Units(found.module.train(), found.cuts, [place], loss_fn, call, target))
     if math.inf in sizes:
-        refuse(["param_scale makes sizes infinite: expected one for which they fit into a float. Leave it out for 2."])
-    return _starts(["", *found.cuts], solve(sizes, partitions))
+        raise ValueError(
+            "param_scale makes sizes infinite: expected one for which they fit into a float. Leave it out for 2."
+        )
+    return _starts(["", *found.cuts], solve(sizes, operator.index(partitions)))
 
 
 def _starts(names: Sequence[str], balance: Sequence[int]) -> list[str]:
