@@ -97,11 +97,11 @@ def _legend(played: Sequence[TimedSchedule]) -> str:
 
 def _table(played: Sequence[TimedSchedule]) -> str:
     """The measures, one line per schedule; the shortest makespan of several is highlighted."""
-    head = ["schedule", "devices", "microbatches", "makespan", "bubble", "longest", "its bubble", "idle",
-            "peak activations", "peak bytes", "lower bound"]
     with_bytes = any(each.bytes for each in played)
+    head = ["schedule", "devices", "microbatches", "makespan", "bubble", "longest", "its bubble", "idle",
+            "peak activations", *["peak bytes"] * with_bytes, "lower bound"]
     least = min(each.makespan for each in played)
-    lines = [_row("th", head, with_bytes)]
+    lines = [_row("th", head)]
     for each in played:
         name, bound = max(each.bounds.items(), key=lambda item: item[1])
         cells = [
@@ -109,14 +109,13 @@ def _table(played: Sequence[TimedSchedule]) -> str:
             measures.short(each.makespan), measures.percent(each.bubble),
             measures.short(each.longest), measures.percent(each.bubble_longest),
             measures.each_device(measures.idle(each)), measures.each_device(each.peak_activations),
-            measures.size(max(each.peak_bytes)) if each.peak_bytes else "",
+            *[measures.size(max(each.peak_bytes)) if each.peak_bytes else ""] * with_bytes,
             f"{measures.short(bound)} ({name})",
         ]
         best = len(played) > 1 and each.makespan <= least
-        lines.append(_row("td", cells, with_bytes, ' class="best"' if best else ""))
+        lines.append(_row("td", cells, ' class="best"' if best else ""))
     return "\n".join(lines)
 
 
-def _row(tag: str, cells: Sequence[str], with_bytes: bool, attributes: str = "") -> str:
-    shown = [cell for place, cell in enumerate(cells) if with_bytes or place != 9]
-    return f"<tr{attributes}>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in shown) + "</tr>"
+def _row(tag: str, cells: Sequence[str], attributes: str = "") -> str:
+    return f"<tr{attributes}>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
