@@ -7,7 +7,6 @@ repeats inside the children comes first. Single layers are blocks only if nothin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from splitpipe.checks import verify_ungathered
 from splitpipe.core.note import add_note
 from splitpipe.core.torch_private import tree_map_only
 from splitpipe.engine.scheduled import loss_of
-from splitpipe.partition.homes import verify_filled
+from splitpipe.partition.homes import arguments_of, verify_filled
 from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.partition.resident import Shell
 
@@ -71,16 +70,9 @@ def surveyed(module: object, sample: object, whose: str = "sample") -> Surveyed:
 
 def _batch_of(module: nn.Module, sample: object, whose: str) -> tuple[Division, int]:
     """A sample's arguments, and their number of rows. Raises TypeError or ValueError if it has none."""
-    if isinstance(sample, Mapping):
-        args, kwargs = (), dict(sample)
-    elif isinstance(sample, (tuple, Tensor)):
-        args, kwargs = sample if isinstance(sample, tuple) else (sample,), {}
-    else:
-        raise TypeError(
-            f"{whose} is a {type(sample).__name__}: expected the arguments of a call, keyword arguments in a dict, "
-            "positional ones in a tuple, or one tensor."
-        )
-    found = arguments.read(arguments.parameters_of(module.forward), args, kwargs, None, Memory(), whose)
+    found = arguments.read(
+        arguments.parameters_of(module.forward), *arguments_of(sample, whose), None, Memory(), whose
+    )
     if not found.reading.size:
         raise ValueError(f"{whose} has no rows: expected a whole batch.")
     if found.reading.doubt is not None:

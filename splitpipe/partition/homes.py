@@ -179,6 +179,18 @@ def verify_filled(module: nn.Module) -> None:
         )
 
 
+def arguments_of(sample: object, whose: str = "sample") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, positional ones and by name, that a user has given as one value."""
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    if isinstance(sample, (tuple, Tensor)):
+        return sample if isinstance(sample, tuple) else (sample,), {}
+    raise TypeError(
+        f"{whose} is a {type(sample).__name__}: expected the arguments of a call, keyword arguments in a dict, "
+        "positional ones in a tuple, or one tensor."
+    )
+
+
 def rehearse(
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
     module: nn.Module,
@@ -187,7 +199,7 @@ def rehearse(
     first: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
 ) -> None:
     """Runs ``call`` on the first row of a sample, which ``first`` selects."""
-    args, kwargs = _arguments(sample)
+    args, kwargs = arguments_of(sample)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not any(x.dim() for x in tensors):
         raise ValueError(
@@ -197,19 +209,6 @@ def rehearse(
     args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), first(args, kwargs))
     with without_trace(module, devices):
         call(args, kwargs)
-
-
-def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(sample, Mapping):
-        return (), dict(sample)
-    if isinstance(sample, tuple):
-        return sample, {}
-    if isinstance(sample, Tensor):
-        return (sample,), {}
-    raise TypeError(
-        f"sample is a {type(sample).__name__}: expected the arguments of a call, keyword arguments in a dict or "
-        "positional ones in a tuple."
-    )
 
 
 def _elements(x: Any) -> Iterable[Any]:
