@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -87,13 +88,22 @@ def divide(sizes: Sequence[float], rooms: Sequence[float]) -> list[int]:
 
 def memory_of(device: torch.device, module: nn.Module) -> float | None:
     """The bytes of a device that a module may use: the free ones, and those that it already uses there."""
-    own: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    if not hasattr(own, "mem_get_info"):
+    free = None if device.type == "cpu" else asked(device, "get_memory_info", "mem_get_info")
+    if free is None:
         return None
-    free: float = own.mem_get_info(device)[0]
-    cached = own.memory_reserved(device) - own.memory_allocated(device)
+    # The allocator keeps what it has taken from the driver, for later tensors.
+    cached = (asked(device, "memory_reserved") or 0) - (asked(device, "memory_allocated") or 0)
     tensors = {id(x): x for x in (*module.parameters(), *module.buffers()) if x.device == device}
-    return free + float(cached) + sum([x.nbytes for x in tensors.values()])
+    return float(free[0]) + max(0, cached) + sum([x.nbytes for x in tensors.values()])
+
+
+def asked(device: torch.device, *names: str) -> Any:
+    """The result of a function of torch.accelerator or of the device's own module; None if neither has it."""
+    for module in torch.accelerator, torch.get_device_module(device):
+        for name in names:
+            with suppress(AttributeError, NotImplementedError, RuntimeError):
+                return getattr(module, name)(device)
+    return None
 
 
 def cuts_of_map(module: nn.Module, devices: Mapping[str, torch.device]) -> tuple[list[str], list[torch.device]]:

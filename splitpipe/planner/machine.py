@@ -8,20 +8,18 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
 from statistics import fmean, median
-from typing import Any
 
 import torch
 from torch import nn
 
-from splitpipe.balance.layers import state_of
 from splitpipe.balance.units import Chain
 from splitpipe.core.stream import Place
-from splitpipe.core.tensors import memory_of
 from splitpipe.core.worker import in_new_thread
+from splitpipe.partition.by_bytes import asked, memory_of
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.profile import Link
 from splitpipe.schedule.recording.recording import Recording
@@ -41,30 +39,13 @@ def kinds_of(places: Sequence[Place]) -> dict[str, list[int]]:
     for row, place in enumerate(places):
         name, capacity = "cpu", math.inf
         if place.device.type != "cpu":
-            name = _ask(place.device, "get_device_name") or place.device.type
-            capacity = _capacity(place.device)[1]
+            name = asked(place.device, "get_device_name") or place.device.type
+            _, capacity = asked(place.device, "get_memory_info", "mem_get_info") or (0, math.inf)
         found.setdefault((name, capacity), []).append(row)
     kinds: dict[str, list[int]] = {}
     for (name, _), rows in found.items():
         kinds[f"{name} ({len(kinds)})" if name in kinds else name] = rows
     return kinds
-
-
-def _ask(device: torch.device, *names: str) -> Any:
-    """The result of a function of torch.accelerator or of the device's own module; None if neither has it."""
-    for module in torch.accelerator, torch.get_device_module(device):
-        for name in names:
-            with suppress(AttributeError, NotImplementedError, RuntimeError):
-                return getattr(module, name)(device)
-    return None
-
-
-def _capacity(device: torch.device) -> tuple[float, float]:
-    """The free bytes of an accelerator, and all of its bytes; infinite if unknown."""
-    free, total = _ask(device, "get_memory_info", "mem_get_info") or (math.inf, math.inf)
-    # The allocator keeps what it has taken from the driver, for later tensors.
-    kept = (_ask(device, "memory_reserved") or 0) - (_ask(device, "memory_allocated") or 0)
-    return free + max(0, kept), total
 
 
 def workspace(device: torch.device) -> int:
@@ -84,15 +65,10 @@ def usable_bytes(module: nn.Module, places: Sequence[Place], memory: Sequence[fl
     if memory is not None:
         return list(memory)
     devices = [place.device for place in places]
-    own: dict[torch.device, dict[Any, int]] = {}
-    for _, tensor in state_of(module):
-        own.setdefault(tensor.device, {}).update(memory_of(tensor))
-    free = {
-        device: math.inf if device.type == "cpu"
-        else (_capacity(device)[0] + sum(own.get(device, {}).values())) * USABLE / devices.count(device)
-        for device in set(devices)
-    }
-    return [free[device] for device in devices]
+    free = {device: memory_of(device, module) for device in set(devices)}
+    return [
+        math.inf if (size := free[device]) is None else size * USABLE / devices.count(device) for device in devices
+    ]
 
 
 @contextmanager
