@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from tests.helpers.twin import assert_same, assert_same_tensors
+from tests.helpers.twin import assert_same, assert_same_tensors, descend
 
 #: Drop-in, and two schedules: the plain one, and one whose W are apart.
 SCHEDULES = "gpipe", "1f1b", "zb-h1"
@@ -59,12 +59,7 @@ def assert_same_step(module: nn.Module, arguments: dict[str, Any], *, cuts: list
         assert type(found) is type(expected)
         assert_same(found, expected, "output")
         assert_same_tensors(model, plain)
-        for each in (model, plain):
-            with torch.no_grad():
-                for parameter in each.parameters():
-                    if parameter.grad is not None:
-                        parameter -= 0.1 * parameter.grad
-            each.zero_grad()
+        descend(model, plain)
     return model
 
 

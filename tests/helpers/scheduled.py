@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe, schedule
-from tests.helpers.twin import assert_same, assert_same_tensors, even, fresh, stages
+from tests.helpers.twin import assert_same, assert_same_tensors, descend, even, fresh, stages
 
 #: Names with which the essence shows what all schedules do alike: rows of stages, and a V whose W are apart.
 FEW = ("1f1b", "zb-v")
@@ -73,12 +73,7 @@ def assert_transparent(
         torch.testing.assert_close(loss, expected)
         assert_same(gradients, expected_gradients, "input gradient")
         assert_same_tensors(model, plain)
-        for each in (plain, model):
-            with torch.no_grad():
-                for parameter in each.parameters():
-                    if parameter.grad is not None:
-                        parameter -= 0.1 * parameter.grad
-            each.zero_grad()
+        descend(plain, model)
     return model
 
 

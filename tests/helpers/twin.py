@@ -144,6 +144,16 @@ def assert_same_tensors(model: nn.Module, plain: nn.Module) -> None:
             torch.testing.assert_close(found, wanted, msg=lambda text: f"{name}.grad: {text}")  # noqa: B023
 
 
+def descend(*models: nn.Module) -> None:
+    """A step of gradient descent, after which there are no gradients."""
+    for model in models:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+
+
 def step(module: Callable[[Any], Any], value: Any, loss: Callable[[Any], Tensor] = loss_of) -> tuple[Any, Any, Tensor]:
     """Forward and backward: the output, the gradients of the input, the loss."""
     given = fresh(value)

@@ -5,18 +5,7 @@ import pytest
 from torch import nn
 
 from splitpipe.skip import Namespace, pop, skippable, verify_skippables
-
-
-class StashFoo(nn.Identity):
-    pass
-
-
-class PopFoo(nn.Identity):
-    pass
-
-
-StashFoo = skippable(stash=["foo"])(StashFoo)
-PopFoo = skippable(pop=["foo"])(PopFoo)
+from tests.skip.test_skippable import PopFoo, StashFoo
 
 
 def skip(stash=(), pop=()):
