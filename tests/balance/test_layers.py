@@ -18,6 +18,7 @@ from splitpipe.skip.box import Namespace
 from splitpipe.skip.skippable import pop, skippable, stash
 from tests.devices.log import softcuda
 from tests.helpers.copied import TICK, Clock, Log
+from tests.helpers.skipping import Pop, Stash
 from tests.helpers.twin import Failing
 from tests.promise.layers import Apply
 
@@ -67,20 +68,6 @@ class Record(nn.Module):
 class Pair(NamedTuple):
     left: Tensor
     right: dict[str, Any]
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return x.tanh()
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return skip.exp() + x
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from splitpipe.compiled.theirs import KINDS, Guard, guarded
 from tests.helpers.compiling import EAGER
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import assert_same
+from tests.helpers.twin import Looped, assert_same
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled", "double")
 
@@ -51,19 +51,6 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.part(x)
         return y + x
-
-
-class Loop(nn.Module):
-    """A forward of its own."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def of_its_own(kind: type[nn.Module], number: int) -> type[nn.Module]:
@@ -115,7 +102,7 @@ def test_who_may_compile_is_alone(how: str, cut: str, way: dict[str, Any]) -> No
     if cut == "layers":
         model: nn.Module = SplitPipe(made, [1] * 4, devices=["cpu"] * 4, chunks=4, **way)
     else:
-        model = attach(Loop(made), [f"layers.{k}" for k in (1, 2, 3)], devices=["cpu"] * 4, chunks=4, **way)
+        model = attach(Looped(*made), ["1", "2", "3"], devices=["cpu"] * 4, chunks=4, **way)
     for rows in (8, 7, 10, 3):
         for each in (plain, model):
             each.zero_grad()
@@ -202,7 +189,7 @@ def test_a_pipeline_in_a_compiled_layer_is_no_hang(inside: str) -> None:
         layer.compile(backend="aot_eager")
     pipe: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 2}
     if inside == "attached":
-        middle: nn.Module = attach(Loop(inner), ["layers.1"], **pipe)
+        middle: nn.Module = attach(Looped(*inner), ["1"], **pipe)
     elif inside == "a part":
         middle = SplitPipe(inner, [1, 1], **pipe)
     else:
@@ -229,7 +216,7 @@ def test_whatever_stands_in_the_slot_for_compiled_calls_is_called_alone_first(cu
     pipe: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 2}
     model: nn.Module = SplitPipe(made, [2, 2], **pipe)
     if cut == "cuts":
-        model = attach(Loop(made), ["layers.2"], **pipe)
+        model = attach(Looped(*made), ["2"], **pipe)
     for _ in range(2):
         for each in (plain, model):
             each.zero_grad()

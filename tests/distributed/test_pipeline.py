@@ -18,9 +18,9 @@ from splitpipe.distributed import Pipeline
 from splitpipe.distributed.boundary import Part
 from splitpipe.distributed.lowering import separable
 from splitpipe.schedule.op import Op
-from splitpipe.skip import pop, skippable, stash
 from tests.helpers.covering import graded
 from tests.helpers.scheduled import NAMES
+from tests.helpers.skipping import Pop, Stash
 from tests.helpers.world import SIZE, World, both
 from tests.promise.layers import Apply
 
@@ -31,20 +31,6 @@ def layers() -> nn.Sequential:
     module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(),
                            nn.Linear(8, 8), nn.Linear(8, 2))
     return module.double()
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return x * 2
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip.sin()
 
 
 class Two(nn.Module):

@@ -1,4 +1,4 @@
-"""Layers that stash and pop, made of functions."""
+"""Layers that stash and pop: a plain pair, and those that are made of functions."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -8,6 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.skip import pop, skippable, stash
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """Stashes its input."""
+
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        yield stash("skip", x)
+        return x.tanh()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """Adds to its input what it pops."""
+
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        skip = yield pop("skip")
+        return skip.exp() + x
 
 
 def stashing(*names: str) -> type[nn.Module]:

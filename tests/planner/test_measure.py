@@ -20,8 +20,8 @@ from splitpipe.planner import machine, measure, work
 from splitpipe.planner.machine import shared_threads
 from splitpipe.planner.measure import bar
 from splitpipe.planner.profile import Layer, Profile
-from splitpipe.skip.skippable import pop, skippable, stash
 from tests.helpers.copied import Log
+from tests.helpers.skipping import Pop, Stash
 from tests.promise.layers import Apply
 
 FLOAT = 4
@@ -52,20 +52,6 @@ def mlp() -> nn.Sequential:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer takes long."""
     monkeypatch.setattr(work.Work, "again", lambda *_: True)
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", [x, None])
-        return x.tanh()
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return skip[0].exp() + x
 
 
 def test_each_number_of_chunks_has_each_layer() -> None:
