@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -118,36 +119,62 @@ def test_it_plans_without_a_standard_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert main([*arguments, "--memory", "100B"]) == 1
 
 
+MODEL = "planned_train:model --sample 4x6"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (["planned_train:model"], "the following arguments are required: --sample"),
-        (["planned_train", "--sample", "4x6"], "expected MODULE:NAME"),
-        (["planned_nowhere:model", "--sample", "4x6"], "found no module 'planned_nowhere'"),
-        (["planned_train:nothing", "--sample", "4x6"], "has no 'nothing'"),
-        (["planned_train:needs", "--sample", "4x6"], "needs can't be called without arguments"),
-        (["planned_train:number", "--sample", "4x6"], "expected an nn.Module"),
-        (["planned_train:Net", "--sample", "ids=4x5:int64:10,labels=x"], "expected MODULE:NAME"),
-        (["planned_train:Net", "--sample", "planned_train:number"], "sample is a int"),
-        (["planned_train:model", "--sample", "4x6:float33"], "torch has no dtype 'float33'"),
-        (["planned_train:model", "--sample", "x"], "expected MODULE:NAME"),
-        (["planned_train:model", "--sample", "4x6", "--target", "4x3"], "found a target but no loss_fn"),
-        (["planned_train:model", "--sample", "4x6", "--target", "4x3", "--loss", "no"], "expected a function of torch"),
-        (["planned_train:model", "--sample", "4x6", "--chunks", "1,x"], "expected whole numbers"),
-        (["planned_train:model", "--sample", "4x6", "--chunks", "5"], "expected numbers from 1 to the batch's 4 rows"),
-        (["planned_train:model", "--sample", "4x6", "--memory", "lots"], "'lots' isn't a size"),
-        (["planned_train:model", "--sample", "4x6", "--devices", "cuda:99"], "cuda:99"),
-        (["planned_train:model", "--sample", "4x6", "--json", "a", "--html", "./a"], "two outputs are written"),
-        (["planned_train:model", "--sample", "4x6", "--seconds", "-1"], "seconds is -1.0"),
+        ("planned_train:model", "the following arguments are required: --sample"),
+        ("planned_train --sample 4x6", "expected MODULE:NAME"),
+        (".:model --sample 4x6", "expected MODULE:NAME"),
+        ("..planned_train:model --sample 4x6", "expected MODULE:NAME"),
+        (": --sample 4x6", "expected MODULE:NAME"),
+        ("'' --sample 4x6", "expected MODULE:NAME"),
+        ("planned_nowhere:model --sample 4x6", "found no module 'planned_nowhere'"),
+        ("planned_train:nothing --sample 4x6", "has no 'nothing'"),
+        ("planned_train:model.x --sample 4x6", "has no 'model.x'"),
+        ("planned_train:needs --sample 4x6", "needs can't be called without arguments"),
+        ("planned_train:number --sample 4x6", "expected an nn.Module"),
+        ("planned_train:Net --sample ids=4x5:int64:10,labels=x", "expected MODULE:NAME"),
+        ("planned_train:Net --sample planned_train:number", "sample is a int"),
+        ("planned_train:model --sample 4x6:float33", "torch has no dtype 'float33'"),
+        (f"planned_train:model --sample {10**30}x6", "torch can't make such a tensor"),
+        ("planned_train:model --sample 999999999x999999999", "torch can't make such a tensor"),
+        (f"planned_train:model --sample 4x6:int64:{10**30}", "torch can't make such a tensor"),
+        ("planned_train:model --sample x", "expected MODULE:NAME"),
+        ("planned_train:model --sample ''", "expected MODULE:NAME"),
+        ("planned_train:model --sample 0x6", "the sample has no rows"),
+        (f"{MODEL} --target 4x3", "found a target but no loss_fn"),
+        (f"{MODEL} --target 4x3 --loss no", "expected a function of torch"),
+        (f"{MODEL} --target 4x3 --loss __name__", "expected a function of torch"),
+        (f"{MODEL} --target 5x3 --loss mse_loss", "first dimensions [5]"),
+        (f"{MODEL} --chunks 1,x", "expected whole numbers"),
+        (f"{MODEL} --chunks ''", "expected whole numbers"),
+        (f"{MODEL} --chunks {'9' * 5000}", "expected whole numbers"),
+        (f"{MODEL} --chunks 5", "expected numbers from 1 to the batch's 4 rows"),
+        (f"{MODEL} --memory lots", "'lots' isn't a size"),
+        (f"{MODEL} --memory ''", "isn't a size"),
+        (f"{MODEL} --memory 0", "expected positive numbers of bytes"),
+        (f"{MODEL} --devices cuda:99", "cuda:99"),
+        (f"{MODEL} --devices ''", "devices[0] is ''"),
+        (f"{MODEL} --devices {'9' * 30}", "isn't a device here"),
+        (f"{MODEL} --schedules 1f1b", "expected both"),
+        (f"{MODEL} --json a --html ./a", "two outputs are written"),
+        (f"{MODEL} --html ''", "'' can't be written"),
+        (f"{MODEL} --html absent/a.html", "'absent/a.html' can't be written"),
+        (f"{MODEL} --json .", "'.' can't be written"),
+        (f"{MODEL} --seconds -1", "seconds is -1.0"),
+        (f"{MODEL} --optimizer-state nan", "optimizer_state is nan"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    line: str, message: str, room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", *arguments]) == 2
+    assert main(["plan", "--seconds", "0", *shlex.split(line)]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and said.err.startswith("splitpipe plan: ")
-    assert said.out == ""
+    assert said.out == "" and [path.name for path in room.iterdir() if path.is_file()] == ["planned_train.py"]
 
 
 def test_an_error_of_a_layer_says_where_it_comes_from() -> None:

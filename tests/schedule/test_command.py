@@ -180,6 +180,13 @@ def test_alone_it_prints_help(arguments: list[str], capsys: pytest.CaptureFixtur
     assert "schedule" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("word", ["Plan", "plans", "", "--version", "-x"])
+def test_an_unknown_command_is_an_error_in_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main([word]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"splitpipe: unknown command {word!r}: expected plan or schedule. See --help.\n")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
