@@ -29,11 +29,7 @@ _log = logging.getLogger("splitpipe")
 def chosen_cuts(
     module: Any, cuts: Iterable[str] | None, devices: Iterable[Device] | None, schedule: str | Schedule, sample: Any
 ) -> tuple[Iterable[str], Iterable[Device] | None]:
-    """The cuts and devices of a module, as given, or chosen where they are None.
-
-    Raises:
-        ValueError: no blocks of the module repeat, or the devices can't hold it.
-    """
+    """The cuts and devices of a module, as given, or chosen where they are None."""
     if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
         return () if cuts is None else cuts, devices  # Faults are reported where all arguments are checked.
     verify_python(module)
@@ -61,11 +57,7 @@ def chosen_cuts(
 def chosen_balance(
     module: nn.Sequential, devices: Iterable[Device] | None, schedule: str | Schedule, sample: Any
 ) -> tuple[list[int], Iterable[Device]]:
-    """The balance and devices of an nn.Sequential, as given, or chosen where they are None.
-
-    Raises:
-        ValueError: the devices can't hold it, or there are fewer layers than stages.
-    """
+    """The balance and devices of an nn.Sequential, as given, or chosen where they are None."""
     rows = _rows(devices, [], schedule)
     places = _stages(rows, schedule)
     if sample is not None:

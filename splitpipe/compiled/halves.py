@@ -38,33 +38,21 @@ _TAGS = ("partitioner_tag", "recompute", "ac_graph_id", "must_be_in_backward")
 
 
 class Halves(NamedTuple):
-    """Two graphs. The first returns the gradients of ``inputs``, followed by the second graph's arguments.
+    """Two graphs. The first returns the gradients of ``inputs``, followed by the second graph's arguments."""
 
-    Attributes:
-        first: B; None if no input needs a gradient: then the second gets all of the backward's arguments.
-        second: W. Its outputs are described by ``weights``.
-        inputs: which of the whole graph's outputs the first one returns.
-        weights: for each weight gradient, which output of the whole graph it is, and from which outputs of the second
-            graph it is made: a single one; or two matrices, the first one's transpose times the second.
-    """
-
-    first: GraphModule | None
-    second: GraphModule
-    inputs: tuple[int, ...]
+    first: GraphModule | None  # B; None if no input needs a gradient: then W gets all of the backward's arguments.
+    second: GraphModule  # W.
+    inputs: tuple[int, ...]  # Which of the whole graph's outputs B returns.
+    # For each weight gradient, which output of the whole graph it is, and from which outputs of W it is made: a single
+    # one; or two matrices, the first one's transpose times the second.
     weights: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def halved(whole: GraphModule, weights: Collection[int], given: Sequence[Any] | None = None) -> Halves | None:
-    """Splits a backward graph.
+    """Splits a backward graph of functional ATen ops, which isn't changed; None if it computes no weight gradient.
 
-    Args:
-        whole: the graph, of functional ATen ops. It isn't changed.
-        weights: which of its outputs are gradients of weights.
-        given: example inputs, if their layout differs from that at tracing: the compiler of the forward chooses the
-            layout of what it saves.
-
-    Returns:
-        None if no output is a computed gradient of a weight.
+    ``weights``: which of its outputs are gradients of weights; ``given``: example inputs, if their layout differs from
+    that at tracing: the compiler of the forward chooses the layout of what it saves.
     """
     graph = copy.deepcopy(whole)
     for node in graph.graph.nodes:

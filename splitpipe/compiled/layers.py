@@ -175,11 +175,7 @@ class Code:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Compiles in the block.
-
-        Raises:
-            _New: the thread isn't alone.
-        """
+        """Compiles in the block; raises _New if the thread isn't alone."""
         from splitpipe.compiled.torch_private import config
 
         if not gate().is_alone:

@@ -11,19 +11,12 @@ _GRAPHED = ("reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Options of torch.compile.
+    """Options of torch.compile."""
 
-    Attributes:
-        backend: the compiler of the graphs: inductor, or aot_eager, which runs them op by op.
-        dynamic: as for torch.compile: None compiles again for a second batch size, and then for all sizes.
-        mode: inductor's mode, such as ``"max-autotune-no-cudagraphs"``.
-        options: inductor's options.
-    """
-
-    backend: str = "inductor"
-    dynamic: bool | None = None
-    mode: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = "inductor"  # The compiler of the graphs, or aot_eager, which runs them op by op.
+    dynamic: bool | None = None  # As for torch.compile: None compiles again for a second batch size, then for all.
+    mode: str | None = None  # Of inductor, such as "max-autotune-no-cudagraphs".
+    options: Mapping[str, Any] = field(default_factory=dict)  # Of inductor.
 
     def of_inductor(self) -> dict[str, Any]:
         """The settings for inductor."""
@@ -36,12 +29,7 @@ class CompileOptions:
 
 
 def verify_compile(compile: object) -> CompileOptions | None:
-    """The options to compile with; None: nothing is compiled.
-
-    Raises:
-        TypeError: neither a bool nor a mapping, or a name or type is unknown.
-        ValueError: the backend can't make a split backward, or CUDA graphs are requested.
-    """
+    """The options to compile with; None: nothing is compiled. Raises TypeError or ValueError for wrong ones."""
     if compile is None or compile is False:
         return None
     if compile is True:
