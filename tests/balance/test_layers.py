@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from splitpipe.balance import copies, layers
 from splitpipe.skip.box import Namespace
-from splitpipe.skip.skippable import pop, skippable, stash
 from tests.devices.log import softcuda
 from tests.helpers.copied import TICK, Clock, Log
-from tests.helpers.skipping import Pop, Stash
+from tests.helpers.skipping import Pop, Stash, popping, stashing
 from tests.helpers.twin import Failing
 from tests.promise.layers import Apply
 
@@ -200,32 +199,19 @@ def test_a_skip_is_gone_once_popped(measure: str) -> None:
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_skips_carry_whether_they_require_grad_and_any_nesting(measure: str) -> None:
-    @skippable(stash=["skip"])
-    class Give(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("skip", {"a": [x * 2, None], "b": torch.arange(2)})
-            return x.detach()
-
-    @skippable(pop=["skip"])
-    class Take(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            skip = yield pop("skip")
-            log.append((x.requires_grad, skip["a"][0].requires_grad, skip["a"][1], skip["b"].tolist()))
-            return skip["a"][0]
+    def take(x: Tensor, scale: Tensor, skip: Any) -> Tensor:
+        log.append((x.requires_grad, skip["a"][0].requires_grad, skip["a"][1], skip["b"].tolist()))
+        return skip["a"][0]
 
     log = Log()
-    run(measure, nn.Sequential(Give(), nn.Identity(), Take()), leaf(2))
+    give = stashing("skip")(lambda x, layer: ({"a": [x * 2, None], "b": torch.arange(2)}, x.detach()))
+    run(measure, nn.Sequential(give, nn.Identity(), popping("skip")(take)), leaf(2))
     assert set(map(repr, log)) == {repr((False, True, None, [0, 1]))}
 
 
 def test_the_backward_of_a_stashed_value_is_timed(clock: Clock) -> None:
-    @skippable(stash=["skip"])
-    class Give(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("skip", TurnBack.apply(x, clock, 4.0))
-            return x.detach()
-
-    module = nn.Sequential(Give(), Work(clock, 1.0), Pop())
+    give = stashing("skip")(lambda x, layer: (TurnBack.apply(x, clock, 4.0), x.detach()))
+    module = nn.Sequential(give, Work(clock, 1.0), Pop())
     assert times(module, leaf(1), timeout=40)[0] == 4.0 + TICK
 
 
@@ -498,14 +484,9 @@ def test_a_container_that_hides_tensors_is_refused(measure: str) -> None:
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_skip_that_hides_tensors_is_refused(measure: str) -> None:
-    @skippable(stash=["skip"])
-    class Give(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("skip", {x})
-            return x
-
+    give = stashing("skip")(lambda x, layer: ({x}, x))
     with pytest.raises(TypeError, match="skip 'skip' holds tensors in a set"):
-        run(measure, nn.Sequential(Give(), nn.Identity()), torch.ones(1))
+        run(measure, nn.Sequential(give, nn.Identity()), torch.ones(1))
 
 
 ROW = 4 * 8  # Bytes of a row of eight floats.
@@ -548,37 +529,23 @@ def test_a_storage_counts_once_in_all_its_views_and_whole() -> None:
     assert sizes(nn.Sequential(Apply(lambda x: x + 1), Apply(views)), leaf(5, 8)) == [0, 5 * ROW + ROW]
 
 
+def pop_sine() -> nn.Module:
+    """A layer that adds the sine of what it pops."""
+    return popping("skip")(lambda x, scale, skip: skip.sin() + x)
+
+
 def test_a_skip_counts_for_the_first_layer_that_saves_it() -> None:
     # tanh saves its output, exp its own, and sin its input: the skip, which nobody has saved before.
-    @skippable(pop=["skip"])
-    class Sine(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            skip = yield pop("skip")
-            return skip.sin() + x
-
-    double = Apply(lambda x: x + x)
-    assert sizes(nn.Sequential(double, Stash(), double, Sine()), leaf(5, 8)) == [0, 5 * ROW, 0, 5 * ROW]
-    sine = Apply(lambda x: x.sin())
-    assert sizes(nn.Sequential(double, Stash(), double, sine, Sine()), leaf(5, 8)) == [
+    double, sine = Apply(lambda x: x + x), Apply(lambda x: x.sin())
+    assert sizes(nn.Sequential(double, Stash(), double, pop_sine()), leaf(5, 8)) == [0, 5 * ROW, 0, 5 * ROW]
+    assert sizes(nn.Sequential(double, Stash(), double, sine, pop_sine()), leaf(5, 8)) == [
         0, 5 * ROW, 0, 5 * ROW, 5 * ROW
     ]
 
 
 def test_a_skip_and_a_value_in_one_storage_count_once() -> None:
-    @skippable(stash=["skip"])
-    class Both(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            x = x + 1
-            yield stash("skip", x)
-            return x
-
-    @skippable(pop=["skip"])
-    class Sine(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            skip = yield pop("skip")
-            return skip.sin() + x
-
-    assert sizes(nn.Sequential(Both(), Apply(lambda x: x.cos()), nn.Identity(), Sine()), leaf(5, 8)) == [
+    both = stashing("skip")(lambda x, layer: 2 * (x + 1,))
+    assert sizes(nn.Sequential(both, Apply(lambda x: x.cos()), nn.Identity(), pop_sine()), leaf(5, 8)) == [
         0, 5 * ROW, 0, 0
     ]
 
