@@ -33,7 +33,7 @@ def test_calls_pass_at_the_same_time_and_inside_of_each_other() -> None:
     joined(started(passes), started(passes))
 
 
-def test_who_compiles_waits_for_those_inside_and_others_wait_for_it() -> None:
+def test_who_compiles_waits_for_those_inside_and_those_who_come_later_wait_for_it() -> None:
     own, order = Gate(), list[str]()
     inside, go, alone, done = (threading.Event() for _ in range(4))
 
@@ -41,7 +41,8 @@ def test_who_compiles_waits_for_those_inside_and_others_wait_for_it() -> None:
         with own.passing():
             inside.set()
             assert go.wait(60)
-            order.append("passed")
+            with own.passing():  # It is inside already.
+                order.append("passed")
 
     def compiles() -> None:
         with own.alone():
@@ -57,15 +58,17 @@ def test_who_compiles_waits_for_those_inside_and_others_wait_for_it() -> None:
     first = started(passes)
     assert inside.wait(60)
     second = started(compiles)
-    assert not alone.wait(0.05)
+    while not own._waiting:
+        pass
+    third = started(passes_later)
+    assert not alone.wait(0.05) and third.is_alive()  # Those who wait to compile go first.
     go.set()
     assert alone.wait(60)
-    third = started(passes_later)
     third.join(0.05)
     assert third.is_alive()
     done.set()
     joined(first, second, third)
-    assert order == ["passed", "alone", "compiled", "passed later"]
+    assert order == ["passed", "alone", "compiled", "passed later"] and not own._waiting
 
 
 def test_two_that_are_inside_and_have_to_compile_do_not_wait_for_each_other() -> None:
@@ -92,37 +95,6 @@ def test_an_error_leaves_it_open() -> None:
         with pytest.raises(ZeroDivisionError), enter():
             raise ZeroDivisionError
     joined(started(lambda: own.alone().__enter__()))
-
-
-def test_who_is_to_be_alone_goes_before_those_who_come_later() -> None:
-    own, inside, go, order = Gate(), threading.Event(), threading.Event(), list[str]()
-
-    def passes() -> None:
-        with own.passing():
-            inside.set()
-            assert go.wait(60)
-            with own.passing():  # It is inside already.
-                order.append("passed")
-
-    def compiles() -> None:
-        with own.alone():
-            order.append("alone")
-
-    def comes_later() -> None:
-        with own.passing():
-            order.append("passed later")
-
-    first = started(passes)
-    assert inside.wait(60)
-    second = started(compiles)
-    while not own._waiting:
-        pass
-    third = started(comes_later)
-    third.join(0.05)
-    assert order == [] and third.is_alive()
-    go.set()
-    joined(first, second, third)
-    assert order == ["passed", "alone", "passed later"] and not own._waiting
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
