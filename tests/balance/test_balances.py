@@ -8,21 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe.balance import layers
 from splitpipe.balance.balances import balance_by_size, balance_by_time
+from tests.balance.test_layers import Work
+from tests.balance.test_layers import clock as clock
 from tests.helpers.copied import Clock
 
+pytestmark = pytest.mark.usefixtures("clock", "no_accelerator")
 CHOICES = [balance_by_time, balance_by_size]
-
-
-class Work(nn.Module):
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        super().__init__()
-        self.clock, self.seconds = clock, seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.clock.now += self.seconds
-        return x
 
 
 class Save(nn.Module):
@@ -41,18 +33,6 @@ class Save(nn.Module):
         for _ in range(self.times):
             x = x.sigmoid()
         return x
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(layers, "perf_counter", clock)
-    return clock
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(no_accelerator: None) -> None:
-    """The device that is chosen where none is named."""
 
 
 @pytest.mark.parametrize(

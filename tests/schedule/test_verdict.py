@@ -1,10 +1,8 @@
 """What a recording says of its model: where time is lost, which stage is the bottleneck; in text and in pictures."""
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -182,12 +180,6 @@ def test_a_picture_has_the_step_above_the_plan_with_its_remarks(tmp_path: Path) 
     text = (tmp_path / "picture.svg").read_text(encoding="utf-8")
     assert text.index("1f1b, recorded (ms)") < text.index("Stage 1 on device 1 is the bottleneck")
     assert text.index("is the bottleneck") < text.rindex("1f1b, planned (ms)")
-
-
-def test_a_trace_is_in_milliseconds(tmp_path: Path) -> None:
-    recorded(played("1f1b", 2, 2)).to_chrome_trace(tmp_path / "trace.json")
-    events: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [(event["ts"], event["dur"]) for event in events if event["name"] == "0F1"] == [(1000, 1000)]
 
 
 def test_a_schedule_without_a_name_is_called_one() -> None:
