@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import splitpipe
 from splitpipe import SplitPipe
 from splitpipe.core import stream
-from splitpipe.deferral.pending import WeightGroup
 from splitpipe.deferral.stash import Stash
 from splitpipe.training import capture
 from tests.devices import predicted
@@ -136,8 +135,8 @@ def test_weight_gradients_that_the_engine_drops_are_done_before_their_memory_has
     """As it does after an error in another thread, when the caller may be in its next step already."""
     flush = Stash._flush
 
-    def dropped(self: Stash, group: WeightGroup) -> Any:
-        shapes = [total.value.shape for total in flush(self, group) if total is not None]
+    def dropped(self: Stash, groups: Any) -> Any:
+        shapes = [total.value.shape for _, total in flush(self, groups) if total.value is not None]
         with stream.use(self._streams.compute):
             for shape in shapes:
                 torch.zeros(shape, device=self._streams.device)
