@@ -42,7 +42,8 @@ _alias: Any = torch.ops.aten.alias.default
 _SMALL = 2**16
 
 
-#: The bytes that the nodes of a microbatch may keep at most until B has passed all of them; and of groups together.
+#: How many bytes count as much: of what a microbatch's nodes keep until B has passed all of them, of what waits during
+#: a recomputation, and of groups that are computed together.
 _MUCH = 2**22
 #: Runs backward from edges, with their gradients, to leaves, and adds to the sums of these.
 Backward = Callable[[Sums, Sequence[GradientEdge], Sequence[Tensor], Sequence[Tensor]], None]
@@ -200,7 +201,7 @@ class Stash:
     def leave(self, left: Sequence[tuple[WeightGroup, PendingGrad]], now: bool) -> None:
         """Takes what the nodes of a graph have left in B, where grad mode is off.
 
-        ``now``: computes it immediately, unless waiting takes no memory.
+        ``now``: computes it immediately, unless what waits takes little memory.
         """
         streams = self._streams
         for _, new in left:
@@ -210,7 +211,7 @@ class Stash:
                 stream.hold(x, streams.compute)
             stream.wait(streams.side, streams.compute)
         groups = {group: self._added(group, new) for group, new in left}
-        if now:
+        if now and self._much_waits:
             self._compute_early({group: found for group, found in groups.items() if found.size > 0})
         self._shrink()
 
@@ -287,9 +288,14 @@ class Stash:
         ]
 
     def drain(self) -> None:
-        """Computes everything that waits and takes memory."""
-        self._compute_early({**self._full})
+        """Computes what waits and takes memory, if it is much: W of several microbatches is faster."""
+        if self._much_waits:
+            self._compute_early({**self._full})
         self._reads.release()
+
+    @property
+    def _much_waits(self) -> bool:
+        return sum([found.size for found in self._full.values()]) > _MUCH
 
     def close(self) -> None:
         """Ends the graph task."""

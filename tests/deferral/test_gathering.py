@@ -45,6 +45,8 @@ def test_what_takes_no_more_than_its_gradient_waits(
 def test_on_the_cpu_what_is_small_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gathered("never", 64, monkeypatch) == [4]
     assert gathered("never", 128, monkeypatch) == [3, 1]
+    assert gathered("always", 64, monkeypatch) == [4]
+    monkeypatch.setattr(stash, "_MUCH", 2**12)
     assert gathered("always", 64, monkeypatch) == [1, 1, 1, 1]
 
 
