@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from splitpipe import checks
 from splitpipe.balance.defaults import chosen_cuts
-from splitpipe.batch.splitting import Split
+from splitpipe.batch.custom_split import Split
 from splitpipe.batchnorm import undefer
 from splitpipe.checks import Checkpoint
 from splitpipe.core.stream import Device

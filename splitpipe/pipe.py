@@ -11,9 +11,9 @@ from torch import nn
 
 from splitpipe import checks
 from splitpipe.balance.defaults import chosen_balance, chosen_cuts
+from splitpipe.batch.custom_split import Split
 from splitpipe.batch.flags import verify_batched
 from splitpipe.batch.layout import warn_of_layout
-from splitpipe.batch.splitting import Split
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import Checkpoint
 from splitpipe.core.stream import Device

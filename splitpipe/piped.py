@@ -13,8 +13,8 @@ from torch import nn
 
 from splitpipe import checks
 from splitpipe.batch.arguments import takes
+from splitpipe.batch.custom_split import Split, verify_split
 from splitpipe.batch.flags import verify_named
-from splitpipe.batch.splitting import Split, verify_split
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from splitpipe.batch.custom_split import Split, parts_of
 from splitpipe.batch.division import Division, collected, divide
 from splitpipe.batch.inputs import of_target
 from splitpipe.batch.reading import AmbiguousBatchError, Memory, Reader, Reading, rows_of, written
-from splitpipe.batch.splitting import Split, parts_of
 from splitpipe.batch.tree import Node
 from splitpipe.core.microbatch import cuts
 from splitpipe.core.torch_private import tree_leaves, tree_unflatten

@@ -297,7 +297,7 @@ def _owner(
         if number is not None and number < len(after) and after[number][0] is not None:
             weight = _weight(after[number], computed)
             if weight is None and (rule.whole or first is None):
-                return "its weight is computed in forward"
+                return "what it would defer is computed in forward"
             if weight is not None and position and not rule.fits(position, weight.shape):
                 weight = None
         if weight is not None:

@@ -36,7 +36,7 @@ from splitpipe.engine.run import Run
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.partition.homes import Homes
 from splitpipe.stage.checkpoint import Remade, checkpointed
-from splitpipe.training.rows import OpRun
+from splitpipe.training.op_rows import OpRun
 
 #: Values on their way, their route if they are copied, and the event after which they are there.
 Sent = tuple[Sequence[Tensor], "Route | None", "torch.Event | None"]

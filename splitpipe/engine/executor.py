@@ -34,7 +34,7 @@ from splitpipe.core import thread_state
 from splitpipe.core.note import add_note, raise_first
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Pool
-from splitpipe.training.rows import OpRun
+from splitpipe.training.op_rows import OpRun
 
 
 class Stopped(BaseException):

@@ -32,8 +32,8 @@ from splitpipe.skip.box import Key
 from splitpipe.stage.layers import StageFacts
 from splitpipe.training.capture import Capture, Grads, Graph, Summed
 from splitpipe.training.ledger import Ledger
+from splitpipe.training.op_rows import OpRun
 from splitpipe.training.record import StageTrace
-from splitpipe.training.rows import OpRun
 from splitpipe.training.sink import Ids, Prepared
 from splitpipe.training.step import Shared
 

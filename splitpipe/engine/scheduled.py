@@ -30,8 +30,8 @@ from splitpipe.stage.call import Activation
 from splitpipe.training.capture import Capture
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Losses, Objective
+from splitpipe.training.op_rows import Execution, OpRun
 from splitpipe.training.record import StageTrace
-from splitpipe.training.rows import Execution, OpRun
 from splitpipe.training.step import Shared
 
 

@@ -9,11 +9,11 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
+from splitpipe.batch.custom_split import Split, parts_of
 from splitpipe.batch.division import Division, collected, undivided
 from splitpipe.batch.inputs import of_input, of_target, rows_of_part
 from splitpipe.batch.joining import Joiner, Parts
 from splitpipe.batch.reading import Memory
-from splitpipe.batch.splitting import Split, parts_of
 from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.core import microbatch, thread_state
 from splitpipe.core.thread_state import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from splitpipe.batch.splitting import Split
+from splitpipe.batch.custom_split import Split
 from splitpipe.checks import Checkpoint
 from splitpipe.compiled.options import CompileOptions
 from splitpipe.core.stream import Place

@@ -32,8 +32,8 @@ from splitpipe.training.capture import Capture, Grads, ParkedHooks
 from splitpipe.training.exchange import Exchange
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Reduction
+from splitpipe.training.op_rows import Execution, OpRun, rows_of
 from splitpipe.training.record import Recorder, StageTrace
-from splitpipe.training.rows import Execution, OpRun, rows_of
 
 #: Imported only where something is compiled.
 _COMPILED = "torch._dynamo.compiled_autograd"

@@ -91,7 +91,7 @@ USES: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "functions without a rule": (used, "exp has no rule, sum has no rule", "+ Linear"),
     "a computed weight, a view": (computed, "mul has no rule", "+ Linear"),
     "a call with a computed weight": (
-        lambda x, w, v: Offset.apply(x, w[0], v[0] * 2), "split_call: its weight is computed in forward",
+        lambda x, w, v: Offset.apply(x, w[0], v[0] * 2), "split_call: what it would defer is computed in forward",
         "mul has no rule"),
 }
 

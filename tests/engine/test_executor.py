@@ -16,7 +16,7 @@ from splitpipe.core import thread_state
 from splitpipe.core.worker import Pool
 from splitpipe.engine.dropin import rows_of as clock_rows
 from splitpipe.engine.executor import Executor, Stopped
-from splitpipe.training.rows import OpRun, rows_of
+from splitpipe.training.op_rows import OpRun, rows_of
 
 F00, F10, B00, B10 = OpRun("F", 0, (0,)), OpRun("F", 1, (0,)), OpRun("B", 0, (0,)), OpRun("B", 1, (0,))
 

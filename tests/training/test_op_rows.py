@@ -8,7 +8,7 @@ import pytest
 
 from splitpipe import schedule
 from splitpipe.schedule.op import Op, needed
-from splitpipe.training.rows import OpRun, rows_of
+from splitpipe.training.op_rows import OpRun, rows_of
 
 NAMES = pytest.mark.parametrize("name", schedule.names())
 
