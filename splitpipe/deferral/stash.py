@@ -42,9 +42,10 @@ _alias: Any = torch.ops.aten.alias.default
 _SMALL = 2**16
 
 
-#: How many bytes count as much: of what a microbatch's nodes keep until B has passed all of them, of what waits during
-#: a recomputation, and of groups that are computed together.
+#: The bytes that the nodes of a microbatch may keep at most until B has passed all of them.
 _MUCH = 2**22
+#: The bytes that may wait during recomputations, and those of groups that are computed together.
+_LITTLE = 2**22
 #: Runs backward from edges, with their gradients, to leaves, and adds to the sums of these.
 Backward = Callable[[Sums, Sequence[GradientEdge], Sequence[Tensor], Sequence[Tensor]], None]
 
@@ -268,7 +269,7 @@ class Stash:
             if found is None:  # Flushed for another of its leaves.
                 continue
             own = found.size + 2 * group.size
-            if some and size + own > _MUCH:
+            if some and size + own > _LITTLE:
                 yield some
                 some, size = {}, 0
             some[group], size = found, size + own
@@ -295,7 +296,7 @@ class Stash:
 
     @property
     def _much_waits(self) -> bool:
-        return sum([found.size for found in self._full.values()]) > _MUCH
+        return sum([found.size for found in self._full.values()]) > _LITTLE
 
     def close(self) -> None:
         """Ends the graph task."""

@@ -154,15 +154,15 @@ def test_weights_may_be_views_of_parameters_or_computed(
     assert set(deferred(model)) == (set() if computed else {"1.w", "1.b"})
 
 
-@pytest.mark.parametrize(("checkpoint", "much"), [("never", 0), ("always", 0), ("always", 2**20)])
-def test_the_halves_run_apart_in_a_stage(checkpoint: str, much: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("checkpoint", "little"), [("never", 0), ("always", 0), ("always", 2**20)])
+def test_the_halves_run_apart_in_a_stage(checkpoint: str, little: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes little memory waits even if it would take more during a recomputation."""
-    monkeypatch.setattr(stash, "_MUCH", much)
+    monkeypatch.setattr(stash, "_LITTLE", little)
     options = {"chunks": 3, "checkpoint": checkpoint, "stash_limit": 2**20}
     model = SplitPipe(nn.Sequential(affine(Logged)), [1], devices=["cpu"], **options)
     step(model, torch.randn(7, 6))
     halves = [kind for kind, _, _ in Logged.log]
-    at_once = checkpoint == "always" and not much
+    at_once = checkpoint == "always" and not little
     assert halves == (["input", "weight"] * 3 if at_once else ["input"] * 3 + ["weight"] * 3)
 
 

@@ -46,7 +46,7 @@ def test_on_the_cpu_what_is_small_waits(monkeypatch: pytest.MonkeyPatch) -> None
     assert gathered("never", 64, monkeypatch) == [4]
     assert gathered("never", 128, monkeypatch) == [3, 1]
     assert gathered("always", 64, monkeypatch) == [4]
-    monkeypatch.setattr(stash, "_MUCH", 2**12)
+    monkeypatch.setattr(stash, "_LITTLE", 2**12)
     assert gathered("always", 64, monkeypatch) == [1, 1, 1, 1]
 
 

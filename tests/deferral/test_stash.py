@@ -133,17 +133,17 @@ def test_a_checkpointed_microbatch_holds_nothing_back(nothing_small: None) -> No
         assert before[1] == after[1]
 
 
-@pytest.mark.parametrize("much", [0, 2**22])
-def test_w_that_takes_much_memory_comes_before_recomputations(much: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stash, "_MUCH", much)
+@pytest.mark.parametrize("little", [0, 2**22])
+def test_w_that_takes_much_memory_comes_before_recomputations(little: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stash, "_LITTLE", little)
     log: list[Any] = []
     model = logged(log, stages=1, chunks=3, checkpoint="except_last", stash_limit=ALL)
     model[0].register_forward_hook(lambda *_: log.append(("F", "0.0")) if is_recomputing() else None)
     for _ in range(2):  # The first step shows what the stage is like.
         log.clear()
         model(torch.randn(6, 4, requires_grad=True)).sum().backward()
-    late, early = [*["F", "B", "B"] * 2, *["W"] * 6], ["W", "W", *["F", "B", "W", "B", "W"] * 2]
-    assert [kind for kind, _ in log] == ["B", "B", *(late if much else early)]
+    late, early = [*["F", "B", "B"] * 2, *["W"] * 6], ["W", "W", *["F", "B", "B", "W", "W"] * 2]
+    assert [kind for kind, _ in log] == ["B", "B", *(late if little else early)]
 
 
 def test_at_the_limit_the_heaviest_weights_are_computed_early() -> None:
@@ -171,7 +171,7 @@ def test_w_follows_b_where_nothing_is_deferred(options: dict[str, Any]) -> None:
 def nothing_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held back is counted from the first byte on."""
     monkeypatch.setattr(stash, "_SMALL", 0)
-    monkeypatch.setattr(stash, "_MUCH", 0)
+    monkeypatch.setattr(stash, "_LITTLE", 0)
 
 
 def test_gradients_are_handed_over_before_earlier_stages_run(nothing_small: None) -> None:

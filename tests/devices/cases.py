@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
 from splitpipe.core import stream
+from splitpipe.deferral import stash
 from tests.gpu.checks import callers, exact
 from tests.helpers.covering import covering, pairs
 from tests.helpers.twin import fresh
@@ -174,7 +176,12 @@ def run(case: Case) -> Outcome:
             first, last = plain.devices[0], plain.devices[-1]
         torch.manual_seed(1)
         model = SplitPipe(module, **options)
-        with callers(torch.cuda.device_count()) if case.own else nullcontext([]) as others:
+        # In some cases nothing is little, as in large models, and more W runs during B.
+        little = 0 if case.own or case.rows is not None else stash._LITTLE
+        with (
+            callers(torch.cuda.device_count()) if case.own else nullcontext([]) as others,
+            mock.patch.object(stash, "_LITTLE", little),
+        ):
             settle()
             steps = _steps(case, model, batch, _put(target, case.given, model.devices[-1]), model.devices[0], others)
             hazards = softcuda.hazards() if softcuda is not None else []
