@@ -15,7 +15,7 @@ from splitpipe.checks import Checkpoint
 from splitpipe.core.stream import Device
 from splitpipe.loss.reducing import Reduce
 from splitpipe.partition import dispatched
-from splitpipe.partition.call_hook import expose
+from splitpipe.partition.call_hook import expose, surround
 from splitpipe.partition.moving import moved
 from splitpipe.partition.resident import Shell, plain
 from splitpipe.piped import Given, Piped, Sample, piped
@@ -109,6 +109,7 @@ def attach(
     )
     made = piped(module, names, given, batched=batched, sample=sample)
     made.write_map()
+    surround(module).watch = made.watched
     return module
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any, Literal, TypedDict
@@ -43,12 +44,15 @@ class Piped:
         #: accelerate's hooks that were removed, and the module's previous map.
         self.hooks: dispatched.Hooks = []
         self.map_before: Any = None
+        self._calls = 0
+        self._told = False  # Whether it was said that the forward was replaced.
         self.__name__ = name
         signature = runtime.signature
         if signature is not None:
             self.__signature__ = signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
         refuse_export()
         return (outside_of_compilers if "torch._dynamo" in sys.modules else called)(self._run, args, kwargs)
 
@@ -74,6 +78,21 @@ class Piped:
         value = runtime.call(args, kwargs, target)
         if self.attached and runtime.mapped != len(runtime.stage_of):
             self.write_map()
+        return value
+
+    def watched(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The value of the module's own call, after a warning if its forward has been replaced by one without us."""
+        before = self._calls
+        value = call(*args, **kwargs)
+        module = self.runtime.module
+        if self._calls == before and not self._told and vars(module).get("forward") is not self:
+            self._told = True
+            warnings.warn(
+                f"a call of the attached {type(module).__name__} didn't run as a pipeline, because its forward was "
+                "replaced after splitpipe.attach by a function that doesn't call the previous one: expected "
+                "splitpipe.attach after the code that replaces it.",
+                stacklevel=4,
+            )
         return value
 
     def write_map(self) -> None:

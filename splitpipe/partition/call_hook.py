@@ -33,7 +33,7 @@ taker: ContextVar[Taker | None] = ContextVar("splitpipe.taker", default=None)
 class CallHook:
     """The call of a block, passed to the current handler; ``compiled``: the call that was in the slot before."""
 
-    __slots__ = ("_block", "arriving", "compiled", "guard")
+    __slots__ = ("_block", "arriving", "compiled", "guard", "watch")
 
     def __init__(self, block: nn.Module, compiled: Callable[..., Any] | None) -> None:
         self._block = weakref.ref(block)  # The block refers to this.
@@ -42,6 +42,8 @@ class CallHook:
         self.guard: Guard | None = None
         #: Brings arguments to the block's device if no handler is set: torch.utils.checkpoint runs the block again.
         self.arriving: Callable[[nn.Module, Any], Any] | None = None
+        #: Makes the call of an attached module, and sees whether it ran as a pipeline.
+        self.watch: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block: Any = self._block()
@@ -50,6 +52,8 @@ class CallHook:
         call: Callable[..., Any] = block._call_impl if self.compiled is None else self.compiled
         if self.guard is not None:
             call = partial(self.guard.call, call)
+        if self.watch is not None:
+            call = partial(self.watch, call)
         here = taker.get()
         if here is not None:
             return here.take(block, call, args, kwargs)

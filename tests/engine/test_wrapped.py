@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitPipe, attach
+from splitpipe import SplitPipe, attach, detach
 from tests.engine.models import SCHEDULES, Stack, batch, piped
 from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors
@@ -144,3 +145,25 @@ def test_deferred_batch_norm_keeps_the_statistics_of_the_batch(schedule: str) ->
     expected = 0.19 * x.mean(0)  # A momentum of 0.1, twice.
     torch.testing.assert_close(model.layers[0].running_mean, expected)
     assert model.layers[0].num_batches_tracked == 2
+
+
+def test_a_forward_that_takes_the_pipelines_place_is_warned_of_once() -> None:
+    module, given = Stack(), batch()
+    expected = module(**given)["y"]
+    model = attach(module, CUTS, devices=["cpu"] * 3, chunks=3)
+    model.forward = MethodType(Stack.forward, model)  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="Stack didn't run as a pipeline, because its forward was replaced") as told:
+        torch.testing.assert_close(model(**given)["y"], expected)
+        model(**given)
+    assert len(told) == 1 and told[0].filename == __file__
+
+
+def test_a_forward_around_the_pipelines_is_none_to_warn_of() -> None:
+    model = attach(Stack(), CUTS, devices=["cpu"] * 3, chunks=3)
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)["y"]  # type: ignore[method-assign]
+    assert model(**batch()).shape[0] == len(batch()["x"])
+    model.forward = inner  # type: ignore[method-assign]
+    model(**batch())
+    detach(model)
+    model(**batch())
