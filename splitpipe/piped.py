@@ -119,6 +119,10 @@ class Given(TypedDict):
     compile: bool | Mapping[str, Any]
 
 
+#: How to get more stages.
+_MORE = {"balance": "a longer balance", "cuts": "more cuts"}
+
+
 def options_of(
     given: Given, stages: int, stages_from: Literal["balance", "cuts"], cuts: Iterable[str] = (), batched: Any = None
 ) -> Options:
@@ -141,6 +145,13 @@ def options_of(
         _log.info("chosen: chunks=%d", count)
     drop_in = schedule == "gpipe" and loss_fn is None
     plan, places = checks.resolve_places(schedule, drop_in, listed, stages, count, stages_from=stages_from)
+    unused = [] if listed is None else [str(place) for place in checks.resolve_devices(listed) if place not in places]
+    if unused:
+        warnings.warn(
+            f"devices names {', '.join(unused)}, which won't be used, as there are fewer stages ({stages}): expected "
+            f"one device per stage. Give {_MORE[stages_from]}, or fewer devices.",
+            stacklevel=3 if stages_from == "balance" else 4,
+        )
     default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
     kept = default if checkpoint is None else checkpoint
     return Options(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from splitpipe import schedule
+from splitpipe import SplitPipe, schedule
 from splitpipe.checks import (
     TooFewDevicesError,
     resolve_schedule,
@@ -19,6 +19,7 @@ from splitpipe.checks import (
     verify_module,
 )
 from splitpipe.core.stream import Place
+from splitpipe.piped import Given, options_of
 
 CPU = Place(torch.device("cpu"))
 MEASURE = "balance_by_time({}, module, sample)"
@@ -158,6 +159,20 @@ def test_accelerators_are_the_default_and_a_bare_name_is_the_current_one(monkeyp
                                          r"cuda:0 to cuda:1") as error:
         verify_devices(["cuda:2", "xpu:0"], 2)
     assert "devices[1] is 'xpu:0'" in str(error.value)
+
+
+def test_devices_without_a_stage_are_warned_of_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    Two(monkeypatch)
+    given = Given(
+        devices=["cuda:1", "cpu", "cuda:0", "cpu"], chunks=2, checkpoint=None, deferred_batch_norm=False,
+        backward="split", schedule="gpipe", loss_fn=None, grad_scaler=None, stash_limit=None, split=None,
+        reduction=None, compile=False,
+    )
+    for stages_from, more in (("balance", "Give a longer balance"), ("cuts", "Give more cuts")):
+        with pytest.warns(UserWarning, match=rf"cuda:0, which won't be used, as .* stages \(2\): .*{more}, or fewer"):
+            assert len(options_of(given, 2, stages_from).places) == 2
+    options_of(given, 4, "balance")
+    SplitPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu", "cpu"])  # The CPU is used.
 
 
 @pytest.mark.cuda
