@@ -26,6 +26,8 @@ Rows = list[tuple[int, int]]
 _LEAF: TreeSpec = tree_flatten(None)[1]
 #: The treespec of a ``Flat``.
 FLAT: TreeSpec = tree_flatten([])[1]
+#: The way out for objects that hold tensors.
+_OR_SPLIT = " Or pass a function that divides such objects, split=."
 #: Values that hold no tensors.
 _PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None))
 
@@ -51,11 +53,11 @@ def flatten(value: object, whose: str, batch: bool = False) -> tuple[Leaves, Tre
 def verify_open(leaf: object, whose: str, deep: bool = False) -> None:
     """Raises for a leaf that is a container of tensors; ``deep``: also for other objects with tensors in attributes."""
     if not isinstance(leaf, (Tensor, *_PLAIN)) and next(hidden(leaf, deep), None) is not None:
-        advice = ", or use False for it in batched= if every microbatch gets it whole" if deep else ""
+        advice = f", or use False for it in batched= if every microbatch gets it whole.{_OR_SPLIT}" if deep else "."
         raise TypeError(
             f"{whose} holds tensors in a {type(leaf).__name__}, which can't be split into microbatches or moved "
             "between devices: expected tensors in any nesting of tuple, list, dict and namedtuple. Unpack it "
-            f"there, or register the class with torch.utils._pytree.register_pytree_node{advice}."
+            f"there, or register the class with torch.utils._pytree.register_pytree_node{advice}"
         )
 
 
@@ -128,9 +130,10 @@ def nothing_to_cut(leaves: Leaves, whose: str, said: bool = False) -> Exception:
             f"{whose} holds no tensor to split according to batched=: expected one, whose first dimension is the batch."
         )
     kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+    advice = _OR_SPLIT if any(next(hidden(leaf), None) is not None for leaf in leaves) else ""
     return TypeError(
         f"{whose} holds no tensor with a first dimension to split into microbatches (found: {kinds}): expected "
-        "a tensor, or a nesting of tuple, list, dict and namedtuple with one in it."
+        f"a tensor, or a nesting of tuple, list, dict and namedtuple with one in it.{advice}"
     )
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from splitpipe import SplitPipe, attach
 from tests.helpers.deferring import double as double
@@ -218,3 +220,23 @@ def test_objects_of_unequal_numbers_of_rows_have_the_loss_of_the_batch(loss: Any
         each.backward()
     torch.testing.assert_close(found, expected)
     assert_same_tensors(model, plain)
+
+
+@dataclass
+class Held:
+    x: Tensor
+
+
+class Opening(nn.Linear):
+    def forward(self, held: Any) -> Tensor:
+        return super().forward(held.data if isinstance(held, PackedSequence) else held["x"])
+
+
+@pytest.mark.parametrize("held", [
+    Held(torch.randn(4, 3)), UserDict(x=torch.randn(4, 3)), pack_sequence([torch.randn(2, 3)] * 2),
+], ids=["dataclass", "UserDict", "PackedSequence"])
+@pytest.mark.parametrize("given", [{"balance": [1, 1]}, {"cuts": ["1"], "batched": {}}], ids=["balance", "cuts"])
+def test_the_error_for_an_object_names_split(given: dict[str, Any], held: object) -> None:
+    model = SplitPipe(nn.Sequential(Opening(3, 3), nn.Tanh()), devices=["cpu", "cpu"], chunks=2, **given)
+    with pytest.raises(TypeError, match=rf"{type(held).__name__}.* Or pass a function that divides such objects, spl"):
+        model(held)
