@@ -114,6 +114,14 @@ def _run(given: Namespace) -> None:
         if getattr(error, "__notes__", None):  # A layer raised it, so the traceback is useful.
             raise
         raise ValueError(str(error)) from error
+    except (RuntimeError, IndexError) as error:
+        notes, shapes = getattr(error, "__notes__", None), _shapes(given)
+        if not notes or not shapes:
+            raise
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"the module can't be run on {shapes}: {said}. {notes[-1]} Expected shapes and dtypes that it takes."
+        ) from error
     print(found)
     if given.html is not None:
         found.to_html(given.html)
@@ -166,6 +174,14 @@ def _loss(text: str) -> Callable[..., Any]:
         raise ValueError(f"--loss {text}: expected a function of torch.nn.functional, or MODULE:NAME of one.")
     function: Callable[..., Any] = found
     return function
+
+
+def _shapes(given: Namespace) -> str:
+    """The options that give random numbers; empty if the user's own batch is given, which should fit."""
+    texts = [(name, vars(given)[name]) for name in ("sample", "target") if vars(given)[name] is not None]
+    if not all(_SHAPE.fullmatch(part.rpartition("=")[2]) for _, text in texts for part in text.split(",")):
+        return ""
+    return " and ".join([f"--{name} {text}" for name, text in texts])
 
 
 def _sample(text: str, what: str) -> Any:

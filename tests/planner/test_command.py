@@ -166,6 +166,10 @@ MODEL = "planned_train:model --sample 4x6"
         (f"{MODEL} --json .", "'.' can't be written"),
         (f"{MODEL} --seconds -1", "seconds is -1.0"),
         (f"{MODEL} --optimizer-state nan", "optimizer_state is nan"),
+        (f"planned_train:model --sample 4 {' '.join(QUICK[:6])}", "can't be run on --sample 4: "),
+        (f"planned_train:Net --sample ids=4x5 {' '.join(QUICK[:4])}", "can't be run on --sample ids=4x5: "),
+        (f"{MODEL} --target 4x2:int64:3 --loss cross_entropy {' '.join(QUICK)}",
+         "can't be run on --sample 4x6 and --target 4x2:int64:3: "),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
