@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from splitpipe import checks
 from splitpipe.balance.defaults import chosen_cuts
 from splitpipe.batch.custom_split import Split
-from splitpipe.batchnorm import undefer
+from splitpipe.batchnorm import log_undeferred, undefer
 from splitpipe.checks import Checkpoint
 from splitpipe.core.stream import Device
 from splitpipe.loss.reducing import Reduce
@@ -108,6 +108,8 @@ def attach(
         split=split, reduction=reduction, compile=compile,
     )
     made = piped(module, names, given, batched=batched, sample=sample)
+    if not deferred_batch_norm:
+        log_undeferred(module, made.runtime.options.chunks)
     made.write_map()
     surround(module).watch = made.watched
     return module

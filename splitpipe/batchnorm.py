@@ -5,6 +5,7 @@ of microbatches may change from call to call, and a failed call changes nothing.
 """
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextvars import Context, ContextVar
@@ -24,6 +25,7 @@ from splitpipe.core.phase import is_recomputing
 from splitpipe.core.torch_private import _BatchNorm, _foreach_copy_
 
 M = TypeVar("M", bound=nn.Module)
+_log = logging.getLogger("splitpipe")
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,20 @@ class DeferredBatchNorm(_BatchNorm):
         """Resets the statistics, as nn.BatchNorm's does."""
         self._pending = []
         super().reset_running_stats()
+
+
+def log_undeferred(module: nn.Module, chunks: int) -> None:
+    """Logs that BatchNorm layers that aren't deferred see one microbatch at a time."""
+    found = [
+        name for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, DeferredBatchNorm) and layer.training
+    ]
+    if found and chunks > 1:
+        _log.warning(
+            "BatchNorm layers (%s%s) normalise each microbatch separately in training, and update their running "
+            "statistics once per microbatch. deferred_batch_norm=True keeps the running statistics of the whole batch.",
+            ", ".join(map(repr, found[:3])), f" and {len(found) - 3} more" if len(found) > 3 else "",
+        )
 
 
 def undefer(module: nn.Module) -> None:

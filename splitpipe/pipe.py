@@ -14,7 +14,7 @@ from splitpipe.balance.defaults import chosen_balance, chosen_cuts
 from splitpipe.batch.custom_split import Split
 from splitpipe.batch.flags import verify_batched
 from splitpipe.batch.layout import warn_of_layout
-from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.batchnorm import DeferredBatchNorm, log_undeferred
 from splitpipe.checks import Checkpoint
 from splitpipe.core.stream import Device
 from splitpipe.deferral.report import DeferralReport
@@ -154,6 +154,8 @@ class SplitPipe(Shell):
                 self.wrap(module, forward)
                 self._balance, self._runtime = list[int](), forward.runtime
                 self._places = self._runtime.options.places
+                if not deferred_batch_norm:
+                    log_undeferred(module, self.chunks)
                 return
         checks.verify_module(module)
         assert isinstance(module, nn.Sequential)
@@ -178,6 +180,8 @@ class SplitPipe(Shell):
             except BaseException:
                 undo()
                 raise
+        else:
+            log_undeferred(module, options.chunks)
 
         self._stand_for(module)
         self._balance = numbers

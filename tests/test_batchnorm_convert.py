@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+import splitpipe
 from splitpipe.batchnorm import DeferredBatchNorm
 
 convert = DeferredBatchNorm.convert_deferred_batch_norm
@@ -157,3 +159,22 @@ def test_layer_compiled_before_is_deferred_too():
     for _ in range(2):
         plain(x)
     torch.testing.assert_close(dict(deferred.state_dict()), dict(plain.state_dict()))
+
+
+def test_layers_that_normalise_each_microbatch_are_logged_unless_deferred(said: list[str]) -> None:
+    def layers(count: int = 1) -> nn.Sequential:
+        return nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(count)], nn.Linear(3, 3), nn.Linear(3, 3))
+
+    where: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 2}
+    splitpipe.attach(layers(), ["1"], **where)
+    splitpipe.SplitPipe(layers(), [1, 2], **where)
+    splitpipe.SplitPipe(layers(5), [1, 6], **where)
+    assert [message.partition(" normalise each microbatch separately")[0] for message in said] == [
+        "BatchNorm layers ('0')", "BatchNorm layers ('0')", "BatchNorm layers ('0', '1', '2' and 2 more)"
+    ]
+    said.clear()
+    splitpipe.attach(layers(), ["1"], **where, deferred_batch_norm=True)
+    splitpipe.SplitPipe(layers(), [1, 2], **where, deferred_batch_norm=True)
+    splitpipe.SplitPipe(layers().eval(), [1, 2], **where)
+    splitpipe.SplitPipe(layers(), [1, 2], devices=["cpu", "cpu"], chunks=1)
+    assert not said
