@@ -77,6 +77,8 @@ class Facts:
         self._given = frozenset(given)
         self._made: dict[int, tuple[weakref.ref[Tensor], Made, bool]] = {}
         self._axes: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # Where it isn't the likely one.
+        #: Numbers of rows, see ``positions``: the function that made them, and whether they are 0, 1, 2, ...
+        self.positions: dict[int, tuple[weakref.ref[Tensor], str, bool]] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._lengths: set[int] = set()
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they count.

@@ -27,6 +27,7 @@ from splitpipe.loss.arithmetic import (
     undivided,
 )
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, is_constant, tensors, term
+from splitpipe.loss.positions import in_order, made_by
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import SUM, Number, Unknown
 
@@ -60,6 +61,9 @@ def _einsum(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     row = "".join(rows)
     if not plain or len(rows) != 1 or any(own.count(row) > 1 for own in letters):
         return Unknown(name) if rows else facts.other(name, given, out)
+    for x, own in zip(given, letters):
+        if row in own and made_by(facts, x):
+            return Unknown(made_by(facts, x))
     if row not in result:
         return Number((term(out, SUM, None, name),))
     facts.turn(out, result.index(row))
@@ -79,10 +83,19 @@ def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], 
     return made
 
 
+_PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm mv".split())
+
+
 def _matmul(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Products: of rows with a constant, and of rows with each other."""
     given = list(tensors(args))
     both = [x for x in given if facts.of(x) is ROWS]
+    if name in _PRODUCTS and out.dim() and both:
+        sides = given if name != "__rmatmul__" else given[::-1]
+        added = [-1, -2 if sides[1].dim() > 1 else -1]
+        if all(facts.axis(x) - x.dim() == dim for x, dim in zip(sides, added) if facts.of(x) is ROWS):
+            one = len(both) == 2 and min(x.dim() for x in both) == 1
+            return Number((term(out, SUM, None, name),)) if one else Unknown(f"{name}, which adds up rows")
     if len(both) == 2 and both[0].dim() == both[1].dim() == 1 and not out.dim():
         return Number((term(out, SUM, None, name),))
     if len(both) == 2 and min(x.dim() for x in both) > 1 and facts.rows > 1:
@@ -92,8 +105,8 @@ def _matmul(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     if len(both) == 2 and both[0].dim() == both[1].dim() == out.dim() == 2:
         rows, shape = facts.rows, out.shape
         every = rows > 1 and shape[0] == shape[1] and not shape[0] % rows
-        added = both[0].shape[1] == both[1].shape[0] == rows and shape[0] % rows
-        if every or added and name != "cdist":
+        whole = both[0].shape[1] == both[1].shape[0] == rows and shape[0] % rows
+        if every or whole and name != "cdist":
             return Unknown(f"{name} of the batch with itself")
     return facts.other(name, given, out)
 
@@ -116,14 +129,22 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         count = len(range(*first.indices(x.shape[0])))
         if count < x.shape[0] and not x.shape[0] % facts.rows:
             return Row(first.indices(x.shape[0])[0]) if count == 1 else Unknown("a part of the rows")
-    if made is ROWS and isinstance(first, Tensor) and first.dtype != torch.bool and facts.of(first) is CONSTANT:
-        if x.dim() and axis == 0 and not x.shape[0] % facts.rows and first.numel() != x.shape[0]:
-            return Unknown("a part of the rows")  # Not arange(len(x)), nor found in the batch.
+    if made is ROWS and _picks(facts, first) and x.dim() and axis == 0 and not x.shape[0] % facts.rows:
+        if not in_order(facts, first, x.shape[0]):
+            return Unknown("an index of rows")  # Not arange(len(x)), nor found in the batch.
     if made is ROWS and first is None and x.dim():
         facts.turn(out, axis + 1)
     if made is ROWS and number and axis and out.dim() == x.dim() - 1:
         facts.turn(out, axis - 1)
     return facts.other(name, [x, *tensors((index,))], out)
+
+
+def _picks(facts: Facts, index: Any) -> bool:
+    """True for an index that wasn't found in the batch."""
+    if isinstance(index, Tensor):
+        return facts.of(index) is CONSTANT and (index.dtype != torch.bool or bool(made_by(facts, index)))
+    values: Any = index.tolist() if hasattr(index, "tolist") else index  # NumPy's.
+    return isinstance(values, (list, range)) and not any(isinstance(each, bool) for each in values)
 
 
 def _set(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -351,7 +372,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
     (divide, f"reciprocal {' '.join(DIVISIONS)}"),
     (reduce, "sum mean nansum count_nonzero"),
-    (_matmul, "matmul __matmul__ __rmatmul__ mm bmm linear cdist dot vdot inner"),
+    (_matmul, "matmul __matmul__ __rmatmul__ mm mv bmm linear cdist dot vdot inner"),
     (_index, "__getitem__"), (_set, "__setitem__"),
     (_apart, "unbind split chunk tensor_split"),
     (_together, "stack cat concat concatenate hstack vstack"),

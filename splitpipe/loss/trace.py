@@ -17,6 +17,7 @@ from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
 from splitpipe.loss.arithmetic import before
 from splitpipe.loss.facts import ROWS, Facts, is_constant, tensors, term
+from splitpipe.loss.positions import MAKERS, note
 from splitpipe.loss.rules import LOOKED_AT, RULES
 from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown
 
@@ -37,7 +38,15 @@ class Trace(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, given, facts = getattr(func, "__name__", ""), kwargs or {}, self.facts
+        name, given = getattr(func, "__name__", ""), kwargs or {}
+        out = self._called(name, func, args, given)
+        if self.facts.positions or name in MAKERS:
+            with DisableTorchFunction():
+                note(self.facts, name, args, given, out)
+        return out
+
+    def _called(self, name: str, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        facts = self.facts
         rule = RULES.get(name)
         if not args and rule is not None:  # torch.stack(tensors=...)
             first = next((key for key in ("input", "tensors", "outputs") if key in given), None)

@@ -411,6 +411,12 @@ HAND: Table = {
     "stack of rows": ("values", lambda o, t: torch.stack([F.mse_loss(a, b) for a, b in zip(o, t)]).mean()),
     "sum of a stack of rows": ("values", lambda o, t: torch.stack([F.mse_loss(a, b) for a, b in zip(o, t)]).sum()),
     "mean": ("values", lambda o, t: (o - t).square().mean()),
+    "index into all": ("classes", lambda o, t: -o.log_softmax(1).view(-1)[
+        torch.arange(len(o)) * o.shape[1] + t].mean()),
+    "index of rows, moved": ("classes", lambda o, t: -o.log_softmax(1)[
+        torch.arange(0, len(o)).to(t).unsqueeze(1), t[:, None]].mean()),
+    "index of classes": ("flat", lambda o, t: (torch.linspace(0, 1, o.shape[1]) * (o - t).square()).mean()),
+    "product with ones": ("flat", lambda o, t: (torch.ones(len(o)).double() @ (o - t).square()).mean()),
     "index of rows": ("classes", lambda o, t: -o.log_softmax(1)[torch.arange(len(o)), t].mean()),
     "index of rows that count": ("some", lambda o, t: F.cross_entropy(
         o[(t != IGNORED).nonzero()[:, 0]], t[t != IGNORED])),
@@ -622,6 +628,22 @@ COUPLED: Table = {
     "columns as samples": ("flat", lambda o, t: F.cross_entropy(o.T, torch.zeros(CLASSES).long())),
     "a row": ("flat", lambda o, t: F.mse_loss(o[0], t[0])),
     "weights in a mask": ("flat", weighted),
+    "shuffled rows": ("flat", lambda o, t: 0.3 * F.mse_loss(o, t) + 0.7 * F.mse_loss(o, t[torch.randperm(len(t))])),
+    "rows from the last": ("flat", lambda o, t: F.mse_loss(o, t[torch.arange(len(t) - 1, -1, -1)])),
+    "a list of rows": ("flat", lambda o, t: F.mse_loss(o, t[list(range(len(t)))[::-1]])),
+    "rows by NumPy": ("flat", lambda o, t: F.mse_loss(o, t[np.random.permutation(len(t))])),
+    "the first of a mask": ("flat", lambda o, t: (o - t).square()[torch.arange(len(o)) < 2].sum()),
+    # Numbers of rows begin again in each microbatch.
+    "weights that rise": ("flat", lambda o, t: (torch.linspace(0, 1, len(o))[:, None] * (o - t).square()).mean()),
+    "rows by their number": ("flat", lambda o, t: ((o - t).square().mean(1) * torch.arange(len(o)) / len(o)).sum()),
+    "decay over the rows": ("flat", lambda o, t: (
+        torch.exp(-0.1 * torch.arange(o.shape[0])) * (o - t).square().mean(1)).mean()),
+    "einsum of rising weights": ("flat", lambda o, t: torch.einsum(
+        "b,bd->", torch.linspace(0, 1, len(o)).double(), (o - t).square())),
+    "product with rising weights": ("flat", lambda o, t: (
+        torch.linspace(0, 1, len(o)).double() @ (o - t).square()).mean()),
+    "where of the first rows": ("flat", lambda o, t: torch.where(
+        torch.arange(len(o)) < 2, (o - t).square().mean(1), 0.0).sum()),
     # Of statistics over the rows, which are other ones in a microbatch.
     "correlation": ("flat", lambda o, t: (o.T @ t / len(o) - torch.eye(CLASSES).double()).square().sum()),
     "einsum over the rows": ("flat", lambda o, t: torch.einsum("bi,bj->ij", o, t).square().sum()),
