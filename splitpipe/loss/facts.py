@@ -82,6 +82,7 @@ class Facts:
         self._shapes: set[tuple[int, ...]] = set()
         self._lengths: set[int] = set()
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they count.
+        self.statistics: dict[float, str] = {}  # Other numbers that Python has read, and the functions they come from.
         self._host = False  # Whether Python has read numbers of unknown meaning.
         self.asked = 0  # How many numbers and conditions Python has read, on which later code may depend.
         self.condition = ""  # A condition on a number that Python has evaluated.
@@ -184,13 +185,13 @@ class Facts:
         return ROWS if not numbers and (out.dim() or squeezed) else Unknown(name)
 
     def _pairs(self, given: Sequence[Any], made: Sequence[Made]) -> bool:
-        """True if rows meet other rows by broadcasting: x[:, None] - x[None]."""
+        """True if rows meet other rows, mostly by broadcasting: x[:, None] - x[None]."""
         both = [x for x, each in zip(given, made) if each is ROWS and x.dim() > 1]
         if len(both) < 2 or self.rows < 2 or len({x.dim() for x in both}) > 1:
             return False
         sizes = [(x.shape[self.axis(x)], self.axis(x)) for x in both]
         return len({axis for _, axis in sizes}) > 1 and all(
-            x.shape[axis] == 1 for x in both for _, axis in sizes if axis != self.axis(x)
+            x.shape[axis] in (1, self.rows) for x in both for _, axis in sizes if axis != self.axis(x)
         )
 
     def read(self, value: Any, made: Made) -> None:
@@ -201,6 +202,8 @@ class Facts:
             self._counts.append((float(value), divisor))
         elif made is not CONSTANT:
             self._host = True
+            if type(value) is float and not value.is_integer() and not isinstance(made, Row):
+                self.statistics[value] = made.function if isinstance(made, Unknown) else "item"
 
     def compared(self, made: Number, name: str, other: Any) -> Made:
         """The result of comparing a number with another one."""
@@ -289,6 +292,11 @@ class Facts:
         """The dimension that has the rows, if it was recorded."""
         found = self._axes.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
+
+    def divided(self, x: Tensor) -> bool:
+        """True if a part of the rows was put into another dimension: x.view(2, -1)."""
+        axis = self.turned(x)
+        return axis is not None and x.shape[axis] < self.rows
 
     def axis(self, x: Tensor) -> int:
         """The dimension that has the rows, as recorded, or else the likely one."""

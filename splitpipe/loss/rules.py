@@ -28,6 +28,7 @@ from splitpipe.loss.arithmetic import (
 )
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, is_constant, tensors, term
 from splitpipe.loss.positions import in_order, made_by
+from splitpipe.loss.products import einsum, matmul
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import SUM, Number, Unknown
 
@@ -51,23 +52,12 @@ def _reshaped(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
     return _same(facts, name, args, kwargs, out)
 
 
-def _einsum(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Products that are summed over letters; if the result has no rows, over those of the rows."""
-    given, equation = list(tensors(args[1:])), args[0] if isinstance(args[0], str) else ""
-    parts, arrow, result = equation.replace(" ", "").partition("->")
-    letters = parts.split(",")
-    rows = {own[facts.axis(x)] for x, own in zip(given, letters) if facts.of(x) is ROWS and len(own) == x.dim()}
-    plain = arrow and "." not in parts and all(facts.of(x) is ROWS or facts.of(x) is CONSTANT for x in given)
-    row = "".join(rows)
-    if not plain or len(rows) != 1 or any(own.count(row) > 1 for own in letters):
-        return Unknown(name) if rows else facts.other(name, given, out)
-    for x, own in zip(given, letters):
-        if row in own and made_by(facts, x):
-            return Unknown(made_by(facts, x))
-    if row not in result:
-        return Number((term(out, SUM, None, name),))
-    facts.turn(out, result.index(row))
-    return ROWS
+def _expanded(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """A tensor that is repeated along dimensions, of which there may be more now."""
+    x = args[0]
+    if facts.of(x) is ROWS and x.dim() and out.dim() > x.dim():
+        facts.turn(out, facts.axis(x) + out.dim() - x.dim())
+    return _same(facts, name, args, kwargs, out) if "expand" in name else facts.other(name, [x], out)
 
 
 def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -83,34 +73,6 @@ def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], 
     return made
 
 
-_PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm mv".split())
-
-
-def _matmul(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Products: of rows with a constant, and of rows with each other."""
-    given = list(tensors(args))
-    both = [x for x in given if facts.of(x) is ROWS]
-    if name in _PRODUCTS and out.dim() and both:
-        sides = given if name != "__rmatmul__" else given[::-1]
-        added = [-1, -2 if sides[1].dim() > 1 else -1]
-        if all(facts.axis(x) - x.dim() == dim for x, dim in zip(sides, added) if facts.of(x) is ROWS):
-            one = len(both) == 2 and min(x.dim() for x in both) == 1
-            return Number((term(out, SUM, None, name),)) if one else Unknown(f"{name}, which adds up rows")
-    if len(both) == 2 and both[0].dim() == both[1].dim() == 1 and not out.dim():
-        return Number((term(out, SUM, None, name),))
-    if len(both) == 2 and min(x.dim() for x in both) > 1 and facts.rows > 1:
-        axes = [facts.axis(x) - x.dim() for x in both]
-        if axes in ([-2, -1], [-1, -2]):
-            return Unknown(f"{name} of the batch with itself")
-    if len(both) == 2 and both[0].dim() == both[1].dim() == out.dim() == 2:
-        rows, shape = facts.rows, out.shape
-        every = rows > 1 and shape[0] == shape[1] and not shape[0] % rows
-        whole = both[0].shape[1] == both[1].shape[0] == rows and shape[0] % rows
-        if every or whole and name != "cdist":
-            return Unknown(f"{name} of the batch with itself")
-    return facts.other(name, given, out)
-
-
 def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     x, index = args[0], args[1]
     made, first = facts.of(x), index[0] if isinstance(index, tuple) and index else index
@@ -120,8 +82,11 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         return single(made, out, name) if x.numel() > 1 else made
     number = isinstance(first, int) and not isinstance(first, bool) and x.dim() > 0
     axis = facts.axis(x) if x.dim() else 0
-    if made is ROWS and number and axis == 0 and not x.shape[0] % facts.rows:
-        return Row(first % max(1, x.shape[0]))
+    if made is ROWS and number and axis == 0:
+        if not x.shape[0] % facts.rows:
+            return Row(first % max(1, x.shape[0]))
+        if facts.divided(x):
+            return Unknown("a part of the rows")
     if made is ROWS and isinstance(first, slice) and isinstance(first.start, int) and isinstance(first.stop, int):
         if x.dim() and axis == 0 and first.stop - first.start == 1 and not x.shape[0] % facts.rows:
             return Row(first.start)
@@ -172,6 +137,8 @@ def _apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         pieces = [facts.other(name, [x], piece) for piece in out]
         if made is ROWS and dim == facts.axis(x) and not x.shape[dim] % facts.rows:
             pieces = [ROWS if not piece.shape[dim] % facts.rows else Unknown("a part of the rows") for piece in out]
+        if made is ROWS and dim == facts.axis(x) and facts.divided(x):
+            pieces = [Unknown("a part of the rows")] * len(out)
         axis = facts.axis(x) if x.dim() else 0
         for piece in out:
             if made is ROWS and axis:
@@ -365,14 +332,15 @@ def _along(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 _COMPARISONS = frozenset("lt gt le ge __lt__ __gt__ __le__ __ge__ less greater less_equal greater_equal".split())
 _GROUPS: list[tuple[Rule, str]] = [
     (_same, "float to double half bfloat16 type type_as clone detach squeeze "
-            "contiguous expand expand_as requires_grad_ nan_to_num nan_to_num_ cpu cuda alias long int"),
-    (_reshaped, "view reshape view_as reshape_as flatten unflatten ravel"), (_einsum, "einsum"),
+            "contiguous requires_grad_ nan_to_num nan_to_num_ cpu cuda alias long int"),
+    (_expanded, "expand expand_as broadcast_to repeat tile"),
+    (_reshaped, "view reshape view_as reshape_as flatten unflatten ravel"), (einsum, "einsum"),
     (_unsqueeze, "unsqueeze"), (negative, "neg negative neg_ negative_ __neg__"),
     (add, "add add_ __radd__ __iadd__ __add__ sub sub_ subtract subtract_ __sub__ __isub__ rsub __rsub__"),
     (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
     (divide, f"reciprocal {' '.join(DIVISIONS)}"),
     (reduce, "sum mean nansum count_nonzero"),
-    (_matmul, "matmul __matmul__ __rmatmul__ mm mv bmm linear cdist dot vdot inner"),
+    (matmul, "matmul __matmul__ __rmatmul__ mm mv bmm linear cdist dot vdot inner"),
     (_index, "__getitem__"), (_set, "__setitem__"),
     (_apart, "unbind split chunk tensor_split"),
     (_together, "stack cat concat concatenate hstack vstack"),
@@ -389,7 +357,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                "corrcoef pdist tensordot diff cummax cummin aminmax batch_norm instance_norm trace outer ger kron "
                "addmm addbmm baddbmm meshgrid take take_along_dim linalg_svd linalg_svdvals svd"),
     (_selected, "narrow index_select gather"),
-    (_moved, "roll flip"),
+    (_moved, "roll flip flipud"),
     (_new, "ones full empty scalar_tensor zeros zeros_like tensor as_tensor new_zeros new_ones new_full new_empty "
            "new_tensor"),
 ]

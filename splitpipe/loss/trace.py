@@ -43,6 +43,10 @@ class Trace(TorchFunctionMode):
         if self.facts.positions or name in MAKERS:
             with DisableTorchFunction():
                 note(self.facts, name, args, given, out)
+        if self.facts.statistics and isinstance(out, Tensor):
+            for x in args:
+                if type(x) is float and x in self.facts.statistics:
+                    self.facts.put(out, Unknown(self.facts.statistics[x]))
         return out
 
     def _called(self, name: str, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:

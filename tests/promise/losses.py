@@ -633,6 +633,14 @@ COUPLED: Table = {
     "a list of rows": ("flat", lambda o, t: F.mse_loss(o, t[list(range(len(t)))[::-1]])),
     "rows by NumPy": ("flat", lambda o, t: F.mse_loss(o, t[np.random.permutation(len(t))])),
     "the first of a mask": ("flat", lambda o, t: (o - t).square()[torch.arange(len(o)) < 2].sum()),
+    "flipped up": ("flat", lambda o, t: F.mse_loss(o, t.flipud())),
+    "expanded differences": ("flat", lambda o, t: (
+        o.unsqueeze(1).expand(len(o), len(o), -1) - o[None].expand(len(o), len(o), -1)).square().sum(-1).mean()),
+    "expanded norms": ("flat", lambda o, t: (lambda n: (n + n.t()).square().mean())(
+        o.square().sum(1, keepdim=True).expand(len(o), len(o)))),
+    "repeated": ("flat", lambda o, t: (o[:, None] - t.repeat(len(o), 1, 1)).square().mean()),
+    "a deviation that Python reads": ("flat", lambda o, t: ((o - t) / t.std().item()).square().mean()),
+    "a mean that Python reads": ("flat", lambda o, t: (o - float(t.mean())).square().mean()),
     # Numbers of rows begin again in each microbatch.
     "weights that rise": ("flat", lambda o, t: (torch.linspace(0, 1, len(o))[:, None] * (o - t).square()).mean()),
     "rows by their number": ("flat", lambda o, t: ((o - t).square().mean(1) * torch.arange(len(o)) / len(o)).sum()),

@@ -122,6 +122,32 @@ def test_the_loss_and_gradients_are_those_of_the_batch(loss: str, way: str) -> N
         verify(name, rows, *sides)
 
 
+HALVES: dict[str, Loss] = {
+    "index": lambda o, t: F.mse_loss(*[o.view(2, -1, 5)[k] for k in (0, 1)]),
+    "unbind": lambda o, t: F.mse_loss(*o.unflatten(0, (2, -1))),
+}
+
+
+@pytest.mark.parametrize("loss", HALVES)
+def test_halves_of_the_batch_are_not_those_of_a_microbatch(loss: str) -> None:
+    _, _, _, found = made("sequential", HALVES[loss])
+    with pytest.warns(UserWarning, match="beyond a part of the rows"):
+        found(torch.randn(4 * CHUNKS, 3).double(), torch.randn(4 * CHUNKS, 5).double())
+
+
+def test_a_statistic_that_python_only_reads_changes_nothing() -> None:
+    told: list[float] = []
+
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        told.append((o - t).std().item())
+        return F.mse_loss(o, t)
+
+    plain, model, expected, found = made("sequential", loss)
+    x, y = torch.randn(EVEN, 3).double(), torch.randn(EVEN, 5).double()
+    assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+    assert len(told) == CHUNKS + 1
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss", PENALTIES)
 def test_a_penalty_of_parameters_counts_once_a_batch(loss: str, way: str) -> None:
