@@ -187,7 +187,7 @@ class Facts:
     def _pairs(self, given: Sequence[Any], made: Sequence[Made]) -> bool:
         """True if rows meet other rows, mostly by broadcasting: x[:, None] - x[None]."""
         both = [x for x, each in zip(given, made) if each is ROWS and x.dim() > 1]
-        if len(both) < 2 or self.rows < 2 or len({x.dim() for x in both}) > 1:
+        if len(both) < 2 or len({x.dim() for x in both}) > 1:
             return False
         sizes = [(x.shape[self.axis(x)], self.axis(x)) for x in both]
         return len({axis for _, axis in sizes}) > 1 and all(

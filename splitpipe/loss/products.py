@@ -43,7 +43,7 @@ def matmul(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
             return Number((term(out, SUM, None, name),)) if one else Unknown(f"{name}, which adds up rows")
     if len(both) == 2 and both[0].dim() == both[1].dim() == 1 and not out.dim():
         return Number((term(out, SUM, None, name),))
-    if len(both) == 2 and min(x.dim() for x in both) > 1 and facts.rows > 1:
+    if len(both) == 2 and min(x.dim() for x in both) > 1:
         axes = [facts.axis(x) - x.dim() for x in both]
         if axes in ([-2, -1], [-1, -2]):
             return Unknown(f"{name} of the batch with itself")

@@ -135,6 +135,14 @@ def test_halves_of_the_batch_are_not_those_of_a_microbatch(loss: str) -> None:
         found(torch.randn(4 * CHUNKS, 3).double(), torch.randn(4 * CHUNKS, 5).double())
 
 
+@pytest.mark.parametrize("loss", ["info nce", "matmul", "torch.mm", "pairs", "cosines"])
+def test_products_and_pairs_of_rows_are_seen_in_microbatches_of_one_row(loss: str) -> None:
+    name, function = COUPLED[loss]
+    _, _, _, found = made("sequential", function)
+    with pytest.warns(UserWarning, match="reduction="):
+        found(*batch(name, CHUNKS))
+
+
 def test_a_statistic_that_python_only_reads_changes_nothing() -> None:
     told: list[float] = []
 
