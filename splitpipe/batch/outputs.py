@@ -224,6 +224,25 @@ def _verify_numbers(leaves: Sequence[Any], others: Sequence[Any], rows: int, oth
             )
 
 
+def _verify_adjacent(leaves: Sequence[Any], rows: int, others: Sequence[Any], other: int, known: Batches) -> None:
+    """Raises for several entries per row in the order of torch.cat([x, y]): all first ones, then all second ones."""
+    least = min(rows, other)
+    for x, y, dim in zip(leaves, others, known):
+        if dim is None or not isinstance(x, Tensor) or not isinstance(y, Tensor) or not x.dim():
+            continue
+        each, rest = divmod(x.shape[dim], rows)
+        if each < 2 or rest or y.shape[dim] != each * other:
+            continue
+        blocks = [z.unflatten(dim, (each, -1)).narrow(dim + 1, 0, least) for z in (x, y)]
+        if _close(*blocks) and not _close(*[z.narrow(dim, 0, each * least) for z in (x, y)]):
+            raise ValueError(
+                f"an output of a microbatch of {rows} rows has the shape {list(x.shape)}, with a row's {each} entries "
+                f"{rows} apart, as after torch.cat([x, y]): joined microbatches would have another order than the "
+                "batch. Expected a row's entries side by side, as after torch.stack([x, y], 1).flatten(0, 1), or a "
+                "tuple of outputs with one entry per row each."
+            )
+
+
 class Joiner:
     """Joins outputs, and remembers from call to call where outputs of a kind have their batch."""
 
@@ -278,6 +297,7 @@ class Joiner:
             others = flatten(*more)[0]
             _verify_numbers(leaves, others, rows[0], other)
             known = batches(leaves, rows[0], others, other)
+            _verify_adjacent(leaves, rows[0], others, other, known)
         if exact:
             _verify_proportion(found, rows, known)
         whole = joined(found, rows, reducer, known, verify=True)
