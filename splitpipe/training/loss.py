@@ -14,6 +14,7 @@ correction, so several terms must have proportional counts.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import terms
 from splitpipe.loss.facts import tensors
@@ -74,6 +76,7 @@ class Objective(nn.Module):
         self.reduction = reduction
         self._told = told
         self._pairs = pairs
+        self._watched = isinstance(loss_fn, nn.Module)  # Until it has been called once.
         self.begin([1, 1])
 
     def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
@@ -111,14 +114,36 @@ class Objective(nn.Module):
                         trace.facts.begin_rows(target)  # One entry per row.
                 trace.facts.begin(target)
                 self._turn(trace, target, self._target)
+            before = self._versions()
         with nullcontext() if trace is None else trace:
             found = self.loss_fn(output, target)
         with DisableTorchFunction():  # The user's function modes don't see these checks.
+            self._warn_written(before)
             if self._pairs and isinstance(found, (tuple, list)) and len(found) == 2:
                 total, count = _verified_pair(found)
                 return Losses(total, Number((Term(total, SUM, Divisor(count), 1.0, "loss_fn"),)))
             loss = _scalar(found, "the loss", self._pairs)
             return Losses(loss, self._made(loss, found, trace))
+
+    def _versions(self) -> dict[str, tuple[Tensor, int | None]]:
+        """The buffers of loss_fn with their versions, in its first call."""
+        watched = self.loss_fn if self._watched and len(self._rows) > 1 else None
+        return {n: (x, version_of(x)) for n, x in watched.named_buffers()} if isinstance(watched, nn.Module) else {}
+
+    def _warn_written(self, before: dict[str, tuple[Tensor, int | None]]) -> None:
+        now = self._versions() if before else {}
+        self._watched = self._watched and len(self._rows) < 2
+        written = [
+            name for name, (x, version) in before.items()
+            if name not in now or now[name][0] is not x or now[name][1] != version
+        ]
+        if written:
+            warnings.warn(
+                f"loss_fn changes its buffers ({', '.join(map(repr, written[:3]))}): it is called for each microbatch, "
+                "so the loss of later ones depends on earlier ones, and differs from that of the whole batch. Expected "
+                "a loss_fn that leaves its buffers as they are; change them after the step.",
+                stacklevel=2,
+            )
 
     def _turn(self, trace: Trace, value: Any, dim: int) -> None:
         for x in tensors((value,)) if dim else ():

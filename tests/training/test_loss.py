@@ -129,3 +129,32 @@ def test_a_target_of_another_size_than_the_batch_is_refused() -> None:
         model(torch.randn(7, 4), target=(torch.randn(7, 4), torch.randn(14)))
     x, y = torch.randn(7, 4), torch.randn(7, 4)
     assert_equal(plain, model, x, y, F.mse_loss(plain(x), y))
+
+
+class Centred(nn.Module):
+    """Keeps a running mean of the targets, in place or as a new tensor."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("constant", torch.ones(4))
+        self.in_place = in_place
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(output, target - self.center * self.constant)
+        if self.in_place:
+            self.center.lerp_(target.mean(0), 0.1)
+        else:
+            self.center = self.center.lerp(target.mean(0), 0.1)
+        return loss
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_loss_that_changes_its_buffers_is_warned_of_once(in_place: bool) -> None:
+    _, model = twins(mlp(5), "1f1b", 2, loss_fn=Centred(in_place), chunks=3)
+    with pytest.warns(UserWarning, match=r"loss_fn changes its buffers \('center'\): it is called for each") as told:
+        for _ in range(2):
+            model(torch.randn(7, 4), target=torch.randn(7, 4)).backward()
+    assert len(told) == 1
+    whole = twins(mlp(5), "1f1b", 2, loss_fn=Centred(in_place), chunks=1)[1]
+    whole(torch.randn(7, 4), target=torch.randn(7, 4)).backward()
