@@ -18,7 +18,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -50,6 +50,15 @@ class Stack:
     numbers: tuple[Number, ...]
 
 
+class Positions(NamedTuple):
+    """Numbers of rows: the function that made them, how many it made, and whether they are 0, 1, 2, ..."""
+
+    of: weakref.ref[Tensor]
+    function: str
+    size: int
+    plain: bool
+
+
 @dataclass(frozen=True)
 class Plain:
     """A tensor that one word describes."""
@@ -77,8 +86,7 @@ class Facts:
         self._given = frozenset(given)
         self._made: dict[int, tuple[weakref.ref[Tensor], Made, bool]] = {}
         self._axes: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # Where it isn't the likely one.
-        #: Numbers of rows, see ``positions``: the function that made them, and whether they are 0, 1, 2, ...
-        self.positions: dict[int, tuple[weakref.ref[Tensor], str, bool]] = {}
+        self.positions: dict[int, Positions] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._lengths: set[int] = set()
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they count.

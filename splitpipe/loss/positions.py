@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.facts import ROWS, Facts, tensors
+from splitpipe.loss.facts import ROWS, Facts, Positions, tensors
 from splitpipe.loss.terms import Unknown
 
 #: Functions that make numbers of rows.
@@ -30,36 +30,43 @@ def note(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
     if name in MAKERS:
         start, step = args[0] if len(args) > 1 else kwargs.get("start", 0), args[2] if len(args) > 2 else 1
         plain = name == "arange" and start == 0 and kwargs.get("step", step) == 1
-        facts.positions[id(out)] = weakref.ref(out), name, plain
+        facts.positions[id(out)] = Positions(weakref.ref(out), name, out.numel(), plain)
         return
     given = list(tensors(args[:1] if name in _KEEP else [*args, *kwargs.values()]))
-    found = [x for x in given if made_by(facts, x)]
+    found = [(x, known) for x in given if (known := _known(facts, x))]
     rows = [x for x in given if facts.of(x) is ROWS and x.dim()] if found else []
     for y in tensors((out,)) if found else ():
-        for x in found:
-            _, maker, plain = facts.positions[id(x)]
-            if any(_meets(facts, x, each) for each in rows):
+        for x, known in found:
+            if any(_meets(facts, x, known.size, each) for each in rows):
                 if y.is_floating_point() or y.dtype == torch.bool:  # Otherwise an index: arange(len(x)) * n + labels.
-                    facts.put(y, Unknown(maker))
+                    facts.put(y, Unknown(known.function))
             elif not rows:
-                facts.positions[id(y)] = weakref.ref(y), maker, plain and name in _KEEP and y.numel() == x.numel()
+                plain = known.plain and name in _KEEP and y.numel() == x.numel()
+                facts.positions[id(y)] = known._replace(of=weakref.ref(y), plain=plain)
+
+
+def _known(facts: Facts, x: Any) -> Positions | None:
+    found = facts.positions.get(id(x))
+    return found if found is not None and found.of() is x else None
 
 
 def made_by(facts: Facts, x: Any) -> str:
     """The function that made these numbers of rows; empty for other values."""
-    found = facts.positions.get(id(x))
-    return found[1] if found is not None and found[0]() is x else ""
+    known = _known(facts, x)
+    return "" if known is None else known.function
 
 
 def in_order(facts: Facts, index: Any, count: int) -> bool:
     """True for an index that takes all ``count`` rows in their order."""
     if isinstance(index, Tensor):
-        return bool(made_by(facts, index)) and facts.positions[id(index)][2] and index.numel() == count
+        known = _known(facts, index)
+        return known is not None and known.plain and index.numel() == count
     return list(index) == list(range(count))
 
 
-def _meets(facts: Facts, x: Tensor, other: Tensor) -> bool:
-    """True if broadcasting brings the numbers to the rows of the other tensor."""
+def _meets(facts: Facts, x: Tensor, count: int, other: Tensor) -> bool:
+    """True if broadcasting brings ``count`` numbers to the rows of the other tensor."""
     axis = facts.axis(other)
-    count, place = other.shape[axis], other.dim() - axis
-    return count > 1 and not count % facts.rows and x.dim() >= place and x.shape[-place] == count
+    place = other.dim() - axis
+    rows = count == other.shape[axis] > 1 and not count % facts.rows
+    return rows and x.dim() >= place and x.shape[-place] == count

@@ -415,6 +415,8 @@ HAND: Table = {
         torch.arange(len(o)) * o.shape[1] + t].mean()),
     "index of rows, moved": ("classes", lambda o, t: -o.log_softmax(1)[
         torch.arange(0, len(o)).to(t).unsqueeze(1), t[:, None]].mean()),
+    "weights of elements": ("flat", lambda o, t: (
+        torch.linspace(0, 1, o[0].numel()).reshape(o.shape[1:]) * (o - t).square()).mean()),
     "index of classes": ("flat", lambda o, t: (torch.linspace(0, 1, o.shape[1]) * (o - t).square()).mean()),
     "product with ones": ("flat", lambda o, t: (torch.ones(len(o)).double() @ (o - t).square()).mean()),
     "index of rows": ("classes", lambda o, t: -o.log_softmax(1)[torch.arange(len(o)), t].mean()),
