@@ -158,9 +158,9 @@ def made_again(
     if count is None or not facts.plain:
         return made, nesting, None
     others = list[Tensor]()
-    if alone or facts.foreign is not False:
+    if facts.foreign or facts.own_nodes != count:
         others = _foreign(made, again, parameters)
-        facts.foreign = bool(others)
+        facts.foreign, facts.own_nodes = facts.foreign or bool(others), count
     if others:
         phony, ids = sink.phony((stage.own, *map(id, others)), [*parameters, *others])
 

@@ -53,8 +53,10 @@ class StageFacts:
     threads: bool | None = None
     #: True if its part of the graph couldn't be cut out.
     whole: bool = False
-    #: True if its graph has led to leaves that aren't its parameters; None: unknown.
-    foreign: bool | None = None
+    #: True if a graph of it has led to leaves that aren't its parameters.
+    foreign: bool = False
+    #: How many nodes its last graph had that was searched for such leaves, or their kinds.
+    own_nodes: Any = None
     #: The shapes of its graphs, by kind, and what follows from them: see ``training.capture``.
     shapes: dict[Any, Any] = field(default_factory=dict)
     #: The parameters, by identity, for which a run has recorded how their gradients are computed.

@@ -249,7 +249,7 @@ class SeparateRun(StageRun):
             self.keep(made)
         moved = self.snapshot.moved
         if moved:
-            facts.foreign = None  # This call doesn't know parameters that it has made.
+            facts.own_nodes = None  # This call doesn't know parameters that it has made.
         return made, nesting, drew, None if facts.in_place or moved else kinds
 
     def __call__(self) -> Made:

@@ -97,10 +97,11 @@ class Dropped(Flight):
         new = [x for key, x in leaves.items() if key not in known and x.requires_grad]
         gone = [x for x, _ in self._others if id(x) not in leaves]
         if new and sorted([tuple(x.shape) for x in new]) != sorted([tuple(x.shape) for x in gone]):
+            self._again.stage.facts.plain = False
             raise RuntimeError(
                 f"{self._where}: used a {list(new[0].shape)} tensor that requires grad and isn't one of its "
-                "parameters, which its forward hadn't used: its gradient would be lost. Pass it as an argument, or "
-                "use checkpoint='never' or backward='autograd'."
+                "parameters, which earlier runs hadn't used: its gradient would be lost. Repeat the step, which will "
+                "take this into account."
             )
         return bool(new)
 

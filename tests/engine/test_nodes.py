@@ -109,15 +109,34 @@ def test_what_a_block_saves_is_gone_after_it(way: str) -> None:
     assert {*alive} == {0}
 
 
-def test_a_leaf_that_was_not_there_in_the_first_step_is_an_error() -> None:
+def test_a_leaf_that_was_not_there_in_the_first_step() -> None:
     late = torch.rand(4, dtype=torch.float64, requires_grad=True)
     extra: list[Tensor] = []
-    _, model = piped(Chain(Block(lambda x, weight: sum(extra, x @ weight))), "drop-in")
-    for _ in range(2):
-        loss_of(model, *rows()).backward()
+    plain, model = piped(Chain(Block(lambda x, weight: sum(extra, x @ weight))), "drop-in")
+    assert_steps(plain, model, 2)
     extra.append(late)
-    with pytest.raises(RuntimeError, match=r"Block.*isn't one of its parameters"):
+    found = [torch.autograd.grad(loss_of(each, *given), late) for given in [rows()] for each in (plain, model)]
+    torch.testing.assert_close(found[1], found[0])
+
+
+@EACH
+def test_a_leaf_in_place_of_a_parameter_is_an_error_once(way: str) -> None:
+    other = torch.rand(4, 4, dtype=torch.float64, requires_grad=True)
+    armed: list[Tensor] = []
+    plain, model = piped(Chain(Block(lambda x, weight: x @ (armed[0] if armed else weight))), way)
+    assert_steps(plain, model, 2)
+    armed.append(other)
+    with pytest.raises(RuntimeError, match=r"isn't one of its parameters.*Repeat the step"):
         loss_of(model, *rows()).backward()
+    model.zero_grad()
+    plain.zero_grad()
+    other.grad = None
+    given, found = rows(), []
+    for each in (plain, model):
+        loss_of(each, *given).backward()
+        found.append(other.grad)
+        other.grad = None
+    torch.testing.assert_close(found[1], found[0])
 
 
 @EACH
