@@ -4,15 +4,15 @@ The graphs that microbatches make on one stage, in all steps, usually have the s
 the same leaves. Then the owners of weights are in the same places, too, and a survey (``owners``) of the first graph is
 one of the others. A graph of another shape is surveyed itself, so a wrong guess costs only time.
 
-A shape knows leaves, not their nodes: if Python alone kept a leaf's node, a forward would wait for the interpreter's
-lock inside torch's lock of that leaf, while another thread may wait for the latter with the former. It doesn't keep
-leaves alive either, since it outlives the step.
+A shape outlives the step, and knows leaves by their identities alone. If a later leaf has the identity of one that is
+gone, it has it at all of that one's places, and what W needs to know about it is found anew in each call. A weak
+reference would keep torch from swapping the leaf, and if Python alone kept a leaf's node, a forward would wait for the
+interpreter's lock inside torch's lock of that leaf, while another thread may wait for the latter with the former.
 """
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
-from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -54,13 +54,13 @@ class _Tail(NamedTuple):
     """An edge from an owner to a leaf, through nodes of these kinds."""
 
     kinds: tuple[Any, ...]
-    leaf: ref[Tensor]
+    leaf: int
 
 
 class _Leaf(NamedTuple):
     """An edge to a leaf, and its place among the leaves whose gradients B computes."""
 
-    leaf: ref[Tensor]
+    leaf: int
     place: int
 
 
@@ -80,7 +80,7 @@ class Shape:
         self._links: list[list[_Link]] = []
         owners = {owner.node: owner for owner in found.owners}
         places = {id(leaf): place for place, leaf in enumerate(found.leaves)}
-        self._leaves = [ref(leaf) for leaf in found.leaves]
+        self._count = len(places)
         numbers: dict[Any, int] = {}
         nodes: list[Any] = []
 
@@ -91,7 +91,7 @@ class Shape:
             if edge in ends:
                 return _End
             if type(node) is AccumulateGrad:
-                return _Leaf(ref(node.variable), places[id(node.variable)])
+                return _Leaf(id(node.variable), places[id(node.variable)])
             if node not in numbers:
                 numbers[node] = len(nodes)
                 nodes.append(node)
@@ -120,7 +120,7 @@ class Shape:
         """
         nodes: list[Any] = []
         tails: list[Any] = []
-        edges: list[Any] = [None] * len(self._leaves)
+        edges: list[Any] = [None] * self._count
         if not _same(roots, self._roots, nodes, tails, edges, ends):
             return None
         for node, kind, links in zip(nodes, self._kinds, self._links):  # The nodes grow.
@@ -152,10 +152,10 @@ def _same(
                     return False
                 tails.append(node)
                 ((node, _),) = node.next_functions
-            if type(node) is not AccumulateGrad or node.variable is not link.leaf():
+            if type(node) is not AccumulateGrad or id(node.variable) != link.leaf:
                 return False
         elif kind is _Leaf:
-            if type(node) is not AccumulateGrad or node.variable is not link.leaf():
+            if type(node) is not AccumulateGrad or id(node.variable) != link.leaf:
                 return False
             leaves[link.place] = node
         elif link is _End:
@@ -171,4 +171,4 @@ def _tail(edge: Edge) -> _Tail:
     while type(node) is not AccumulateGrad:
         kinds.append(type(node))
         ((node, _),) = node.next_functions
-    return _Tail(tuple(kinds), ref(node.variable))
+    return _Tail(tuple(kinds), id(node.variable))

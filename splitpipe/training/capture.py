@@ -196,6 +196,8 @@ class Capture:
         seen = self._seen.get(key, (None if known is None else known[0], []))
         if known is not None and seen is not None and seen[0] is known[0]:
             (shape, kept), found = known, known[0].match(starts, ends)
+            if found is not None and not kept.keep_graph and not self._own.issuperset(map(id, found[1])):
+                found = None
             owners = None if found is None else owners_like(seen[1], found[0], groups, gains)
             if found is not None and owners is not None:
                 if not seen[1]:  # Without nodes, which keep their graph alive.
