@@ -231,20 +231,22 @@ def survey(
     return Survey([*found.values()], edges, owners, others, custom, bound)
 
 
-def owners_like(known: Sequence[Owner], nodes: Sequence[Any], groups: Groups, gains: GainsOf) -> list[Owner] | None:
-    """The owners of another microbatch's graph, at these nodes; ``known``: those of the last one in this call, if any.
+def owners_like(
+    known: Sequence[Owner], nodes: Sequence[tuple[Any, list[int]]], groups: Groups, gains: GainsOf
+) -> list[Owner] | None:
+    """The owners of another graph, at these nodes and edges; ``known``: those of a microbatch of this call, if any.
 
-    None if a node isn't an owner this time.
+    None if a node isn't an owner this time, or of other weights.
     """
     found = list[Owner]()
     if not known:
-        for node in nodes:
+        for node, edges in nodes:
             owner = _owner(node, RULES[type(node).__name__], node.next_functions, {}, groups, gains)
-            if type(owner) is not Owner or owner.way is None:
+            if type(owner) is not Owner or owner.way is None or owner.edges != edges:
                 return None
             found.append(owner)
         return found
-    for node, (_, rule, group, edges, way) in zip(nodes, known):
+    for (node, _), (_, rule, group, edges, way) in zip(nodes, known):
         if way is None or rule.refuses(node, way.leaf, way.turned, gains) is not None:
             return None
         found.append(Owner(node, rule, group, edges, way))

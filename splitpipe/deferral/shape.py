@@ -98,7 +98,7 @@ class Shape:
             return numbers[node]
 
         self._roots = [link(edge) for edge in roots]
-        self._owners: list[int] = []
+        self._owners: list[tuple[int, list[int]]] = []  # With the numbers of the edges that lead to weights.
         for node in nodes:  # It grows.
             own = owners.get(node)
             tails = () if own is None else own.edges
@@ -106,15 +106,17 @@ class Shape:
             after = enumerate(node.next_functions)
             self._links.append([_tail(edge) if k in tails else link(edge) for k, edge in after])
             if own is not None:
-                self._owners.append(numbers[node])
+                self._owners.append((numbers[node], own.edges))
 
     @staticmethod
     def known(found: Survey) -> bool:
         """True if a graph of the same shape has the same owners."""
         return not found.others and all([owner.way is not None for owner in found.owners])
 
-    def match(self, roots: Sequence[Edge], ends: Ends) -> tuple[list[Any], list[Tensor], list[GradientEdge]] | None:
-        """The nodes that own weights in a graph with these roots, and the leaves with their edges.
+    def match(
+        self, roots: Sequence[Edge], ends: Ends
+    ) -> tuple[list[tuple[Any, list[int]]], list[Tensor], list[GradientEdge]] | None:
+        """The nodes that own weights in a graph with these roots, with the edges to them, and the other leaves' edges.
 
         None if it has another shape.
         """
@@ -129,7 +131,8 @@ class Shape:
         if len({*nodes}) < len(self._kinds) or not ends.within(nodes, tails):
             return None
         leaves = [node.variable for node in edges]
-        return [nodes[number] for number in self._owners], leaves, [GradientEdge(node, 0) for node in edges]
+        found = [(nodes[number], own) for number, own in self._owners]
+        return found, leaves, [GradientEdge(node, 0) for node in edges]
 
 
 def _same(
