@@ -173,7 +173,9 @@ def tied_later(net: Any) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("change", [other_dtype, replaced, frozen_later, reshaped, tied_later], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "change", [other_dtype, replaced, frozen_later, reshaped, tied_later], ids=lambda each: each.__name__
+)
 def test_a_model_that_changes_between_steps(change: Callable[[nn.Module], None], style: str) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)).double()
     model = SplitPipe(copy.deepcopy(plain), [3, 1], devices=["cpu"] * 2, chunks=CHUNKS, **STYLES[style])
