@@ -81,9 +81,9 @@ def _batch_of(module: nn.Module, sample: object, whose: str) -> tuple[Division, 
 
 
 def _first(batch: Division, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    assert batch.first is not None
+    assert batch.some is not None
     args, kwargs = tree_map_only(
-        Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), batch.first(rows)
+        Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), batch.some(0, rows)
     )
     return args, kwargs
 

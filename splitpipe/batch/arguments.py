@@ -213,7 +213,7 @@ class Divider:
             if training or target is not None:
                 return division, targets
             part = tree_unflatten(division.scattered()[0][0], division.spec)
-            seen = replace(division, first=lambda rows: part)  # It shows the kinds of values in the output.
+            seen = replace(division, some=lambda start, rows: part)  # It shows the kinds of values in the output.
             return (division if self._separates(seen, separable) else self.whole(args, kwargs)), None
         found = self._read(args, kwargs)
         chunks = 1 if found.objects else self._chunks
@@ -257,9 +257,9 @@ class Divider:
         """A few rows of a call's arguments, as in a microbatch."""
         if self._splitting is not None:
             return parts_of(self._splitting, args, kwargs, self._chunks)[0]
-        first = self.whole(args, kwargs).first
-        assert first is not None
-        found: tuple[tuple[Any, ...], dict[str, Any]] = first(1)
+        some = self.whole(args, kwargs).some
+        assert some is not None
+        found: tuple[tuple[Any, ...], dict[str, Any]] = some(0, 1)
         return found
 
 

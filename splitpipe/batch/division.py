@@ -27,8 +27,8 @@ class Division:
     #: The indices of each microbatch's leaves, and their nesting; None: each has all leaves.
     places: list[list[int]] | None = None
     specs: list[TreeSpec] | None = None
-    #: Returns the values for the first rows, if these are known.
-    first: Callable[[int], Any] | None = None
+    #: Returns the values for some rows, given the first and their number, if rows are known.
+    some: Callable[[int, int], Any] | None = None
     #: Returns the nesting and the indices of what is the same whatever the rows.
     constant: Callable[[], tuple[TreeSpec, list[int]]] | None = None
 
@@ -95,12 +95,12 @@ def divide(
     def numbers(start: int, stop: int) -> tuple[list[int], TreeSpec]:
         return tree_flatten(build([node.numbers(start, stop) for node in nodes]))
 
-    def first(count: int) -> Any:
-        chosen, nesting = numbers(0, count)
-        return tree_unflatten([_first(leaves[k], dims[k], count) for k in chosen], nesting)
+    def some(start: int, count: int) -> Any:
+        chosen, nesting = numbers(start, start + count)
+        return tree_unflatten([_some(leaves[k], dims[k], start, count) for k in chosen], nesting)
 
     if not any(map(_by_rows, nodes)):
-        return Division(leaves, spec, dims, rows, first=first)
+        return Division(leaves, spec, dims, rows, some=some)
 
     def constant() -> tuple[TreeSpec, list[int]]:
         nesting = numbers(0, 1)[1]
@@ -110,7 +110,7 @@ def divide(
     if len(rows) > 1:
         flat = [numbers(start, start + count) for start, count in rows]
         places, specs = [each for each, _ in flat], [nesting for _, nesting in flat]
-    return Division(leaves, spec, dims, rows, places, specs, first, constant)
+    return Division(leaves, spec, dims, rows, places, specs, some, constant)
 
 
 def collected(parts: Sequence[Any], sizes: Sequence[int]) -> Division:
@@ -140,10 +140,10 @@ def absent(input: Division) -> Division:
     return Division([None], tree_flatten(None)[1], [None], input.rows)
 
 
-def _first(leaf: Any, dim: int | None, count: int) -> Any:
+def _some(leaf: Any, dim: int | None, start: int, count: int) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf if dim is None else leaf.narrow(dim, 0, count)
+    return leaf if dim is None else leaf.narrow(dim, start, count)
 
 
 def _constant(node: Node) -> Iterator[int]:

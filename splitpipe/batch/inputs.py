@@ -57,10 +57,10 @@ def rows_of_part(part: Any, flags: Any) -> int:
 
 def _one_tensor(x: Tensor, rows: microbatch.Rows) -> Division:
     """The same result as ``divide``, but faster."""
-    def first(count: int) -> Tensor:
-        return x.detach()[:count].clone()
+    def some(start: int, count: int) -> Tensor:
+        return x.detach()[start : start + count].clone()
 
-    return Division([x], _LEAF, [0], rows, first=first)
+    return Division([x], _LEAF, [0], rows, some=some)
 
 
 def verify_known(root: Node, whose: str) -> None:

@@ -159,24 +159,25 @@ def _verify_rows(column: Sequence[Any], rows: list[int]) -> None:
         raise ValueError(coupled(shapes[0], rows[0]))
 
 
-def separable(one: Any, two: Any) -> bool:
-    """True if outputs of microbatches can be joined to that of the batch, judging by those of one row and of two."""
+def separable(one: Any, other: Any, two: Any) -> bool:
+    """True if outputs of microbatches can be joined to that of the batch, judging by those of two rows and of each."""
     reader = ListReader()
-    one, two = reader.marked([one, two], [1, 2], "", lambda rows: None)
-    (leaves, nesting), (others, other) = flatten(one), flatten(two)
-    if not _same_nesting(nesting, other):
+    flat = [flatten(each) for each in reader.marked([one, other, two], [1, 1, 2], "", lambda rows: None)]
+    if not all([_same_nesting(nesting, flat[0][1]) for _, nesting in flat]):
         return False
+    leaves, others, both = [leaves for leaves, _ in flat]
     try:
-        dims = batches(leaves, 1, others, 2)
+        dims = batches(leaves, 1, both, 2)
     except ValueError:  # Each row is compared with all others.
         return False
-    return all(_separable(x, y, dim) for x, y, dim in zip(leaves, others, dims))
+    columns = (leaves, 0), (others, 1)
+    return all([_separable(x, y, dim, row) for each, row in columns for x, y, dim in zip(each, both, dims)])
 
 
-def _separable(x: Any, y: Any, dim: int | None) -> bool:
-    """True if the value of one row is a part of that of two rows, judging by size and numbers."""
+def _separable(x: Any, y: Any, dim: int | None, row: int) -> bool:
+    """True if the value of a row is its part of that of two rows, judging by size and numbers."""
     if isinstance(x, Entries):
-        (leaves, nesting), (others, other) = flatten(x.values[0]), flatten(y.values[0])
+        (leaves, nesting), (others, other) = flatten(x.values[0]), flatten(y.values[row])
         return _same_nesting(nesting, other) and all(map(_close, leaves, others))
     if not isinstance(x, Tensor):
         return isinstance(x, _PLAIN) and same(x, y)
@@ -186,7 +187,7 @@ def _separable(x: Any, y: Any, dim: int | None) -> bool:
         return _close(x, y)
     # Other sizes depend on the data: for example, rows are selected, or padded to the longest.
     fits = [*y.shape] == [size * 2 if d == dim else size for d, size in enumerate(x.shape)]
-    return fits and _close(x, y.narrow(dim, 0, x.shape[dim]))
+    return fits and _close(x, y.narrow(dim, row * x.shape[dim], x.shape[dim]))
 
 
 def _close(x: Any, y: Any) -> bool:

@@ -118,7 +118,7 @@ class TracedBlock:
 def note_arguments(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
     """Records a microbatch's arguments: with rows, belonging to one row each, or the same for all microbatches."""
     whole, places = input.whole, input.having(i)
-    if input.places is not None and input.first is not None:  # Lists with one entry per row.
+    if input.places is not None and input.some is not None:  # Lists with one entry per row.
         alone = {
             id(leaf) for k, leaf in zip(places, leaves)
             if isinstance(leaf, Tensor) and leaf.dim() and input.dims[k] is None and k not in whole

@@ -153,10 +153,10 @@ class ChainRuntime(Runtime):
 
     def _rehearsed(self, layers: ChainLayers, input: Division, rows: int) -> tuple[Any] | None:
         """The output for the first rows of the input; None if the layers can't be run on that few."""
-        if input.first is None:
+        if input.some is None:
             return None
         module = _together(layers)
-        value = tree_map_only(Tensor, lambda x: x.detach().clone(), input.first(rows))  # It may be written to.
+        value = tree_map_only(Tensor, lambda x: x.detach().clone(), input.some(0, rows))  # It may be written to.
         whole = undivided(value, rows)
 
         def output() -> Any:

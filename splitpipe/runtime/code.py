@@ -115,12 +115,14 @@ class CodeRuntime(Runtime):
         return self._divider.divided(args, kwargs, target, training, self._separable)
 
     def _separable(self, division: Division) -> bool:
-        """True if the outputs of microbatches make that of the batch, judging by runs of one row and of two."""
+        """True if the outputs of microbatches make that of the batch, judging by runs of two rows and of each."""
         traces: list[Any] = []
-        one, two = (self._rehearsed(division, rows, noted(self.module, traces)) for rows in (1, 2))
-        if one is None or two is None or traces[0] != traces[1] or not traces[0][1]:
+        some = (0, 1), (1, 1), (0, 2)
+        found = [self._rehearsed(division, rows, noted(self.module, traces), start) for start, rows in some]
+        if not all([trace == traces[0] and trace[1] for trace in traces]):
             return False  # It keeps values of the whole batch from call to call.
-        return outputs.separable(*one, *two)
+        one, other, two = found
+        return one is not None and other is not None and two is not None and outputs.separable(*one, *other, *two)
 
     def _begin(self, input: Division, state: thread_state.State, layers: CodeLayers) -> Call:
         collects = any(isinstance(part, DeferredBatchNorm) for part in self.module.modules())
@@ -252,13 +254,13 @@ class CodeRuntime(Runtime):
         return self._joiner.joined(found, rows, reducer, again, call.input.kind() if len(rows) > 1 else "", exact)
 
     def _rehearsed(
-        self, division: Division, rows: int, inside: AbstractContextManager[None] | None = None
+        self, division: Division, rows: int, inside: AbstractContextManager[None] | None = None, start: int = 0
     ) -> tuple[Any] | None:
-        """The output for the first rows of a call; None if the module can't be run on that few."""
-        if division.first is None:
+        """The output for some rows of a call, from ``start``; None if the module can't be run on that few."""
+        if division.some is None:
             return None
         # It may be written to.
-        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), division.first(rows))
+        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), division.some(start, rows))
         output = lambda: self._outputs(args, kwargs, thread_state.capture(), whole=True)  # noqa: E731
         return self._tried(self.module, output, inside)
 

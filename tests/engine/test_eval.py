@@ -47,6 +47,12 @@ def stateful(self: Net, y: Tensor) -> Tensor:
     return y
 
 
+def first_row(self: Net, y: Tensor) -> Tensor:
+    y = y.clone()
+    y[0] = 0
+    return y
+
+
 def chosen(self: Net, y: Tensor) -> Tensor:
     return (y > 0).nonzero()
 
@@ -56,6 +62,10 @@ WHOLE: dict[str, Any] = {
     "a comparison of rows": lambda self, y: y @ y.t(),
     "a mean over rows": lambda self, y: (y, y.mean(0)),
     "rows that see each other": lambda self, y: y - y.mean(0),
+    "rows that see earlier ones": lambda self, y: y.cumsum(0),
+    "rows with their numbers": lambda self, y: y + torch.arange(len(y))[:, None],
+    "a first row": first_row,
+    "numbers of rows in a list": lambda self, y: [{"row": own * k} for k, own in enumerate(y)],
     "rows of the whole batch alone": lambda self, y: y.view(8, -1),
     "a buffer that is written to": kept,
     "a state in an attribute": stateful,
