@@ -179,6 +179,8 @@ class _Embedding(_Of):
             return "its gradient is sparse"
         if node._saved_scale_grad_by_freq:
             return "scale_grad_by_freq counts over each microbatch"
+        if turned:
+            return "its table is transposed"
         return _unfit(node._raw_saved_indices, weight)
 
     def function(self, node: Any, weight: Tensor, turned: bool) -> WeightGradients:

@@ -85,6 +85,20 @@ def test_microbatches_share_a_kernel_that_is_not_too_large(
 
 
 @drop_in
+@pytest.mark.parametrize("shape", [(11, 6), (6, 6)], ids=["", "square"])
+def test_a_transposed_table_is_autograds(way: dict[str, Any], shape: tuple[int, int]) -> None:
+    layer = Call(lambda x, w: F.embedding(x % 6, w.t()), w=torch.randn(*shape[::-1]))
+    plain, model = twins(nn.Sequential(layer, nn.Tanh()), chunks=3, **way)
+    for _ in range(2):
+        x = tokens(7, 5)
+        for module in (plain, model):
+            module.zero_grad()
+            step(module, x)
+        torch.testing.assert_close(model[0].w.grad, plain[0].w.grad)
+    assert left(model) == {"0.w": "embedding: its table is transposed"}
+
+
+@drop_in
 def test_a_table_that_counts_its_rows_is_autograds(way: dict[str, Any]) -> None:
     plain, model = twins(nn.Sequential(nn.Embedding(11, 6, scale_grad_by_freq=True), nn.Tanh()), chunks=3, **way)
     x = tokens(7, 5)
