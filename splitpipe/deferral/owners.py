@@ -171,6 +171,7 @@ def survey(
     found: dict[int, Tensor] = {}
     edges: list[GradientEdge] = []
     owners: list[Owner] = []
+    kinds: dict[Any, tuple[Rule | None, bool, bool, bool]] = {}
     others, custom, bound, seen, stack = False, False, False, set(), list(roots)
     while True:
         while stack:
@@ -191,7 +192,10 @@ def survey(
                     found[id(x)] = x
                     edges.append(GradientEdge(node, 0))
                 continue
-            rule, (python, tail, refuses) = RULES.get(kind.__name__), about(kind)
+            known = kinds.get(kind)
+            if known is None:
+                known = kinds[kind] = RULES.get(kind.__name__), *about(kind)
+            rule, python, tail, refuses = known
             others = others or node._sequence_nr() not in numbers
             bound = bound or refuses
             custom = custom or python
