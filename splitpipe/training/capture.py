@@ -154,7 +154,7 @@ class Capture:
         self._registered = RemovableHandle.next_id
         self._own = own.identities
         self._computed: dict[Edge, Tensor] = {_edge(x): x for x in own.computed}
-        #: The shapes that graphs of this call have had, with the owners in the last of each; None: they differ.
+        #: By kind, the shape that graphs of this call have had, and its owners, without nodes; None: they differ.
         self._seen: dict[Any, tuple[Shape | None, list[Owner]] | None] = {}
 
     def graph(
