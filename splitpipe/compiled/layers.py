@@ -82,6 +82,11 @@ def compiled_call(layer: nn.Module) -> Any:
     return getattr(slot, "compiled", slot)  # A block's call hook may be in the slot, with the compiled call inside.
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True for a module that is compiled, by torch.compile(module), module.compile() or a pipeline."""
+    return compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
+
+
 def _set_compiled_call(layer: nn.Module, call: CompiledCall | None) -> None:
     slot: Any = layer._compiled_call_impl
     if hasattr(slot, "compiled"):

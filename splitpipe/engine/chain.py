@@ -16,8 +16,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from splitpipe.core import stream, thread_state
 from splitpipe.core.thread_state import autocast_off
-from splitpipe.core.transfer import Routes
-from splitpipe.core.worker import Pool
 from splitpipe.engine.detaching import DetachedTransfer
 from splitpipe.engine.dropin import Sent
 from splitpipe.engine.forward import Host, MicrobatchForward
@@ -25,13 +23,11 @@ from splitpipe.engine.nodes import made_again
 from splitpipe.engine.run import Run
 from splitpipe.engine.scheduled import StepWork
 from splitpipe.skip.box import Key
-from splitpipe.stage.call import Activation, Call
+from splitpipe.stage.call import Activation
 from splitpipe.stage.checkpoint import Remade, remade
-from splitpipe.stage.layers import ChainLayers, StageCache
 from splitpipe.stage.run import SeparateRun, may_be_plain, plain
-from splitpipe.stage.stage import Stage
+from splitpipe.stage.stage import Block
 from splitpipe.stage.task import Result, Skips, Task
-from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET
 from splitpipe.training.sink import Keyed
 
@@ -39,7 +35,7 @@ from splitpipe.training.sink import Keyed
 class ChainRun(Run):
     """One call of an nn.Sequential."""
 
-    stages: Sequence[Stage]
+    stages: Sequence[Block]
 
     def parameters(self, stage: int) -> list[Keyed]:
         """The stage's own parameters, if microbatches of it are checkpointed."""
@@ -136,7 +132,7 @@ class ChainForward(MicrobatchForward):
         values = self.transfer.take(it.sent, it.source)
         return it.rest.holding([leaf if k is None else values[k] for leaf, k in zip(it.rest.leaves, it.at)])
 
-    def _made_of(self, stage: Stage, value: Activation, skips: Skips) -> Result:
+    def _made_of(self, stage: Block, value: Activation, skips: Skips) -> Result:
         """The result of the stage's layers."""
         task = Task(stage, self.run.call, self.i, value, skips, self._state, self._inside)
         counting = None
@@ -154,7 +150,7 @@ class ChainForward(MicrobatchForward):
         with nullcontext() if self._inside else thread_state.entered(self._state):
             return self._node(stage, task, given)
 
-    def _node(self, stage: Stage, task: Task, given: list[Any]) -> Result:
+    def _node(self, stage: Block, task: Task, given: list[Any]) -> Result:
         """The same, as a node that recomputes it."""
         call, seed = self.run.call, task.seed()
         again = SeparateRun(stage, call, self._state, seed, given, task.run, str(stage), handed=stage.shared)
@@ -175,22 +171,9 @@ class ChainStep(StepWork):
     forwards: list[ChainForward]
     recomputes = True
 
-    def __init__(
-        self, layers: ChainLayers, caches: Sequence[StageCache], call: Call, routes: Routes | None, threads: Pool
-    ) -> None:
-        super().__init__(routes, threads)
-        self._layers, self._caches, self._call = layers, caches, call
-
-    def _stage(self, j: int, ledger: Ledger | None) -> Stage:
-        return Stage(self._layers.stages[j], self._caches[j], self._call, ledger)
-
-    def _running(self) -> ChainRun:
-        self._chain_run = ChainRun(self._call, self.stages, ranked=False)
-        return self._chain_run
-
     def _forward(self, i: int, activation: Activation) -> ChainForward:
-        inside = autocast_off(self._call.state) is self._call.state
-        return ChainForward(self._chain_run, i, activation, self, inside, self._targets[i])
+        state = self._run.call.state
+        return ChainForward(self._run, i, activation, self, autocast_off(state) is state, self._targets[i])
 
     def transfer(self, forward: MicrobatchForward) -> DetachedTransfer:
         """How a microbatch's values reach later stages."""

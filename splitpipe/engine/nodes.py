@@ -14,19 +14,17 @@ from splitpipe.core import microbatch, thread_state
 from splitpipe.core.graph import rank_of, reached
 from splitpipe.core.microbatch import Flat
 from splitpipe.core.rng import RngMode
-from splitpipe.core.stream import Place
 from splitpipe.core.tensors import sharing
 from splitpipe.deferral.function import calling
 from splitpipe.engine.code import CodeForward
-from splitpipe.engine.stages import CodeStage
 from splitpipe.engine.values import SIMPLE, Follow, Values, replay
 from splitpipe.loss.tracing import TracedBlock
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
-from splitpipe.stage.layers import StageCache, StageFacts, StageLayers
+from splitpipe.stage.layers import BlockLayers, StageCache, StageFacts
 from splitpipe.stage.run import SeparateRun, may_be_plain, plain
-from splitpipe.stage.stage import Stage
+from splitpipe.stage.stage import Block, Stage
 from splitpipe.stage.task import Task
 from splitpipe.training.dropped import Dropped, may_be_made_again, outputs_of
 from splitpipe.training.loss import Losses
@@ -37,12 +35,12 @@ class BlockNodes:
     """The blocks of one call."""
 
     def __init__(
-        self, call: Call, stages: Sequence[CodeStage], cache: Callable[[nn.Module, int], StageCache]
+        self, call: Call, stages: Sequence[Stage], cache: Callable[[nn.Module, int], StageCache]
     ) -> None:
         self._call = call
         self._stages = stages
         self._cache = cache
-        self._blocks: dict[tuple[nn.Module, int], Stage] = {}
+        self._blocks: dict[tuple[nn.Module, int], Block] = {}
 
     def checkpointed(
         self,
@@ -96,7 +94,7 @@ class BlockNodes:
         return [((own.own,), own.parameters.tensors) for (_, number), own in self._blocks.items() if number == stage]
 
     def _again(
-        self, forward: CodeForward, stage: Stage, call: Callable[..., Any], given: list[Any], nesting: Any
+        self, forward: CodeForward, stage: Block, call: Callable[..., Any], given: list[Any], nesting: Any
     ) -> Any:
         """The value of a plain block's call, as a node; None if this call isn't plain."""
         sink, state = self._stages[forward.stage].sink, thread_state.capture()
@@ -120,14 +118,13 @@ class BlockNodes:
         made, made_of, _ = made_again(block, sink, given, forward.i)
         return made[0] if made_of is None else outputs.unflatten(made, made_of)
 
-    def _stage(self, forward: CodeForward, block: nn.Module) -> Stage:
+    def _stage(self, forward: CodeForward, block: nn.Module) -> Block:
         key = block, forward.stage
         stage = self._blocks.get(key)
         if stage is None:
-            own: CodeStage = self._stages[forward.stage]
-            place: Place = own.own.place
-            layers = StageLayers(own.index, place, [(forward.run.blocks.blocks[block], block)], {})
-            stage = self._blocks[key] = Stage(layers, self._cache(block, own.index), self._call, own.pending)
+            own = self._stages[forward.stage]
+            layers = BlockLayers(own.index, own.own.place, [(forward.run.blocks.blocks[block], block)])
+            stage = self._blocks[key] = Block(layers, self._cache(block, own.index), self._call, own.pending)
         return stage
 
 
@@ -181,7 +178,7 @@ class _BlockTask(Task):
     """One microbatch on one block."""
 
     def __init__(
-        self, stage: Stage, call: Call, forward: CodeForward, value: Activation, block: Callable[[Any], Any]
+        self, stage: Block, call: Call, forward: CodeForward, value: Activation, block: Callable[[Any], Any]
     ) -> None:
         super().__init__(stage, call, forward.i, value, {}, thread_state.capture(), inside=True)
         self.calls = [block]

@@ -27,9 +27,9 @@ from splitpipe.deferral.owners import Note
 from splitpipe.deferral.pending import PendingGrad, WeightGroup
 from splitpipe.engine.detaching import DetachedTransfer, Flight
 from splitpipe.engine.forward import MicrobatchForward
-from splitpipe.engine.stages import RunningStage
 from splitpipe.skip.box import Key
 from splitpipe.stage.layers import StageFacts
+from splitpipe.stage.stage import Stage
 from splitpipe.training.capture import Capture, Grads, Graph, Summed
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.op_rows import OpRun
@@ -43,7 +43,7 @@ class StageOps:
 
     def __init__(
         self,
-        stage: RunningStage,
+        stage: Stage,
         sums: Sums,
         ledger: Ledger | None,
         capture: Capture,

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from splitpipe.core.tensors import version_of
-from splitpipe.engine.stages import RunningStage
 from splitpipe.loss.tracing import Tracing
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.homes import Homes
 from splitpipe.stage.call import Call
+from splitpipe.stage.stage import Stage
 from splitpipe.training.sink import Keyed
 
 
@@ -35,7 +35,7 @@ class Run:
     """One call: what its microbatches share."""
 
     def __init__(
-        self, call: Call, stages: Sequence[RunningStage], *, ranked: bool, in_turn: bool = False
+        self, call: Call, stages: Sequence[Stage], *, ranked: bool, in_turn: bool = False
     ) -> None:
         self.call = call
         self.stages = stages
@@ -60,7 +60,7 @@ class CodeRun(Run):
     """One call of any module, by the code of its forward."""
 
     def __init__(
-        self, call: Call, stages: Sequence[RunningStage], forward: Callable[..., Any], blocks: Blocks, homes: Homes, *,
+        self, call: Call, stages: Sequence[Stage], forward: Callable[..., Any], blocks: Blocks, homes: Homes, *,
         ranked: bool, one_graph: bool, calls: BlockCalls, tracing: Tracing | None, look: Callable[[int], None],
     ) -> None:
         super().__init__(call, stages, ranked=ranked, in_turn=homes.in_turn)

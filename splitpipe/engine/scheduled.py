@@ -21,12 +21,11 @@ from splitpipe.engine.dropin import Events
 from splitpipe.engine.executor import Executor
 from splitpipe.engine.forward import MicrobatchForward
 from splitpipe.engine.ops import StageOps, do
-from splitpipe.engine.run import CodeRun, Run
-from splitpipe.engine.stages import CodeStage, RunningStage
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.tracing import numbers_of
 from splitpipe.partition.homes import Homes
 from splitpipe.stage.call import Activation
+from splitpipe.stage.stage import Stage
 from splitpipe.training.capture import Capture
 from splitpipe.training.ledger import Ledger
 from splitpipe.training.loss import TARGET, Losses, Objective
@@ -41,20 +40,25 @@ class StepWork:
     Args:
         routes: those between the stages; None if all are on the CPU.
         threads: the threads that run the step.
+        stage_of: makes a stage for its ledger.
+        run_of: makes the run for all stages.
     """
 
     recomputes = False
 
     def __init__(
-        self, routes: Routes | None, threads: Pool
+        self, routes: Routes | None, threads: Pool, stage_of: Callable[[int, Ledger | None], Stage],
+        run_of: Callable[[list[Any]], Any],
     ) -> None:
         self._routes = routes
         self._threads = threads
+        self._stage_of = stage_of
+        self._run_of = run_of
         self._ops: list[StageOps] = []
         self._execution: Execution
         self._traces: list[StageTrace] = []
         self._targets: list[Activation] = []
-        self._run: Run
+        self._run: Any
         self.stages: list[Any] = []
         self.forwards: list[Any] = []
         self.transfers: list[DetachedTransfer] = []
@@ -63,7 +67,7 @@ class StepWork:
         self, j: int, sums: Sums, ledger: Ledger | None, capture: Capture, shared: Shared, trace: StageTrace | None
     ) -> StageOps:
         """The ops of a stage."""
-        stage = self._stage(j, ledger)
+        stage = self._stage_of(j, ledger)
         self.stages.append(stage)
         if trace is not None:
             self._traces.append(trace)
@@ -72,19 +76,11 @@ class StepWork:
 
     def start(self, target: Division) -> None:
         """Makes the microbatches, once all stages exist, and lets them start."""
-        run = self._run = self._running()
+        run = self._run = self._run_of(self.stages)
         self._targets = run.call.cut_detached(target, len(self.stages) - 1)
         for i, activation in enumerate(run.call.cut_detached(run.call.input, 0)):
             self.forwards.append(self._forward(i, activation))
             self.transfers.append(self.forwards[-1].transfer)
-
-    def _stage(self, j: int, ledger: Ledger | None) -> RunningStage:
-        """A stage."""
-        raise NotImplementedError
-
-    def _running(self) -> Run:
-        """The run for all stages."""
-        raise NotImplementedError
 
     def _forward(self, i: int, activation: Activation) -> MicrobatchForward:
         """A microbatch."""
@@ -157,8 +153,6 @@ class CodeStep(StepWork):
     """A step of any module. The loss is that of ``objective``, or the module's own.
 
     Args:
-        stage_of: makes a stage for its ledger.
-        run_of: makes the run for all stages.
         homes: those of the module's parameters.
         objective: None for the module's own loss.
         losses: those of the objective.
@@ -167,13 +161,11 @@ class CodeStep(StepWork):
     forwards: list[CodeForward]
 
     def __init__(
-        self, routes: Routes | None, threads: Pool, *, stage_of: Callable[[int, Ledger | None], RunningStage],
-        run_of: Callable[[list[CodeStage]], CodeRun], homes: Homes, objective: Objective | None,
+        self, routes: Routes | None, threads: Pool, stage_of: Callable[[int, Ledger | None], Stage],
+        run_of: Callable[[list[Any]], Any], *, homes: Homes, objective: Objective | None,
         losses: Callable[[Tensor, Number | Unknown | None], Losses],
     ) -> None:
-        super().__init__(routes, threads)
-        self._stage_of = stage_of
-        self._run_of = run_of
+        super().__init__(routes, threads, stage_of, run_of)
         self._homes = homes
         self._objective = objective
         self._losses = losses
@@ -181,19 +173,12 @@ class CodeStep(StepWork):
         #: The flat outputs of microbatches, outside any graph, if the loss is the module's own.
         self.outputs: dict[int, tuple[list[Any], Any]] = {}
 
-    def _stage(self, j: int, ledger: Ledger | None) -> RunningStage:
-        return self._stage_of(j, ledger)
-
-    def _running(self) -> CodeRun:
-        self._code_run = self._run_of(self.stages)
-        return self._code_run
-
     def _forward(self, i: int, activation: Activation) -> CodeForward:
-        return CodeForward(self._code_run, i, activation, self)
+        return CodeForward(self._run, i, activation, self)
 
     def transfer(self, forward: CodeForward) -> CodeDetachedTransfer:
         """How a microbatch's values reach later stages."""
-        self._events.append(Events(self._code_run.in_turn))
+        self._events.append(Events(self._run.in_turn))
         return CodeDetachedTransfer(forward, self._homes, self._routes, self._events[-1], self._traces)
 
     def leave(self) -> None:

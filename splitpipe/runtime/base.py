@@ -23,7 +23,6 @@ from splitpipe.deferral.stash import Stashes
 from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.engine.dropin import DropinWork
 from splitpipe.engine.parts import Flat
-from splitpipe.engine.stages import RunningStage
 from splitpipe.loss.reducing import NO_FUNCTION, Told
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.partition.homes import without_trace
@@ -32,7 +31,7 @@ from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.stage.call import Call, begin
 from splitpipe.stage.checkpoint import is_checkpoint
-from splitpipe.stage.layers import AllLayers, StageLayers
+from splitpipe.stage.layers import ModelLayers, StageLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.training.capture import Capture, ParkedHooks
 from splitpipe.training.loss import Objective, begun
@@ -41,17 +40,16 @@ from splitpipe.training.sink import DropinSink
 from splitpipe.training.step import Trainer
 
 T = TypeVar("T")
-S = TypeVar("S", bound=RunningStage)
 
 
 class Runtime:
     """Runs one module, scheduled or drop-in: an nn.Sequential (``chain``), or any other module (``code``)."""
 
-    def __init__(self, options: Options, spans: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, options: Options) -> None:
         self.options = options
         schedule, places = options.schedule, options.places
         rows = range(len(places)) if schedule is None else schedule.placement
-        self._resources = Resources(places, spans, rows)
+        self._resources = Resources(places, rows)
         self._trainer = None if schedule is None else Trainer(self._resources, schedule, options.split)
         self._lock = ProcessLock()
         self._compiler = Compiler(options.compiling, defers(options.split, schedule))
@@ -95,24 +93,31 @@ class Runtime:
             return call()
 
     def _call(
-        self, input: Division, state: State, layers: AllLayers, training: bool, collects: bool, anywhere: bool = False
+        self, input: Division, state: State, layers: ModelLayers, training: bool, anywhere: bool = False
     ) -> Call:
-        """A call; ``collects`` and ``anywhere``: see ``begin``."""
+        """A call; ``anywhere``: see ``begin``."""
         uncheckpointed = self.options.uncheckpointed if training and state.grad else None
         computes, callers = self._resources.streams(layers)
         return begin(
             input, uncheckpointed, state, devices=self._resources.devices, computes=computes, callers=callers,
-            collects=collects, doubts=self._resources.doubt, anywhere=anywhere,
+            collects=layers.collects, doubts=self._resources.doubt, anywhere=anywhere,
         )
 
-    def _stages(self, call: Call, layers: AllLayers, stage: Callable[[int, PendingStore | None], S]) -> list[S]:
-        """Drop-in: the stages, made by ``stage`` from their numbers and the stores of their pending gradients."""
-        sinks = self._sinks(call, layers.stages)
-        stages = [stage(j, None if sink is None else sink.stashes) for j, sink in enumerate(sinks)]
-        for each, sink in zip(stages, sinks):
-            each.sink = sink
+    def _stage(self, call: Call, layers: ModelLayers, j: int, pending: PendingStore | None) -> Any:
+        """A stage of a call, given the store of its pending gradients."""
+        raise NotImplementedError
+
+    def _stages(self, call: Call, layers: ModelLayers) -> list[Any]:
+        """Drop-in: the stages of a call."""
+        if call.state.grad and layers.sharded:
+            self._resources.verify_groups(layers)
+        stages = []
+        for j, sink in enumerate(self._sinks(call, layers.stages)):
+            stage = self._stage(call, layers, j, None if sink is None else sink.stashes)
+            stage.sink = sink
             if sink is not None:
-                sink.note, sink.facts = each.note(done=False), each.facts
+                sink.note, sink.facts = stage.note(done=False), stage.facts
+            stages.append(stage)
         return stages
 
     def _sinks(self, call: Call, stages: Sequence[Any]) -> list[DropinSink | None]:
@@ -133,7 +138,6 @@ class Runtime:
         resources = self._resources
         sides = [None if resources.on_cpu else resources.named(device, "weights") for device in resources.devices]
         return map(BackwardStreams, resources.devices, call.computes, sides)
-
 
     def _found(
         self, work: DropinWork, threads: Pool, during: AbstractContextManager[object]

@@ -33,8 +33,8 @@ from splitpipe.runtime.report import report
 from splitpipe.schedule.plurals import counted
 from splitpipe.skip.pairs import verify_skippables
 from splitpipe.stage.call import Call
-from splitpipe.stage.layers import ChainLayers, Named
-from splitpipe.stage.stage import Stage
+from splitpipe.stage.layers import BlockLayers, ModelLayers, Named, chain_layers
+from splitpipe.stage.stage import Block
 
 T = TypeVar("T")
 
@@ -43,9 +43,7 @@ class ChainRuntime(Runtime):
     """Runs an nn.Sequential: each span of layers on its place, scheduled or drop-in."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], options: Options, deferred: bool = False) -> None:
-        # With a schedule the loss is the last layer.
-        whole = spans if options.schedule is None else [*spans[:-1], (spans[-1][0], spans[-1][1] + 1)]
-        super().__init__(options, whole)
+        super().__init__(options)
         self._spans = spans
         self._deferred = deferred
         #: The flags of the input and of the target.
@@ -53,6 +51,7 @@ class ChainRuntime(Runtime):
         self._memory = Memory()
         self._joiner = Joiner()
         self._known: list[nn.Module] = []  # The layers that have been placed.
+        self._layers: tuple[Sequence[Named], ModelLayers] | None = None
         self._attributes = Attributes()
 
     def __deepcopy__(self, memo: object) -> ChainRuntime:
@@ -97,13 +96,27 @@ class ChainRuntime(Runtime):
             undo()
             raise
 
+    def _by_stage(self, layers: Sequence[Named]) -> ModelLayers:
+        """The layers by stage; with a schedule, the loss is the last one."""
+        known = self._layers
+        if known is not None and known[0] == layers and known[1].structure.same():
+            return known[1]
+        start, end = self._spans[-1]
+        spans = self._spans if self._trainer is None else [*self._spans[:-1], (start, end + 1)]
+        found = chain_layers(layers, spans, self._resources.places)
+        self._layers = (layers, found) if found.lasting else None
+        return found
+
+    def _stage(self, call: Call, layers: ModelLayers, j: int, pending: PendingStore | None) -> Block:
+        return Block(cast(BlockLayers, layers.stages[j]), self._resources.caches[j], call, pending)
+
     def forward(self, layers: Sequence[Named], input: Any, training: bool) -> Any:
         """The output of the batch."""
         state = thread_state.capture()
 
         def outputs() -> Any:
             self._compiler.compile(layer for _, layer in layers)
-            found = self._resources.layers(layers)
+            found = self._by_stage(layers)
             division, _ = self._divided(input, None)
             call, parts = self._outputs(found, division, training, state)
             whole = self._joiner.joined(parts, division, partial(self._rehearsed, found, division))
@@ -129,18 +142,12 @@ class ChainRuntime(Runtime):
         return microbatch.unflatten(leaves, spec)
 
     def _outputs(
-        self, layers: ChainLayers, input: Division, training: bool, state: State
+        self, layers: ModelLayers, input: Division, training: bool, state: State
     ) -> tuple[Call, Parts]:
         """The output of each microbatch, on the caller's streams."""
         resources = self._resources
-        call = self._call(input, state, layers, training, layers.collects)
-        if state.grad and layers.sharded:
-            resources.verify_groups(layers)
-
-        def stage(j: int, pending: PendingStore | None) -> Stage:
-            return Stage(layers.stages[j], resources.caches[j], call, pending)
-
-        threads, stages = resources.pool(layers), self._stages(call, layers, stage)
+        call = self._call(input, state, layers, training)
+        threads, stages = resources.pool(layers), self._stages(call, layers)
         run, cutting = ChainRun(call, stages, ranked=state.grad), Cutting(stages[0].sink is not None)
         work = DropinWork(run, cutting, resources.routes(call.computes))
         for i, activation in enumerate(call.cut(call.input, 0)):
@@ -151,7 +158,7 @@ class ChainRuntime(Runtime):
                 each.note()
         return call, [(call.handed_back(leaves), spec) for leaves, spec in found]
 
-    def _rehearsed(self, layers: ChainLayers, input: Division, rows: int) -> tuple[Any] | None:
+    def _rehearsed(self, layers: ModelLayers, input: Division, rows: int) -> tuple[Any] | None:
         """The output for the first rows of the input; None if the layers can't be run on that few."""
         if input.some is None:
             return None
@@ -207,14 +214,15 @@ class ChainRuntime(Runtime):
         def loss() -> Tensor:
             objective = self._objective_of(loss_fn)
             self._compiler.compile(layer for _, layer in layers)
-            found = self._resources.layers([*layers, ("loss_fn", objective)])
+            found = self._by_stage([*layers, ("loss_fn", objective)])
             division, targets = self._divided(input, target)
             assert targets is not None
-            call = self._call(division, inner, found, training, found.collects)
+            call = self._call(division, inner, found, training)
             objective.begin([count for _, count in call.rows], division.dims, targets.dims)
             resources = self._resources
             threads = resources.pool(found)
-            step = ChainStep(found, resources.caches, call, resources.routes(call.computes), threads)
+            stage_of, run_of = partial(self._stage, call, found), partial(ChainRun, call, ranked=False)
+            step = ChainStep(resources.routes(call.computes), threads, stage_of, run_of)
             with forgetting(threads, step.forwards), self._watched(found, call):
                 value = trainer.train(found, call, targets, scale, step)
             step.leave()
@@ -222,7 +230,7 @@ class ChainRuntime(Runtime):
 
         return self._guarded(state, loss)
 
-    def _watched(self, layers: ChainLayers, call: Call) -> AbstractContextManager[None]:
+    def _watched(self, layers: ModelLayers, call: Call) -> AbstractContextManager[None]:
         if self._attributes.looked:
             return nullcontext()
         return self._attributes.reported(_together(layers), [count for _, count in call.rows])
@@ -237,7 +245,7 @@ class ChainRuntime(Runtime):
         return report(module, stage_of, self._resources.caches, self.options.split)
 
 
-def _together(layers: ChainLayers) -> nn.Sequential:
+def _together(layers: ModelLayers) -> nn.Sequential:
     module = nn.Sequential()
     module._modules.update({name: layer for stage in layers.stages for name, layer in stage.layers})
     return module

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from splitpipe.batch import arguments, outputs
 from splitpipe.batch.division import Division, absent
 from splitpipe.batch.outputs import Joiner
-from splitpipe.batchnorm import DeferredBatchNorm
 from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core import thread_state
 from splitpipe.core.note import add_note
@@ -28,7 +27,6 @@ from splitpipe.engine.nodes import BlockNodes
 from splitpipe.engine.parts import Cutting
 from splitpipe.engine.run import CodeRun
 from splitpipe.engine.scheduled import CodeStep, with_loss
-from splitpipe.engine.stages import CodeLayers, CodeStage
 from splitpipe.loss.reducing import AS_FUNCTION, Reducer
 from splitpipe.loss.terms import SUM, Number, Term, Unknown, not_understood
 from splitpipe.loss.tracing import Numbers, Tracing
@@ -40,7 +38,8 @@ from splitpipe.runtime.base import Runtime, forgetting, inner_state
 from splitpipe.runtime.options import Options
 from splitpipe.runtime.report import report
 from splitpipe.stage.call import Call
-from splitpipe.stage.layers import StageCache
+from splitpipe.stage.layers import ModelLayers, StageCache, code_layers
+from splitpipe.stage.stage import Stage
 from splitpipe.training.loss import Losses
 
 
@@ -59,7 +58,8 @@ class CodeRuntime(Runtime):
         self.signature = arguments.parameters_of(self._forward)
         limit = None if options.schedule is None else options.chunks
         self._divider = arguments.Divider(self.signature, options.batched, options.splitting, options.chunks, limit)
-        self._layers: tuple[list[list[int]], CodeLayers] | None = None
+        #: The module's layers, how many modules each stage had called, and whether the user has compiled a part.
+        self._known: tuple[ModelLayers, list[int], bool] | None = None
         self.attributes = Attributes()  #: What modules may not keep in attributes.
         self._versions: dict[nn.Module, list[tuple[Tensor, int | None]]] = {}  # From before the first call.
         self._joiner = Joiner()
@@ -124,40 +124,40 @@ class CodeRuntime(Runtime):
         one, other, two = found
         return one is not None and other is not None and two is not None and outputs.separable(*one, *other, *two)
 
-    def _begin(self, input: Division, state: thread_state.State, layers: CodeLayers) -> Call:
-        collects = any(isinstance(part, DeferredBatchNorm) for part in self.module.modules())
-        return self._call(input, state, layers, self.module.training, collects, anywhere=True)
+    def _begin(self, input: Division, state: thread_state.State, layers: ModelLayers) -> Call:
+        return self._call(input, state, layers, self.module.training, anywhere=True)
 
     def _prepare(self, blocks: Blocks) -> None:
         if not self._homes.trained and not self._versions:
             self._versions = {part: buffer_versions(part) for part in blocks.opened}
         self._compiler.compile(blocks.blocks)
-        several, compiled = self._homes.several, user_compiled(self.module)
+        if self._known is not None and not self._known[0].structure.same():
+            self._known = None
+        several, compiled = self._homes.several, user_compiled(self.module) if self._known is None else self._known[2]
         for part in (*blocks.blocks, *blocks.opened):
             inside = part in blocks.blocks
             surround(part, compiled and inside).arriving = self._homes.brought if several and inside else None
         self._homes.gather()
 
-    def _model_layers(self, blocks: Blocks) -> CodeLayers:
-        called = [list(map(id, each)) for each in self._homes.called]  # The layers keep these modules alive.
-        if self._layers is None or self._layers[0] != called or not self._homes.complete:
-            self._layers = called, CodeLayers(self.module, blocks, self._homes, self.options.places)
-        else:
-            self._layers[1].refresh(self.module)
-        self._homes.forget_all_but(self._layers[1].stages[0].identities)
-        return self._layers[1]
+    def _model_layers(self, blocks: Blocks) -> ModelLayers:
+        """The module's layers; if modules or parameters have changed, they are looked up again."""
+        called, known = [len(each) for each in self._homes.called], self._known
+        if known is not None and known[1] == called and self._homes.complete:
+            return known[0]
+        layers = code_layers(blocks, self._homes, self.options.places)
+        self._known = (layers, called, user_compiled(self.module)) if layers.lasting else None
+        self._homes.forget_all_but(layers.stages[0].identities)
+        return layers
 
-    def _threads_for(self, layers: CodeLayers, call: Call) -> Pool:
+    def _threads_for(self, layers: ModelLayers, call: Call) -> Pool:
         """A pool with as many threads as the call may need."""
         self._resources.find_workers(layers)
         scheduled = self.options.schedule is not None
         return self._resources.pool(layers, len(call.rows) + scheduled * max(self._resources.workers))
 
-    def _stage(
-        self, call: Call, layers: CodeLayers, modes: tuple[bool, ...], index: int, pending: PendingStore | None
-    ) -> CodeStage:
-        caches = self._resources.caches
-        return CodeStage(layers.stages[index], caches[index], call, modes, pending, layers.compiled)
+    def _stage(self, call: Call, layers: ModelLayers, j: int, pending: PendingStore | None) -> Stage:
+        modes = self.module.training, *layers.structure.modes()
+        return Stage(layers.stages[j], self._resources.caches[j], call, modes, pending, layers.compiled)
 
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: bool, grad: bool) -> Any:
         """A key that is equal for calls of which either all or none return numbers."""
@@ -171,7 +171,7 @@ class CodeRuntime(Runtime):
         return self._numbers.begin(kind, call.input)
 
     def _run(
-        self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[CodeStage], scheduled: bool,
+        self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[Stage], scheduled: bool,
         parts: bool = False,
     ) -> CodeRun:
         return CodeRun(
@@ -224,8 +224,7 @@ class CodeRuntime(Runtime):
         layers = self._model_layers(blocks)
         call = self._begin(division, state, layers)
         threads = self._threads_for(layers, call)
-        modes = tuple([part.training for part in self.module.modules()])
-        stages = self._stages(call, layers, partial(self._stage, call, layers, modes))
+        stages = self._stages(call, layers)
         kind = self._kind(args, kwargs, False, state.grad)
         cutting = Cutting(stages[0].sink is not None, self._homes.several, self._writes, kind)
         run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
@@ -283,7 +282,7 @@ class CodeRuntime(Runtime):
                 "loss_fn=criterion), or labels for the module's own loss."
             )
         scale, inner = self._scale(state, options.grad_scaler), inner_state(state)
-        blocks = Blocks(self.module, options.cuts)
+        blocks = Blocks(self.module, self.options.cuts)
         division, targets = self._divided(args, kwargs, target, inner, blocks)
         self._prepare(blocks)
         layers = self._model_layers(blocks)
@@ -294,7 +293,6 @@ class CodeRuntime(Runtime):
             layers = layers.with_loss(objective)
         call = self._begin(division, inner, layers)
         threads = self._threads_for(layers, call)
-        modes = tuple([part.training for part in self.module.modules()])
         if objective is not None:
             assert targets is not None
             objective.begin([count for _, count in call.rows], target=targets.dims)
@@ -303,7 +301,7 @@ class CodeRuntime(Runtime):
         step = CodeStep(
             self._resources.routes(call.computes),
             threads,
-            stage_of=partial(self._stage, call, layers, modes),
+            stage_of=partial(self._stage, call, layers),
             run_of=partial(self._run, call, blocks, tracing, scheduled=True),
             homes=self._homes,
             objective=objective,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.compiled.layers import compiled_call
+from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _BatchNorm, _NormBase
 
@@ -89,10 +89,7 @@ class Inventory:
         self._modules = list(self.named)
         self.modes = self.training()
         #: True if a module is compiled, by torch.compile(module) or module.compile().
-        self.compiled = any([
-            compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
-            for module in self._modules
-        ])
+        self.compiled = any(map(is_compiled, self._modules))
         self.tables: list[Table] = [
             table for module in self._modules for table in (module._parameters, module._buffers, module._modules)
         ]

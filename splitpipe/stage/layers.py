@@ -7,23 +7,24 @@ call), the facts are determined again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from torch import Generator, Tensor, nn
 
 from splitpipe.batchnorm import DeferredBatchNorm
+from splitpipe.compiled.layers import is_compiled
 from splitpipe.compiled.theirs import guarded
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
-from splitpipe.deferral.function import Caller
-from splitpipe.deferral.owners import Note
-from splitpipe.deferral.pending import PendingStore
 from splitpipe.deferral.report import Sightings
+from splitpipe.partition.blocks import Blocks
+from splitpipe.partition.homes import Homes
 from splitpipe.skip.box import Key
 from splitpipe.skip.pairs import crossing
 from splitpipe.skip.skippable import Skippable
@@ -63,44 +64,6 @@ class StageFacts:
     noted: Collection[int] | None = None
 
 
-def noting(facts: StageFacts, sightings: Sightings, names: dict[int, str]) -> Note | None:
-    """Records how gradients of parameters are computed, for the report; None if that is known."""
-    return None if facts.noted is not None and facts.noted == names.keys() else sightings.note(names)
-
-
-class ReportedStage:
-    """A stage during one call, with what the report needs to know about its parameters."""
-
-    own: Any
-    facts: StageFacts
-    sightings: Sightings
-    pending: PendingStore | None
-
-    def __str__(self) -> str:
-        return str(self.own.name)
-
-    def look(self) -> None:
-        """Checks, at the beginning of the call, whether that is known."""
-        self._known = noting(self.facts, self.sightings, self.own.names) is None
-
-    def caller(self, i: int) -> Caller | None:
-        """What the layers of a microbatch need to know about the stage; None if all is left to autograd."""
-        pending, names = self.pending, self.own.names
-        if pending is None:
-            return None
-        return Caller(pending.gains(i), None if self._known else self.sightings.note_uncompiled(names))
-
-    def note(self, done: bool = True) -> Note | None:
-        """Records how gradients of the stage's parameters are computed, for the report; None if that is known.
-
-        ``done``: whether it will be known after this.
-        """
-        found = noting(self.facts, self.sightings, self.own.names)
-        if done and found is not None:
-            self.facts.noted = {*self.own.names}
-        return found
-
-
 @dataclass(eq=False)
 class StageCache:
     """What is kept of a stage from call to call. Copies of a model start without it."""
@@ -110,32 +73,61 @@ class StageCache:
     sightings: Sightings = field(default_factory=Sightings)
 
 
-class StageLayers:
-    """The layers of one stage, with their names, and what follows from them."""
+class Known(NamedTuple):
+    """The parameters that a stage may use."""
 
-    def __init__(
-        self, index: int, place: Place, layers: Sequence[Named], skips: dict[Key, tuple[int, int]]
-    ) -> None:
+    names: dict[int, str]  #: By identity.
+    identities: frozenset[int]
+    #: Those that aren't leaves, as with torch.func.functional_call.
+    computed: list[Tensor]
+
+    @staticmethod
+    def of(parameters: Iterable[tuple[str, Tensor]]) -> Known:
+        """These parameters, with their names."""
+        found = {id(x): (name, x) for name, x in reversed([*parameters])}
+        computed = [x for _, x in found.values() if not x.is_leaf and x.requires_grad]
+        return Known({key: name for key, (name, _) in found.items()}, frozenset(found), computed)
+
+
+class StageLayers:
+    """The layers of one stage, with their names: for its gradients, its report and its worker.
+
+    ``known``: the parameters that it may use; None: those of the layers.
+    """
+
+    def __init__(self, index: int, place: Place, layers: Sequence[Named], known: Known | None = None) -> None:
         self.index = index
         self.place = place
         self.layers = layers
-        self.calls = [guarded(layer) for _, layer in layers]
         self.name = f"stage {index} ({place})"
-        self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
-        #: The skips that go to later stages, and the stages.
-        self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
         self.parameters: list[list[Tensor]] = [list(layer.parameters()) for _, layer in layers]
+        if known is None:
+            known = Known.of(each for name, layer in layers for each in layer.named_parameters(name))
+        self.names, self.identities, self.computed = known
+
+
+class BlockLayers(StageLayers):
+    """Layers that run one after another, and are recomputed together: a stage of an nn.Sequential, or a block.
+
+    ``skips``: the stages that each skip between stages goes from and to.
+    """
+
+    def __init__(
+        self, index: int, place: Place, layers: Sequence[Named], skips: Mapping[Key, tuple[int, int]] | None = None
+    ) -> None:
+        super().__init__(index, place, layers)
+        ways = {} if skips is None else skips
+        self.arriving = [key for key, (source, target) in ways.items() if source < target == index]
+        #: The skips that go to later stages, and the stages.
+        self.leaving = [(key, target) for key, (source, target) in ways.items() if index == source < target]
+        self.calls = [guarded(layer) for _, layer in layers]
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
-        self.names = {id(x): own for name, layer in layers for own, x in layer.named_parameters(name)}
         self._modules = list(dict.fromkeys(module for _, layer in layers for module in layer.modules()))
         #: True if a layer stashes or pops, even if only within the stage.
         self.skippable = any(isinstance(module, Skippable) for module in self._modules)
         self._inventories: dict[tuple[bool, ...], Inventory] = {}
         #: All parameters, each once.
         self.every = [*{id(x): x for own in self.parameters for x in own}.values()]
-        self.identities = frozenset(map(id, self.every))
-        #: Parameters that aren't leaves, as with torch.func.functional_call.
-        self.computed = [x for x in self.every if not x.is_leaf and x.requires_grad]
 
     def inventory(self) -> Inventory:
         """The inventory for the current train and eval modes of the modules."""
@@ -146,46 +138,96 @@ class StageLayers:
         return found
 
 
-class AllLayers(Protocol):
-    """The layers of all stages, of any kind of module."""
+class Structure:
+    """Modules, and what their facts follow from: classes, children, parameters, forwards, namespaces of skips.
 
-    @property
-    def stages(self) -> Sequence[Any]:
-        """Those of each stage, with ``layers``, names and modules."""
+    ``above``: the module that contains all of them, of which only children and parameters count, since its forward may
+    refer to this.
+    """
 
-    @property
-    def skips(self) -> Any:
-        """The stages that each skip between stages goes from and to."""
-
-
-class ChainLayers:
-    """The layers of all stages, divided at ``spans``, and the stages that each skip between stages goes from and to."""
-
-    def __init__(self, layers: Sequence[Named], spans: Sequence[tuple[int, int]], places: Sequence[Place]) -> None:
-        parts = [layers[start:end] for start, end in spans]
-        self.skips = crossing(parts)
-        self.stages = [StageLayers(j, place, part, self.skips) for j, (place, part) in enumerate(zip(places, parts))]
-        self._layers = layers
-        self._modules = list(dict.fromkeys(chain.from_iterable(layer.modules() for _, layer in layers)))
-        self._skippable = [module for module in self._modules if isinstance(module, Skippable)]
+    def __init__(self, roots: Iterable[nn.Module], above: nn.Module | None = None) -> None:
+        self.modules = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))
+        self._tables: list[dict[str, Any]] = [] if above is None else [above._modules, above._parameters]
+        self._skippable = [module for module in self.modules if isinstance(module, Skippable)]
         self._found = self._look()
-        #: True if there is a BatchNorm with statistics of the whole batch.
-        self.collects = any(isinstance(module, DeferredBatchNorm) for module in self._modules)
-        #: True if a parameter or buffer is a DTensor.
-        self.sharded = sharded(layer for _, layer in layers)
 
-    def still(self, layers: Sequence[Named]) -> bool:
-        """True if these are the same layers, with the same modules and parameters in them."""
+    def same(self) -> bool:
+        """True if all of it is still the same objects."""
         found = self._look()
-        return layers == self._layers and len(found) == len(self._found) and all(map(is_, found, self._found))
+        return len(found) == len(self._found) and all(map(is_, found, self._found))
+
+    def modes(self) -> tuple[bool, ...]:
+        """The modules' current train or eval modes."""
+        return tuple([module.training for module in self.modules])
 
     def _look(self) -> list[Any]:
-        """Class, children, parameters and forward of every module, and the namespaces of its skips."""
+        modules = self.modules
         return [
-            *map(type, self._modules),
-            *chain.from_iterable([module._modules.values() for module in self._modules]),
-            *chain.from_iterable([module._parameters.values() for module in self._modules]),
-            *[module._compiled_call_impl for module in self._modules],
-            *[vars(module).get("forward") for module in self._modules],
+            *map(type, modules),
+            *chain.from_iterable([table.values() for table in self._tables]),
+            *chain.from_iterable([module._modules.values() for module in modules]),
+            *chain.from_iterable([module._parameters.values() for module in modules]),
+            *[module._compiled_call_impl for module in modules],
+            *[vars(module).get("forward") for module in modules],
             *[namespace for module in self._skippable for namespace, _ in (*module.stashable(), *module.poppable())],
         ]
+
+
+class ModelLayers:
+    """The layers of all stages of a model, which has this structure, and facts that follow from them."""
+
+    def __init__(self, stages: Sequence[StageLayers], structure: Structure) -> None:
+        self.stages = stages
+        self.structure = structure
+        #: True if there is a BatchNorm with statistics of the whole batch.
+        self.collects = any(isinstance(module, DeferredBatchNorm) for module in structure.modules)
+        #: True if a parameter or buffer is a DTensor.
+        self.sharded = sharded(layer for stage in stages for _, layer in stage.layers)
+        #: True if a module is compiled.
+        self.compiled = any(map(is_compiled, structure.modules))
+        #: False if parameters are computed: these belong to one call, and keep their graph alive.
+        self.lasting = not any([stage.computed for stage in stages])
+
+    def parts(self) -> list[list[nn.Module]]:
+        """The layers of each stage, without their names."""
+        return [[layer for _, layer in stage.layers] for stage in self.stages]
+
+    def with_loss(self, objective: nn.Module) -> ModelLayers:
+        """The same, with the loss as the last stage's last layer."""
+        made = copy(self)
+        last = made.stages[-1]
+        own = Known.of(objective.named_parameters("loss_fn"))
+        known = Known({**own.names, **last.names}, last.identities | own.identities, last.computed)
+        loss = StageLayers(last.index, last.place, [*last.layers, ("loss_fn", objective)], known)
+        made.stages = [*made.stages[:-1], loss]
+        return made
+
+
+def chain_layers(layers: Sequence[Named], spans: Sequence[tuple[int, int]], places: Sequence[Place]) -> ModelLayers:
+    """The layers of an nn.Sequential, divided at ``spans``."""
+    parts = [layers[start:end] for start, end in spans]
+    skips = crossing(parts)
+    stages = [BlockLayers(j, place, part, skips) for j, (place, part) in enumerate(zip(places, parts))]
+    return ModelLayers(stages, Structure(layer for _, layer in layers))
+
+
+def code_layers(blocks: Blocks, homes: Homes, places: Sequence[Place]) -> ModelLayers:
+    """The modules that each stage of any module has called so far, as its layers."""
+    known = Known.of(blocks.module.named_parameters())  # Code between blocks may use any.
+    stages = []
+    for index, place in enumerate(places):
+        layers: list[Named] = []
+        for called in homes.called[index]:
+            if called in blocks.blocks:
+                layers.append((blocks.blocks[called], called))
+            elif called in blocks.opened and (homes.stage_of.get(called) == index or called in homes.written):
+                layers.append((blocks.opened[called], _without_children(called)))
+        stages.append(StageLayers(index, place, layers, known))
+    return ModelLayers(stages, Structure(blocks.module.children(), blocks.module))
+
+
+def _without_children(module: nn.Module) -> nn.Module:
+    """A module's own parameters and buffers."""
+    own = nn.Module()
+    own._parameters, own._buffers = module._parameters, module._buffers
+    return own

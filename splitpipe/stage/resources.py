@@ -14,48 +14,37 @@ from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Routes
 from splitpipe.core.worker import Pool
 from splitpipe.partition import placing
-from splitpipe.stage.layers import AllLayers, ChainLayers, Named, StageCache, StageFacts
+from splitpipe.stage.layers import ModelLayers, StageCache, StageFacts
 
 
 class Resources:
     """The threads, streams and caches of one model, whose stages are in ``rows`` of a schedule."""
 
-    def __init__(self, places: Sequence[Place], spans: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
+    def __init__(self, places: Sequence[Place], rows: Sequence[int]) -> None:
         self.places = places
         self.devices = [place.device for place in places]
         self.on_cpu = all(device.type == "cpu" for device in self.devices)
         self.caches = [StageCache() for _ in places]
         self.block_caches: weakref.WeakSet[StageCache] = weakref.WeakSet()  #: Of separately recomputed blocks.
         self.workers: list[int] = []  # The worker of each stage.
-        self._spans = spans
         self._rows = rows
-        self._layers: ChainLayers | None = None
         self._pool: Pool | None = None
         self._pooled: list[int] = []  # The worker of each stage when the threads were started.
-        self._placed: weakref.ref[AllLayers] | None = None  # The layers for which the workers were chosen.
+        self._placed: weakref.ref[ModelLayers] | None = None  # The layers for which the workers were chosen.
         self._routes: Routes | None = None
         self._doubting = False
         self.named = NamedStreams()
 
-    def layers(self, layers: Sequence[Named]) -> ChainLayers:
-        """The current layers by stage."""
-        found = self._layers
-        if found is None or not found.still(layers):
-            found = ChainLayers(layers, self._spans, self.places)
-            # Computed parameters belong to one call, and keep their graph alive.
-            self._layers = None if any(stage.computed for stage in found.stages) else found
-        return found
-
-    def find_workers(self, layers: AllLayers) -> None:
+    def find_workers(self, layers: ModelLayers) -> None:
         """Chooses the worker of each stage."""
         # A model may be sharded, or a layer compiled or put into two stages, after its first forward.
         if self._placed is None or self._placed() is not layers:
-            parts = [[layer for _, layer in stage.layers] for stage in layers.stages]
+            parts = layers.parts()
             placing.verify_graphs(parts, self.places)
             self.workers = placing.workers(parts, self.places, self._rows)
             self._placed = weakref.ref(layers)
 
-    def pool(self, layers: AllLayers, threads: int | None = None) -> Pool:
+    def pool(self, layers: ModelLayers, threads: int | None = None) -> Pool:
         """The threads, in working order: one per worker, or at least ``threads`` that run ops of any stage."""
         self.find_workers(layers)
         homes = dict(zip(reversed(self.workers), reversed(self.places)))  # The place of each worker's first stage.
@@ -76,18 +65,18 @@ class Resources:
         """True in the model's own worker threads, where waiting for a call of the model would be a deadlock."""
         return self._pool is not None and self._pool.has_this_thread()
 
-    def verify_groups(self, layers: ChainLayers) -> None:
+    def verify_groups(self, layers: ModelLayers) -> None:
         """Raises for process groups that autograd's threads, one per device, would share."""
         if len(set(self.devices)) > 1:
-            placing.verify_groups([[layer for _, layer in stage.layers] for stage in layers.stages], self.places)
+            placing.verify_groups(layers.parts(), self.places)
 
-    def streams(self, layers: AllLayers) -> tuple[list[Stream], list[Stream]]:
+    def streams(self, layers: ModelLayers) -> tuple[list[Stream], list[Stream]]:
         """The stream on which each stage computes, and the caller's current one on its device."""
         if self.on_cpu:
             return [None] * len(self.places), [None] * len(self.places)
         callers = [stream.current(device) for device in self.devices]
         computes = [caller if place.stream is None else place.stream for place, caller in zip(self.places, callers)]
-        placing.verify_streams((layer for stage in layers.stages for _, layer in stage.layers), [*computes, *callers])
+        placing.verify_streams((layer for part in layers.parts() for layer in part), [*computes, *callers])
         return computes, callers
 
     def routes(self, computes: Sequence[Stream]) -> Routes | None:

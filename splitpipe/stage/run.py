@@ -33,7 +33,7 @@ from splitpipe.stage.call import Call
 from splitpipe.stage.checkpoint import WRITTEN
 from splitpipe.stage.saved import saved_apart
 from splitpipe.stage.snapshot import Snapshot
-from splitpipe.stage.stage import Stage
+from splitpipe.stage.stage import Block
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class StageRun:
     )
 
     def __init__(
-        self, stage: Stage, call: Call, state: State, seed: int, leaves: Sequence[Any],
+        self, stage: Block, call: Call, state: State, seed: int, leaves: Sequence[Any],
         run: Callable[[list[Any]], tuple[list[Any], Any]], where: str, *, in_place: bool = False, held: bool = False,
     ) -> None:
         self.stage, self.call, self.where, self.in_place = stage, call, where, in_place
@@ -218,7 +218,7 @@ class SeparateRun(StageRun):
     __slots__ = ("_given", "_handed", "entered")
 
     def __init__(
-        self, stage: Stage, call: Call, state: State, seed: int, leaves: Sequence[Any],
+        self, stage: Block, call: Call, state: State, seed: int, leaves: Sequence[Any],
         run: Callable[[list[Any]], tuple[list[Any], Any]], where: str, *, handed: bool = False, held: bool = False,
     ) -> None:
         super().__init__(stage, call, state, seed, leaves, run, where, held=held)
@@ -310,7 +310,7 @@ def plain(leaves: Sequence[Any], state: State) -> bool:
 TENSORS = frozenset([torch.Tensor, Parameter])
 
 
-def may_be_plain(stage: Stage) -> bool:
+def may_be_plain(stage: Block) -> bool:
     """True unless a stage is known to need more context."""
     plain = stage.facts.plain
     # What a lazy module has before its first run isn't a parameter yet.

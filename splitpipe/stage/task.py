@@ -29,7 +29,7 @@ from splitpipe.skip.box import Key, opened
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import Fill, Frame, Remade
 from splitpipe.stage.run import StageRun
-from splitpipe.stage.stage import Stage
+from splitpipe.stage.stage import Block
 
 Skips = dict[Key, Activation]
 
@@ -47,7 +47,7 @@ class Task:
     """One microbatch on one stage, in a state (``inside``: the worker's own); must be called in the stage's worker."""
 
     def __init__(
-        self, stage: Stage, call: Call, i: int, value: Activation, skips: Skips, state: State, inside: bool = False
+        self, stage: Block, call: Call, i: int, value: Activation, skips: Skips, state: State, inside: bool = False
     ) -> None:
         self.stage = stage
         self.number = i, len(call.rows)

@@ -25,7 +25,7 @@ from splitpipe.deferral.streams import BackwardStreams
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.box import Key
 from splitpipe.stage.call import Call
-from splitpipe.stage.layers import AllLayers
+from splitpipe.stage.layers import ModelLayers
 from splitpipe.stage.resources import Resources
 from splitpipe.training import release
 from splitpipe.training.capture import Capture, Grads, ParkedHooks
@@ -59,7 +59,7 @@ class Trainer:
     _rows: dict[tuple[object, ...], Rows] = field(default_factory=dict)
 
     def train(
-        self, layers: AllLayers, call: Call, target: Division, scale: Tensor | None, work: Work, in_turn: bool = False
+        self, layers: ModelLayers, call: Call, target: Division, scale: Tensor | None, work: Work, in_turn: bool = False
     ) -> Tensor:
         """The loss of the batch; gradients are computed scaled by ``scale``, and handed over unscaled."""
         if call.state.grad and getattr(sys.modules.get(_COMPILED), "compiled_autograd_enabled", False):
@@ -155,7 +155,7 @@ class _Step:
     def __init__(
         self,
         trainer: Trainer,
-        layers: AllLayers,
+        layers: ModelLayers,
         rows: Rows,
         recorder: Recorder | None,
         *,

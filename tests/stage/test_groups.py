@@ -13,6 +13,7 @@ from torch import nn
 from splitpipe import SplitPipe
 from splitpipe.core.stream import Place
 from splitpipe.partition.placing import verify_groups
+from splitpipe.stage.layers import chain_layers
 from splitpipe.stage.resources import Resources
 
 NAMES = itertools.count()
@@ -71,8 +72,8 @@ def test_groups_are_verified_for_autograds_threads(monkeypatch: pytest.MonkeyPat
 
 def test_a_model_on_two_devices_is_refused_by_its_resources() -> None:
     parts = [[(f"{k}", layer) for k, layer in enumerate(part)] for part in stages(own=False)]
-    one, two = (Resources(places, [(0, 2), (2, 4)], [0, 1]) for places in (GPUS[:1] * 2, GPUS))
-    layers = [*parts[0], *parts[1]]
-    one.verify_groups(one.layers(layers))
+    one, two = (Resources(places, [0, 1]) for places in (GPUS[:1] * 2, GPUS))
+    layers = chain_layers([*parts[0], *parts[1]], [(0, 2), (2, 4)], GPUS)
+    one.verify_groups(layers)
     with pytest.raises(ValueError, match="share a process group"):
-        two.verify_groups(two.layers(layers))
+        two.verify_groups(layers)

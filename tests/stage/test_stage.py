@@ -17,8 +17,8 @@ from splitpipe.core.stream import Place
 from splitpipe.skip import skippable, stash
 from splitpipe.stage.call import Activation, begin
 from splitpipe.stage.checkpoint import Batch
-from splitpipe.stage.layers import StageCache, StageLayers
-from splitpipe.stage.stage import Stage
+from splitpipe.stage.layers import BlockLayers, StageCache
+from splitpipe.stage.stage import Block
 from splitpipe.stage.task import Result, Skips, Task
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def run(
     state = state or thread_state.capture()
     input = of_input(torch.zeros(4, 1), None, 4, Memory())
     call = begin(input, 0 if checkpoint else None, state, [CPU] * 4, [None] * 4, [None] * 4, False, lambda: None)
-    stage = Stage(StageLayers(3, Place(CPU), named, {}), memory, call, pending)
+    stage = Block(BlockLayers(3, Place(CPU), named), memory, call, pending)
     activation = value if isinstance(value, Activation) else Activation(*microbatch.flatten(value, "the input"))
     task = Task(stage, replace(call, batch=batch or Batch([])), 1, activation, skips or {}, state)
     return call.contexts[1].run(task)
