@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from splitpipe import SplitPipe, schedule
+from splitpipe import SplitPipe, attach, schedule
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, stages_of, twins
 from tests.helpers.twin import assert_same, assert_same_tensors
@@ -84,11 +84,33 @@ def replace_data(module: Any) -> None:
     module[0].weight.data = torch.ones(4, 4) / 2
 
 
-def test_layers_and_parameters_may_be_replaced() -> None:
+class Chain(nn.Module):
+    """The layers of an nn.Sequential, called one by one."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self._modules.update(layers.named_children())
+
+    def __getitem__(self, number: int) -> Any:
+        return self._modules[str(number)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("way", ["balance", "cuts"])
+def test_layers_and_parameters_may_be_replaced(way: str) -> None:
+    plain: Any
     plain, model = pair()
+    if way == "cuts":
+        plain = Chain(plain)
+        model = attach(copy.deepcopy(plain), ["2"], devices=["cpu"] * 2, chunks=4, schedule="1f1b", loss_fn=F.mse_loss)
     changes = (
-        replace_layer, replace_parameter, replace_data, lambda module: module[0].weight.requires_grad_(False),
-        lambda module: module[0].weight.requires_grad_(True), lambda module: module.to(torch.float32),
+        lambda module: None, lambda module: None, replace_layer, replace_parameter, replace_data,
+        lambda module: module[0].weight.requires_grad_(False), lambda module: module[0].weight.requires_grad_(True),
+        lambda module: module.to(torch.float32),
     )
     for change in changes:
         for module in (plain, model):
