@@ -284,7 +284,8 @@ class CodeForward(MicrobatchForward):
             # It may access something on another stage.
             follow = not local or not simple and holds_objects((args, kwargs))
         handed = containers(args, kwargs) if own else []
-        verify_once(handed, len(own))
+        if own:
+            verify_once(handed, len(own))
         then = copies(handed)
         described, where = blocks.described(block), self._where
         token = taker.set(None)
@@ -295,11 +296,13 @@ class CodeForward(MicrobatchForward):
             else:
                 self._at(described)
                 run = traced or call
-                value = run(*args, **kwargs) if follow or whole else self._alone(run, args, kwargs)
-                made, value = changes(handed, then), marked(value, handed)
-                made = {number: content for number, content in made.items() if own[number] is not handed[number]}
-            change(own, made)
-            value = returned(value, own)
+                value, made = run(*args, **kwargs) if follow or whole else self._alone(run, args, kwargs), {}
+                if own:
+                    made, value = changes(handed, then), marked(value, handed)
+                    made = {number: content for number, content in made.items() if own[number] is not handed[number]}
+            if own:
+                change(own, made)
+                value = returned(value, own)
             if self.trace is not None:
                 self._note(block, traced, (args, kwargs), value)
             if not whole:
@@ -344,11 +347,18 @@ class CodeForward(MicrobatchForward):
     def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call that accesses no value of another stage."""
         modes = _get_current_function_mode_stack()
-        set_function_modes([mode for mode in modes if mode is not self._follow])
+        on_top = bool(modes) and modes[-1] is self._follow
+        if on_top:
+            _pop_torch_function_stack()
+        else:
+            set_function_modes([mode for mode in modes if mode is not self._follow])
         try:
             return call(*args, **kwargs)
         finally:
-            set_function_modes(modes)
+            if on_top and _get_current_function_mode_stack() == modes[:-1]:
+                _push_on_torch_function_stack(self._follow)
+            else:
+                set_function_modes(modes)
 
     def _checkpointed(
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool

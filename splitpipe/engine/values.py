@@ -169,9 +169,10 @@ class Values:
     def simple(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same for arguments that are ``SIMPLE``."""
         here = self.here
-        args = tuple([here(x) if isinstance(x, Tensor) else x for x in args])
-        if kwargs:
-            kwargs = {name: here(x) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+        with DisableTorchFunction():  # Follow would see each question.
+            args = tuple([here(x) if isinstance(x, Tensor) else x for x in args])
+            if kwargs:
+                kwargs = {name: here(x) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
         return args, kwargs
 
     def latest(self, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from splitpipe.core import stream
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import is_plain, version_of
 from splitpipe.core.thread_state import Bound, unobserved
-from splitpipe.core.torch_private import _NormBase, tree_leaves, tree_map_only
+from splitpipe.core.torch_private import DisableTorchFunction, _NormBase, tree_leaves, tree_map_only
 from splitpipe.partition.moving import moved
 
 
@@ -46,6 +46,8 @@ class Homes:
         self.called: list[WeakKeyDictionary[nn.Module, None]] = [WeakKeyDictionary() for _ in places]
         #: Where parameters live, and buffers that several modules share: with the first of these modules.
         self._living: dict[int, tuple[Tensor, torch.device]] = {}
+        #: The tables of tensors of what was assigned to a stage, by the called module's identity and the stage.
+        self._settled: dict[tuple[int, int], list[dict[str, Tensor | None]]] = {}
         #: Opened modules whose own buffers the code between blocks writes to: all stages with such code share them.
         self.written: WeakSet[nn.Module] = WeakSet()
         #: True when a call has completed: everything that it used is in place.
@@ -81,16 +83,36 @@ class Homes:
 
         Returns True if all their tensors are on the stage's device.
         """
+        key, device, local = (id(module), stage), self._devices[stage], True
+        known = self._settled.get(key)
+        if known is not None and self._at_home(known, device):
+            return True
         self.called[stage][module] = None
-        device, local = self._devices[stage], True
+        tables: list[Any] = []
         for part in parts:
+            tables += part._parameters, part._buffers
             home = self.stage_of.get(part)
             if self.several:
                 self._bring(part, self._devices[stage if home is None else home])
                 local = local and all(x.device == device for x in _own(part))
             if home is None:  # Only now, so that what couldn't be moved has no home.
                 self.stage_of[part] = stage
+        self._settled[key] = tables
         return local
+
+    def _at_home(self, tables: Iterable[dict[str, Tensor | None]], device: torch.device) -> bool:
+        """True if all tensors are on a device, and live there."""
+        if not self.several:
+            return True
+        with DisableTorchFunction():  # The mode Follow would see each question.
+            return all([
+                x is None or x.device == device and self._living.get(id(x), (x, device))[1] == device
+                for table in tables for x in table.values()
+            ])
+
+    def restructured(self) -> None:
+        """The model's modules or parameters may have changed: looks at each part again."""
+        self._settled.clear()
 
     def gather(self) -> None:
         """If there is one device, moves the whole module there, including parts that are never called."""
