@@ -85,7 +85,7 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
     if row is not None:
         return row
     made = [number_of(facts, x) for x in given]
-    if not any(isinstance(each, Number) for each in made):
+    if all(not isinstance(each, Number) or ROWS in made and is_constant(each) for each in made):
         return facts.other(name, given, out)
     return _sum(facts, name, list(zip(given, made, signs)), out)
 

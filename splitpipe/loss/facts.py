@@ -177,7 +177,7 @@ class Facts:
 
     def other(self, name: str, given: Sequence[Any], out: Tensor) -> Made:
         """The result of a function without a rule: taken as computed for each row separately, if it has rows."""
-        made = [CONSTANT if is_constant(each) else each for each in map(self.of, given)]
+        made = [CONSTANT if is_constant(each) else self._whole(each) for each in map(self.of, given)]
         for each in made:
             if isinstance(each, Unknown):
                 return each
@@ -191,6 +191,12 @@ class Facts:
         # The dimension of a single row may have been squeezed.
         squeezed = all(not x.dim() for x, each in zip(given, made) if each is ROWS)
         return ROWS if not numbers and (out.dim() or squeezed) else Unknown(name)
+
+    def _whole(self, made: Made) -> Made:
+        """Of a single row, what was divided by 1 is whole: more often a scale of 1.0 than the number of rows."""
+        if isinstance(made, Share) and self.rows == 1 and made.divisor.count == 1:
+            return ROWS if made.rows else CONSTANT
+        return made
 
     def _pairs(self, given: Sequence[Any], made: Sequence[Made]) -> bool:
         """True if rows meet other rows, mostly by broadcasting: x[:, None] - x[None]."""

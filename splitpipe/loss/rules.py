@@ -60,6 +60,15 @@ def _expanded(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
     return _same(facts, name, args, kwargs, out) if "expand" in name else facts.other(name, [x], out)
 
 
+def _fitted(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """Tensors that are broadcast to one shape; those that have it stay what they are."""
+    given = list(tensors(args))
+    for x, each in zip(given, out):
+        made = facts.of(x) if x.shape == each.shape else facts.other(name, given, each)
+        facts.put(each, CONSTANT if is_constant(made) else made)
+    return None
+
+
 def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """The same values in another shape, dtype or place."""
     made = facts.of(args[0])
@@ -333,7 +342,7 @@ _COMPARISONS = frozenset("lt gt le ge __lt__ __gt__ __le__ __ge__ less greater l
 _GROUPS: list[tuple[Rule, str]] = [
     (_same, "float to double half bfloat16 type type_as clone detach squeeze "
             "contiguous requires_grad_ nan_to_num nan_to_num_ cpu cuda alias long int"),
-    (_expanded, "expand expand_as broadcast_to repeat tile"),
+    (_expanded, "expand expand_as broadcast_to repeat tile"), (_fitted, "broadcast_tensors"),
     (_reshaped, "view reshape view_as reshape_as flatten unflatten ravel"), (einsum, "einsum"),
     (_unsqueeze, "unsqueeze"), (negative, "neg negative neg_ negative_ __neg__"),
     (add, "add add_ __radd__ __iadd__ __add__ sub sub_ subtract subtract_ __sub__ __isub__ rsub __rsub__"),

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 WORDS, CLASSES, IGNORED = 4, 5, -100
@@ -473,6 +474,9 @@ HAND: Table = {
     "vae by rows": ("flat", lambda o, t: vae(o, t) / o.size(0)),
     "vae by len": ("flat", lambda o, t: vae(o, t) / len(o)),
     "vae of means": ("flat", vae_of_means),
+    "from a zero": ("flat", lambda o, t: (torch.zeros(()) + (o - t) - torch.tensor(0.0)).square().mean()),
+    "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + kl_divergence(
+        Normal(o, o.exp()), Normal(0.0, 1.0)).sum(1).mean()),
 }
 EXACT: Table = {**TORCH, **AROUND, **HAND}
 
