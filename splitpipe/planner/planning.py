@@ -142,7 +142,6 @@ def plan(
     with _one_at_a_time.lock:
         cuttable, own_loss = None, False
         if checks.is_layered(module):
-            assert isinstance(module, nn.Sequential)
             rows, layers = _rows(module, sample), len(module)
         else:
             cuttable = surveyed(module, sample, "the sample")

@@ -18,7 +18,7 @@ from torch import nn
 from splitpipe.balance.copies import copy_of, measuring
 from splitpipe.balance.layers import Single, detached, first_rows, measure_layers, rows_of
 from splitpipe.balance.survey import Surveyed
-from splitpipe.balance.units import ROWS, FreeLoss, Times, UnitBytes, Units, overhead, times_of
+from splitpipe.balance.units import ROWS, Times, UnitBytes, Units, overhead, times_of
 from splitpipe.compiled.layers import Compiler, release
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.microbatch import cuts
@@ -161,7 +161,7 @@ class ModuleWork(Work):
 
     def __init__(self, found: Surveyed, settings: Settings) -> None:
         super().__init__([START, *found.cuts], found.rows, settings)
-        self._of, self._module = found, found.module.train()
+        self._of, self._module = found, found.module
 
     def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
         """The costs for one number of chunks."""
@@ -184,10 +184,7 @@ class ModuleWork(Work):
     def _measured(self, places: Sequence[Place], chunks: int) -> list[Measured]:
         rows = cuts(self.rows, chunks)[0][1]
         loss_fn, target = self.loss(places[-1].device, rows)
-        if loss_fn is None and not self._of.has_loss:
-            loss_fn, target = FreeLoss(), 0
-        call = self._of.call(rows, places[0].device)
-        units = Units(self._module, self._of.cuts, places, loss_fn, call, target, self.settings.compile)
+        units = self._of.units(places, chunks, loss_fn, target, self.settings.compile)
         with self.compiling():
             units.discover()
             units.run()
