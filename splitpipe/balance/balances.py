@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from splitpipe.balance.copies import measuring
-from splitpipe.balance.layers import first_rows, held, rows_of, sizes, times
+from splitpipe.balance.layers import held, layers_of, sizes, times
 from splitpipe.balance.solver import solve
 from splitpipe.balance.survey import Surveyed, surveyed
 from splitpipe.balance.units import Units, overhead, times_of
 from splitpipe.checks import finite, is_integer, is_layered, resolve_device
-from splitpipe.core.microbatch import cuts
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import memory_of
 
@@ -86,8 +85,7 @@ def balance_by_time(
     verify_numbers(partitions, len(module) if is_layered(module) else None, timeout=timeout)
     place = Place(resolve_device(device))
     if is_layered(module):
-        rows_of(sample, "sample")
-        return solve(times(module, sample, timeout, place.device), operator.index(partitions))
+        return solve(times(layers_of(module, sample, "sample"), timeout, place.device), operator.index(partitions))
 
     def costs(units: Units) -> list[float]:
         units.run()
@@ -158,8 +156,7 @@ def balance_by_size(
     )
     place = Place(resolve_device(device))
     if is_layered(module):
-        microbatch = first_rows(input, cuts(rows_of(input, "input"), operator.index(chunks))[0][1], "input")
-        found = sizes(module, microbatch, param_scale, place.device)
+        found = sizes(layers_of(module, input, "input"), operator.index(chunks), param_scale, place.device)
         return solve(_finite(found, param_scale, "layer"), operator.index(partitions))
 
     def costs(units: Units) -> list[float]:

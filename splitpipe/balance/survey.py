@@ -28,6 +28,9 @@ from splitpipe.partition.homes import arguments_of, verify_filled
 from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.partition.resident import Shell
 
+#: The name of the part before the first cut.
+START = "(start)"
+
 
 class Surveyed(NamedTuple):
     """A copy of a module, and what a call of it has shown."""
@@ -37,6 +40,11 @@ class Surveyed(NamedTuple):
     has_loss: bool  # Whether a schedule can run backward from its output, because it has the field ``loss``.
     batch: Division  # The arguments of a call with a whole batch.
     rows: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of its parts, each of which runs from one possible cut to the next."""
+        return START, *self.cuts
 
     def units(
         self, places: Sequence[Place], chunks: int = 1, loss_fn: Callable[..., Any] | None = None, target: Any = None,

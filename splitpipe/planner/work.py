@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from splitpipe.balance.copies import copy_of, measuring
-from splitpipe.balance.layers import Single, detached, first_rows, measure_layers, rows_of
+from splitpipe.balance.layers import Layers, Single, detached, first_rows
 from splitpipe.balance.survey import Surveyed
 from splitpipe.balance.units import ROWS, Times, UnitBytes, Units, overhead, times_of
 from splitpipe.compiled.layers import Compiler, release
@@ -32,8 +32,6 @@ from splitpipe.schedule.plurals import counted
 Progress = Callable[[int, int, str], None]
 # The fewest microbatches that count, for what is run more than once.
 RUNS = 3
-# The name of the part before the first cut.
-START = "(start)"
 
 
 class Measured(NamedTuple):
@@ -56,12 +54,10 @@ class Settings(NamedTuple):
 class Work:
     """Measurements that share a time limit, which excludes the time for compiling."""
 
-    def __init__(self, names: Sequence[str], rows: int, settings: Settings) -> None:
-        self.names = tuple(names)
-        self.rows = rows
-        self.settings = settings
+    def __init__(self, of: Layers | Surveyed, settings: Settings) -> None:
+        self.of, self.settings = of, settings
         self.end = perf_counter() + settings.seconds
-        self.total, self.done = settings.walks * len(names), 0
+        self.total, self.done = settings.walks * len(of.names), 0
 
     def kind(self, places: Sequence[Place], chunks: Sequence[int]) -> dict[int, list[Measured]]:
         """The costs of the layers on a kind of device, for each number of chunks with which they can be run."""
@@ -75,12 +71,14 @@ class Work:
                 if not found and not (isinstance(error, torch.OutOfMemoryError) and number + 1 < len(chunks)):
                     raise
                 traceback.clear_frames(error.__traceback__)  # They refer to the tensors that didn't fit.
-                self.done = before + len(self.names)
+                self.done = before + len(self.of.names)
         return found
 
     def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
         """The costs for one number of chunks."""
-        raise NotImplementedError
+        if isinstance(self.of, Layers):
+            return self._layers(self.of, places[0], chunks)
+        return self._module(self.of, places, chunks)
 
     def tell(self, what: str) -> None:
         """Shows what is measured next."""
@@ -93,7 +91,7 @@ class Work:
         yield
         self.end += perf_counter() - begun
 
-    def loss(self, device: torch.device, rows: int) -> tuple[Callable[..., Any] | None, Any]:
+    def loss(self, device: torch.device, chunks: int) -> tuple[Callable[..., Any] | None, Any]:
         """The loss function, and the target of a microbatch, on a device."""
         loss_fn: Any = self.settings.loss_fn
         if loss_fn is None:
@@ -101,12 +99,13 @@ class Work:
         with measuring(device):  # A copy made in inference mode couldn't be saved for backward.
             if isinstance(loss_fn, nn.Module):
                 loss_fn = copy_of(loss_fn).to(device)
+            rows = cuts(self.of.rows, chunks)[0][1]
             return loss_fn, detached(first_rows(self.settings.target, rows, "the target"), device)
 
     def again(self, took: float, layers: int) -> bool:
         """True if a run of some layers, which took ``took`` seconds, is short enough to be repeated."""
         # If all took longer, running all of them a second time would take half of the time.
-        return took <= self.settings.seconds / 2 / len(self.names) * layers
+        return took <= self.settings.seconds / 2 / len(self.of.names) * layers
 
     def measured(
         self, units: Units, chunks: int, empty: Sequence[Times], left: Callable[[], Mapping[Address, int]] = dict
@@ -123,72 +122,52 @@ class Work:
         self.done += len(sizes)
         return [(times.less(base), size) for times, base, size in zip(times_of(recording), empty, sizes)]
 
-
-class LayersWork(Work):
-    """Measures copies of the layers of an nn.Sequential, one at a time."""
-
-    def __init__(self, module: nn.Sequential, sample: Any, settings: Settings) -> None:
-        super().__init__(list(module._modules), rows_of(sample, "the sample"), settings)
-        self._options = verify_compile(settings.compile)
-        self._module, self._sample = module, sample
-
-    def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
-        """The costs for one number of chunks."""
-        place, rows = places[0], cuts(self.rows, chunks)[0][1]
-        loss_fn, target = self.loss(place.device, rows)
+    def _layers(self, of: Layers, place: Place, chunks: int) -> list[Measured]:
+        """Those of the layers of an nn.Sequential, one at a time."""
+        loss_fn, target = self.loss(place.device, chunks)
         with measuring(place.device):
             empty = overhead(place, 1, min(chunks, ROWS))
-        compiler = Compiler(self._options)  # Copies of equal layers share compiled code, for these sizes.
+        options = verify_compile(self.settings.compile)
+        compiler = Compiler(options)  # Copies of equal layers share compiled code, for these sizes.
 
         def measure(at: int, single: Single) -> Measured:
-            name, kind = self.names[at], type(single.layer).__name__
+            name, kind = of.names[at], type(single.layer).__name__
             self.tell(f"layer {name} ({kind}), {counted(chunks, 'chunk')}, {place}")
             compiler.compile([single.layer])
-            units = single.units(place, loss_fn, target) if at + 1 == len(self.names) else single.units(place)
-            if self._options is not None:
+            units = single.units(place, loss_fn, target) if at + 1 == len(of.names) else single.units(place)
+            if options is not None:
                 with self.compiling():
                     units.run()
                 single.leaving = None
             [(times, size)] = self.measured(units, chunks, empty, lambda: single.left().memory())
             return Measured(Layer(*single.trained(times), **size._asdict()), *single.state())
 
-        sample = first_rows(self._sample, rows, "the sample")
-        return measure_layers(self._module, sample, place.device, measure, f", with {counted(chunks, 'chunk')}")
+        return of.measured(place.device, measure, chunks)
 
-
-class ModuleWork(Work):
-    """Measures a copy of a module with all possible cuts, on one device, or, if it doesn't fit, on all of a kind."""
-
-    def __init__(self, found: Surveyed, settings: Settings) -> None:
-        super().__init__([START, *found.cuts], found.rows, settings)
-        self._of, self._module = found, found.module
-
-    def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
-        """The costs for one number of chunks."""
-        release(self._module)  # It is compiled again for these sizes, as it would be in training.
-        place, what = places[0], f"{type(self._module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
+    def _module(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Measured]:
+        """Those of a module's parts, on one device, or, if it doesn't fit, on all of a kind."""
+        release(of.module)  # It is compiled again for these sizes, as it would be in training.
+        place, what = places[0], f"{type(of.module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
         self.tell(what)
         try:
             with measuring(place.device):
                 try:
-                    return self._measured([place], chunks)
+                    return self._parts(of, [place], chunks)
                 except torch.OutOfMemoryError as error:
                     if len({each.device for each in places}) == 1:
                         raise
                     traceback.clear_frames(error.__traceback__)
-                    return self._measured(places, chunks)
+                    return self._parts(of, places, chunks)
         except BaseException as error:
             add_note(error, f"Raised while profiling {what}, in a copy. The model is unchanged.")
             raise
 
-    def _measured(self, places: Sequence[Place], chunks: int) -> list[Measured]:
-        rows = cuts(self.rows, chunks)[0][1]
-        loss_fn, target = self.loss(places[-1].device, rows)
-        units = self._of.units(places, chunks, loss_fn, target, self.settings.compile)
+    def _parts(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Measured]:
+        units = of.units(places, chunks, *self.loss(places[-1].device, chunks), self.settings.compile)
         with self.compiling():
             units.discover()
             units.run()
-        found = self.measured(units, chunks, overhead(places[0], len(self.names), min(chunks, ROWS)))
+        found = self.measured(units, chunks, overhead(places[0], len(of.names), min(chunks, ROWS)))
         return [
             Measured(Layer(*times, **size._asdict()), *state) for (times, size), state in zip(found, units.state())
         ]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from splitpipe.balance.layers import layers_of
 from splitpipe.balance.units import Times
 from splitpipe.checks import verify_devices
 from splitpipe.core.stream import Place
@@ -33,7 +34,8 @@ def profiled(
 ) -> Profile:
     places: list[Place] = verify_devices(["cpu"] * rows, rows)
     given = {"memory": None, "optimizer_state": 2.0, "progress": lambda done, total, what: None, **options}
-    return measure.profile(module, sample, target, loss_fn, places, chunks, seconds=seconds, **given)
+    of = layers_of(module, sample, "the sample")
+    return measure.profile(module, of, target, loss_fn, places, chunks, seconds=seconds, **given)
 
 
 def layers(found: Profile, chunks: int = 2) -> tuple[Layer, ...]:
