@@ -12,7 +12,6 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from splitpipe.balance.copies import measuring
 from splitpipe.balance.layers import held, layers_of, sizes, times
 from splitpipe.balance.solver import solve
 from splitpipe.balance.survey import Surveyed, surveyed
@@ -177,8 +176,7 @@ def _cuts(
 ) -> list[str]:
     """The names of the blocks with which stages 1, 2, ... of a module start."""
     verify_numbers(partitions, len(found.cuts) + 1, "a block")
-    with measuring(place.device):
-        lengths = solve(costs(found.units([place], chunks)), operator.index(partitions))
+    lengths = solve(found.measured([place], costs, chunks), operator.index(partitions))
     return [found.cuts[start - 1] for start in accumulate(lengths[:-1])]
 
 

@@ -113,7 +113,6 @@ class Layers(NamedTuple):
     module: nn.Sequential
     sample: Any
     rows: int
-    whose: str  # What messages call the sample.
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -131,7 +130,7 @@ class Layers(NamedTuple):
             return single.after()
 
         with measuring(device):
-            flow = Flow(detached(first_rows(self.sample, cuts(self.rows, chunks)[0][1], self.whose), device), {})
+            flow = Flow(detached(first_rows(self.sample, cuts(self.rows, chunks)[0][1]), device), {})
             for at, (name, layer) in enumerate(zip(self.names, self.module, strict=True)):
                 try:
                     flow = run(at, layer, flow)
@@ -151,7 +150,7 @@ def layers_of(module: nn.Sequential, sample: Any, whose: str) -> Layers:
     leaves, _ = flatten(sample, whose, batch=True)
     rows = batch_size(leaves, whose)
     verify_filled(leaves, whose)
-    return Layers(module, sample, rows, whose)
+    return Layers(module, sample, rows)
 
 
 def times(layers: Layers, timeout: float, device: torch.device) -> list[float]:
@@ -249,9 +248,9 @@ def state_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
 
 
-def first_rows(value: Any, rows: int, whose: str) -> Any:
+def first_rows(batch: Any, rows: int) -> Any:
     """The first rows of a batch's tensors; what has no rows stays whole."""
-    leaves, spec = flatten(value, whose, batch=True)
+    leaves, spec = flatten(batch, "the batch", batch=True)
     return unflatten([leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves], spec)
 
 

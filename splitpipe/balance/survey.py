@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,9 @@ from splitpipe.engine.scheduled import loss_of
 from splitpipe.partition.homes import arguments_of, verify_filled
 from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.partition.resident import Shell
+from splitpipe.schedule.plurals import counted
 
+T = TypeVar("T")
 #: The name of the part before the first cut.
 START = "(start)"
 
@@ -46,15 +48,24 @@ class Surveyed(NamedTuple):
         """Those of its parts, each of which runs from one possible cut to the next."""
         return START, *self.cuts
 
-    def units(
-        self, places: Sequence[Place], chunks: int = 1, loss_fn: Callable[..., Any] | None = None, target: Any = None,
-        compile: bool | Mapping[str, Any] = False,
-    ) -> Units:
-        """The copy with all cuts, to be trained on one of ``chunks`` microbatches; by default, with its own loss."""
+    def measured(
+        self, places: Sequence[Place], measure: Callable[[Units], list[T]], chunks: int = 1,
+        loss_fn: Callable[..., Any] | None = None, target: Any = None, compile: bool | Mapping[str, Any] = False,
+    ) -> list[T]:
+        """What ``measure`` returns for the copy with all cuts, run on one of ``chunks`` microbatches.
+
+        Without ``loss_fn``, the loss is the module's own, or costs nothing.
+        """
         if loss_fn is None and not self.has_loss:
             loss_fn, target = FreeLoss(), 0
-        call = _first(self.batch, cuts(self.rows, chunks)[0][1], places[0].device)
-        return Units(self.module.train(), self.cuts, places, loss_fn, call, target, compile)
+        try:
+            with measuring(places[0].device):
+                call = _first(self.batch, cuts(self.rows, chunks)[0][1], places[0].device)
+                return measure(Units(self.module.train(), self.cuts, places, loss_fn, call, target, compile))
+        except BaseException as error:
+            what = f"{type(self.module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
+            add_note(error, f"Raised while profiling {what}, in a copy. The model is unchanged.")
+            raise
 
 
 def surveyed(module: object, sample: object, whose: str = "sample") -> Surveyed:

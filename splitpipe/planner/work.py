@@ -22,7 +22,6 @@ from splitpipe.balance.units import ROWS, Times, UnitBytes, Units, overhead, tim
 from splitpipe.compiled.layers import Compiler, release
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.microbatch import cuts
-from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import Address
 from splitpipe.planner.profile import Layer
@@ -100,7 +99,7 @@ class Work:
             if isinstance(loss_fn, nn.Module):
                 loss_fn = copy_of(loss_fn).to(device)
             rows = cuts(self.of.rows, chunks)[0][1]
-            return loss_fn, detached(first_rows(self.settings.target, rows, "the target"), device)
+            return loss_fn, detached(first_rows(self.settings.target, rows), device)
 
     def again(self, took: float, layers: int) -> bool:
         """True if a run of some layers, which took ``took`` seconds, is short enough to be repeated."""
@@ -140,34 +139,29 @@ class Work:
                     units.run()
                 single.leaving = None
             [(times, size)] = self.measured(units, chunks, empty, lambda: single.left().memory())
-            return Measured(Layer(*single.trained(times), **size._asdict()), *single.state())
+            return Measured(Layer(*single.trained(times), *size), *single.state())
 
         return of.measured(place.device, measure, chunks)
 
     def _module(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Measured]:
         """Those of a module's parts, on one device, or, if it doesn't fit, on all of a kind."""
         release(of.module)  # It is compiled again for these sizes, as it would be in training.
-        place, what = places[0], f"{type(of.module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
-        self.tell(what)
+        self.tell(f"{type(of.module).__name__}, {counted(chunks, 'chunk')}, {places[0]}")
         try:
-            with measuring(place.device):
-                try:
-                    return self._parts(of, [place], chunks)
-                except torch.OutOfMemoryError as error:
-                    if len({each.device for each in places}) == 1:
-                        raise
-                    traceback.clear_frames(error.__traceback__)
-                    return self._parts(of, places, chunks)
-        except BaseException as error:
-            add_note(error, f"Raised while profiling {what}, in a copy. The model is unchanged.")
-            raise
+            return self._parts(of, places[:1], chunks)
+        except torch.OutOfMemoryError as error:
+            if len({each.device for each in places}) == 1:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        return self._parts(of, places, chunks)
 
     def _parts(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Measured]:
-        units = of.units(places, chunks, *self.loss(places[-1].device, chunks), self.settings.compile)
-        with self.compiling():
-            units.discover()
-            units.run()
-        found = self.measured(units, chunks, overhead(places[0], len(of.names), min(chunks, ROWS)))
-        return [
-            Measured(Layer(*times, **size._asdict()), *state) for (times, size), state in zip(found, units.state())
-        ]
+        def measure(units: Units) -> list[Measured]:
+            with self.compiling():
+                units.discover()
+                units.run()
+            found = self.measured(units, chunks, overhead(places[0], len(of.names), min(chunks, ROWS)))
+            return [Measured(Layer(*times, *size), *state) for (times, size), state in zip(found, units.state())]
+
+        loss_fn, target = self.loss(places[-1].device, chunks)
+        return of.measured(places, measure, chunks, loss_fn, target, self.settings.compile)

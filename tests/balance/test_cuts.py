@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from splitpipe.balance import balance_by_size, balance_by_time, balances
@@ -77,3 +77,16 @@ def test_an_infinite_size_names_its_part() -> None:
 def test_more_stages_than_blocks_are_refused(choose: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="partitions is 5: expected 1 to 4, as each stage needs at least a block"):
         choose(5, Net(), batch())
+
+
+@BOTH
+def test_an_error_in_training_says_that_a_copy_was_measured(choose: Callable[..., Any]) -> None:
+    class Odd(Net):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+            if self.training:
+                raise KeyError("odd")
+            return super().forward(ids, labels)
+
+    with pytest.raises(KeyError) as caught:
+        choose(2, Odd(), batch(), device="cpu")
+    assert caught.value.__notes__[-1] == "Raised while profiling Odd, 1 chunk, cpu, in a copy. The model is unchanged."

@@ -79,7 +79,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def whole(module: nn.Sequential, sample: object) -> Layers:
     """Layers that get all of a sample, which need not be a batch."""
-    return Layers(module, sample, 10**6, "the sample")
+    return Layers(module, sample, 10**6)
 
 
 def times(module: nn.Sequential, sample: object, timeout: float = 0.001) -> list[float]:
