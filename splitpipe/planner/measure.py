@@ -18,7 +18,7 @@ from splitpipe.balance.survey import Surveyed
 from splitpipe.core.stream import Place
 from splitpipe.planner.machine import gap, kinds_of, link, shared_threads, usable_bytes, workspace
 from splitpipe.planner.profile import Device, Kind, Link, Profile
-from splitpipe.planner.work import Measured, Progress, Settings, Work
+from splitpipe.planner.work import Progress, Settings, Work
 
 # Columns of the progress bar.
 _WIDTH = 12
@@ -46,15 +46,13 @@ def profile(
     settings = Settings(target, loss_fn, seconds, len(groups) * len(chunks), progress, compile)
     work, by_cuts = Work(of, settings), isinstance(of, Surveyed)
     kinds = []
-    found: list[Measured] = []
     for name, members in groups.items():
         own = [places[row] for row in members]
         with shared_threads(len(members) if own[0].device.type == "cpu" else 1):
             measured = work.kind(own, chunks)
             with measuring(own[0].device):
                 between = gap(own[0], by_cuts)
-        found = next(iter(measured.values()))
-        costs = {count: tuple(each.layer for each in row) for count, row in measured.items()}
+        costs = {count: tuple(row) for count, row in measured.items()}
         kinds.append(Kind(name, costs, between, workspace(own[0].device)))
     if not set.intersection(*(set(kind.layers) for kind in kinds)):
         each = "; ".join(f"{kind.name}: {sorted(kind.layers)}" for kind in kinds)
@@ -68,8 +66,6 @@ def profile(
         slowest = link(places, largest) if len(places) > 1 else Link()
     return Profile(
         names=of.names,
-        parameters=tuple(each.parameters for each in found),
-        state=tuple(each.state for each in found),
         kinds=tuple(kinds),
         devices=tuple(Device(str(place), home[row], free[row]) for row, place in enumerate(places)),
         link=slowest,

@@ -33,12 +33,6 @@ Progress = Callable[[int, int, str], None]
 RUNS = 3
 
 
-class Measured(NamedTuple):
-    layer: Layer
-    parameters: int  # Bytes.
-    state: int
-
-
 class Settings(NamedTuple):
     """What measurements have in common. ``walks``: how often all layers are measured; ``compile``: as for SplitPipe."""
 
@@ -58,9 +52,9 @@ class Work:
         self.end = perf_counter() + settings.seconds
         self.total, self.done = settings.walks * len(of.names), 0
 
-    def kind(self, places: Sequence[Place], chunks: Sequence[int]) -> dict[int, list[Measured]]:
+    def kind(self, places: Sequence[Place], chunks: Sequence[int]) -> dict[int, list[Layer]]:
         """The costs of the layers on a kind of device, for each number of chunks with which they can be run."""
-        found: dict[int, list[Measured]] = {}
+        found: dict[int, list[Layer]] = {}
         for number, count in enumerate(chunks):
             before = self.done
             try:
@@ -73,7 +67,7 @@ class Work:
                 self.done = before + len(self.of.names)
         return found
 
-    def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
+    def walk(self, places: Sequence[Place], chunks: int) -> list[Layer]:
         """The costs for one number of chunks."""
         if isinstance(self.of, Layers):
             return self._layers(self.of, places[0], chunks)
@@ -121,7 +115,7 @@ class Work:
         self.done += len(sizes)
         return [(times.less(base), size) for times, base, size in zip(times_of(recording), empty, sizes)]
 
-    def _layers(self, of: Layers, place: Place, chunks: int) -> list[Measured]:
+    def _layers(self, of: Layers, place: Place, chunks: int) -> list[Layer]:
         """Those of the layers of an nn.Sequential, one at a time."""
         loss_fn, target = self.loss(place.device, chunks)
         with measuring(place.device):
@@ -129,7 +123,7 @@ class Work:
         options = verify_compile(self.settings.compile)
         compiler = Compiler(options)  # Copies of equal layers share compiled code, for these sizes.
 
-        def measure(at: int, single: Single) -> Measured:
+        def measure(at: int, single: Single) -> Layer:
             name, kind = of.names[at], type(single.layer).__name__
             self.tell(f"layer {name} ({kind}), {counted(chunks, 'chunk')}, {place}")
             compiler.compile([single.layer])
@@ -139,11 +133,11 @@ class Work:
                     units.run()
                 single.leaving = None
             [(times, size)] = self.measured(units, chunks, empty, lambda: single.left().memory())
-            return Measured(Layer(*single.trained(times), *size), *single.state())
+            return Layer(*single.trained(times), *size, *single.state())
 
         return of.measured(place.device, measure, chunks)
 
-    def _module(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Measured]:
+    def _module(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Layer]:
         """Those of a module's parts, on one device, or, if it doesn't fit, on all of a kind."""
         release(of.module)  # It is compiled again for these sizes, as it would be in training.
         self.tell(f"{type(of.module).__name__}, {counted(chunks, 'chunk')}, {places[0]}")
@@ -155,13 +149,13 @@ class Work:
             traceback.clear_frames(error.__traceback__)
         return self._parts(of, places, chunks)
 
-    def _parts(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Measured]:
-        def measure(units: Units) -> list[Measured]:
+    def _parts(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Layer]:
+        def measure(units: Units) -> list[Layer]:
             with self.compiling():
                 units.discover()
                 units.run()
             found = self.measured(units, chunks, overhead(places[0], len(of.names), min(chunks, ROWS)))
-            return [Measured(Layer(*times, *size), *state) for (times, size), state in zip(found, units.state())]
+            return [Layer(*times, *size, *state) for (times, size), state in zip(found, units.state())]
 
         loss_fn, target = self.loss(places[-1].device, chunks)
         return of.measured(places, measure, chunks, loss_fn, target, self.settings.compile)

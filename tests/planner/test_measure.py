@@ -258,8 +258,8 @@ def test_parameters_and_other_state_count_where_they_come_first() -> None:
     second.weight = first.weight
     second.bias.requires_grad_(False)
     found = profiled(nn.Sequential(first, norm, second), torch.randn(8, 4))
-    assert found.parameters == (16 * FLOAT, 0, 0)
-    assert found.state == (0, 4 * FLOAT * 2 + 8, 4 * FLOAT)
+    assert [layer.parameters for layer in layers(found)] == [16 * FLOAT, 0, 0]
+    assert [layer.state for layer in layers(found)] == [0, 4 * FLOAT * 2 + 8, 4 * FLOAT]
     assert found.tied == ((0, 2),)
 
 

@@ -150,9 +150,10 @@ def test_each_unit_has_the_costs_of_a_stage(seconds: float) -> None:
     done: list[tuple[int, int]] = []
     found = profiled((1, 2), seconds=seconds, progress=lambda at, whole, what: done.append((at, whole)))
     block = 2 * 8 * 16 * 4 + 16 * 4 + 8 * 4
-    assert found.parameters == (12 * 8 * 4, block, block, block) and found.state == (4, 0, 0, 0)
     assert not found.tied and found.blockwise and done == [(0, 8), (4, 8)]
     one, two = found.kinds[0].layers[1], found.kinds[0].layers[2]
+    assert [layer.parameters for layer in one] == [12 * 8 * 4, block, block, block]
+    assert [layer.state for layer in one] == [4, 0, 0, 0]
     assert all(layer.saved and layer.kept for layer in one[1:])
     assert [layer.input for layer in one] == [2 * layer.input for layer in two]
     assert [layer.saved_input for layer in one[1:]] == [layer.saved_output for layer in one[:-1]]
