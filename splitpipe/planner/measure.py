@@ -18,7 +18,7 @@ from splitpipe.balance.survey import Surveyed
 from splitpipe.core.stream import Place
 from splitpipe.planner.machine import gap, kinds_of, link, shared_threads, usable_bytes, workspace
 from splitpipe.planner.profile import Device, Kind, Link, Profile
-from splitpipe.planner.work import Progress, Settings, Work
+from splitpipe.planner.work import Progress, Work
 
 # Columns of the progress bar.
 _WIDTH = 12
@@ -43,8 +43,8 @@ def profile(
     ``of``: its layers, or parts between cuts; ``compile``: as for ``SplitPipe``.
     """
     groups = kinds_of(places)
-    settings = Settings(target, loss_fn, seconds, len(groups) * len(chunks), progress, compile)
-    work, by_cuts = Work(of, settings), isinstance(of, Surveyed)
+    work = Work(of, target, loss_fn, seconds, len(groups) * len(chunks), progress, compile)
+    by_cuts = isinstance(of, Surveyed)
     kinds = []
     for name, members in groups.items():
         own = [places[row] for row in members]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,24 +34,21 @@ Progress = Callable[[int, int, str], None]
 RUNS = 3
 
 
-class Settings(NamedTuple):
-    """What measurements have in common. ``walks``: how often all layers are measured; ``compile``: as for SplitPipe."""
-
-    target: Any
-    loss_fn: Callable[..., Any] | None
-    seconds: float
-    walks: int
-    progress: Progress
-    compile: bool | Mapping[str, Any] = False
-
-
+@dataclass
 class Work:
     """Measurements that share a time limit, which excludes the time for compiling."""
 
-    def __init__(self, of: Layers | Surveyed, settings: Settings) -> None:
-        self.of, self.settings = of, settings
-        self.end = perf_counter() + settings.seconds
-        self.total, self.done = settings.walks * len(of.names), 0
+    of: Layers | Surveyed
+    target: Any
+    loss_fn: Callable[..., Any] | None
+    seconds: float
+    walks: int  # How often all layers are measured.
+    progress: Progress
+    compile: bool | Mapping[str, Any] = False  # As for ``SplitPipe``.
+
+    def __post_init__(self) -> None:
+        self.end = perf_counter() + self.seconds
+        self.total, self.done = self.walks * len(self.of.names), 0
 
     def kind(self, places: Sequence[Place], chunks: Sequence[int]) -> dict[int, list[Layer]]:
         """The costs of the layers on a kind of device, for each number of chunks with which they can be run."""
@@ -75,7 +73,7 @@ class Work:
 
     def tell(self, what: str) -> None:
         """Shows what is measured next."""
-        self.settings.progress(self.done, self.total, what)
+        self.progress(self.done, self.total, what)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -86,19 +84,19 @@ class Work:
 
     def loss(self, device: torch.device, chunks: int) -> tuple[Callable[..., Any] | None, Any]:
         """The loss function, and the target of a microbatch, on a device."""
-        loss_fn: Any = self.settings.loss_fn
+        loss_fn: Any = self.loss_fn
         if loss_fn is None:
             return None, None
         with measuring(device):  # A copy made in inference mode couldn't be saved for backward.
             if isinstance(loss_fn, nn.Module):
                 loss_fn = copy_of(loss_fn).to(device)
             rows = cuts(self.of.rows, chunks)[0][1]
-            return loss_fn, detached(first_rows(self.settings.target, rows), device)
+            return loss_fn, detached(first_rows(self.target, rows), device)
 
     def again(self, took: float, layers: int) -> bool:
         """True if a run of some layers, which took ``took`` seconds, is short enough to be repeated."""
         # If all took longer, running all of them a second time would take half of the time.
-        return took <= self.settings.seconds / 2 / len(self.of.names) * layers
+        return took <= self.seconds / 2 / len(self.of.names) * layers
 
     def measured(
         self, units: Units, chunks: int, empty: Sequence[Times], left: Callable[[], Mapping[Address, int]] = dict
@@ -120,7 +118,7 @@ class Work:
         loss_fn, target = self.loss(place.device, chunks)
         with measuring(place.device):
             empty = overhead(place, 1, min(chunks, ROWS))
-        options = verify_compile(self.settings.compile)
+        options = verify_compile(self.compile)
         compiler = Compiler(options)  # Copies of equal layers share compiled code, for these sizes.
 
         def measure(at: int, single: Single) -> Layer:
@@ -158,4 +156,4 @@ class Work:
             return [Layer(*times, *size, *state) for (times, size), state in zip(found, units.state())]
 
         loss_fn, target = self.loss(places[-1].device, chunks)
-        return of.measured(places, measure, chunks, loss_fn, target, self.settings.compile)
+        return of.measured(places, measure, chunks, loss_fn, target, self.compile)

@@ -20,7 +20,7 @@ from splitpipe.planner import measure
 from splitpipe.planner.costs import LayerSums, StageBytes
 from splitpipe.planner.planning import chosen
 from splitpipe.planner.profile import Profile
-from splitpipe.planner.work import Settings, Work
+from splitpipe.planner.work import Work
 from splitpipe.schedule import build
 from tests.clients.tiny import FOUR, MORE
 from tests.doors.test_bad_input import of_module
@@ -169,7 +169,7 @@ def test_a_module_that_does_not_fit_on_a_device_is_measured_on_all_of_them(monke
         return []
 
     monkeypatch.setattr(Work, "_parts", measured)
-    units = Work(surveyed(Net(), batch()), Settings(None, None, 0.0, 1, lambda *_: None))
+    units = Work(surveyed(Net(), batch()), None, None, 0.0, 1, lambda *_: None)
     here, there = Place(torch.device("cpu")), Place(torch.device("meta"))
     assert units.walk([here, there], 2) == [] and seen == [1, 2]
     with pytest.raises(torch.OutOfMemoryError):
