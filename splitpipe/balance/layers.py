@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from splitpipe.balance.copies import copy_of, has_hooks, measuring
 from splitpipe.balance.units import FreeLoss, Times, Units, state_bytes
+from splitpipe.checks import verify_python, verify_ungathered
 from splitpipe.core import stream
 from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten, verify_filled
 from splitpipe.core.note import add_note
@@ -146,7 +147,9 @@ class Layers(NamedTuple):
 
 
 def layers_of(module: nn.Sequential, sample: Any, whose: str) -> Layers:
-    """The layers, to be run on a batch. Raises TypeError or ValueError if it has no rows."""
+    """The layers, to be run on a batch. Raises TypeError or ValueError for what can't be run, or has no rows."""
+    verify_python(module)
+    verify_ungathered(module)
     leaves, _ = flatten(sample, whose, batch=True)
     rows = batch_size(leaves, whose)
     verify_filled(leaves, whose)

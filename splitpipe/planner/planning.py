@@ -163,7 +163,6 @@ def plan(
 
 def _layers(module: nn.Sequential, sample: Any) -> Layers:
     """The layers of an nn.Sequential, to be run on a batch."""
-    checks.verify_ungathered(module)
     verify_skippables(module)
     if not len(module):
         raise ValueError("the module has no layers: expected at least one.")
