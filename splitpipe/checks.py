@@ -10,7 +10,7 @@ import operator
 import reprlib
 from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
@@ -148,7 +148,7 @@ def verify_module(module: object) -> None:
     verify_python(module)
 
 
-def is_layered(module: object) -> bool:
+def is_layered(module: object) -> TypeGuard[nn.Sequential]:
     """True for an nn.Sequential whose layers stages can call, which ``verify_module`` accepts."""
     return (
         isinstance(module, nn.Sequential) and getattr(module.forward, "__func__", None) is nn.Sequential.forward

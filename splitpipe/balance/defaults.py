@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from splitpipe.balance.balances import balance_by_time
-from splitpipe.balance.cuts import cuts_by_time
-from splitpipe.checks import accelerators, resolve_devices, verify_python
+from splitpipe.checks import accelerators, is_layered, resolve_devices, verify_python
 from splitpipe.core.stream import Device, Place
 from splitpipe.partition.blocks import Blocks, called
 from splitpipe.partition.blocks import device_map as map_of
@@ -41,15 +40,10 @@ def chosen_cuts(
             return cuts, None
         return wanted, homes if len(homes) == len(wanted) + 1 else None
     rows = _rows(devices, homes, schedule)
-    places = _stages(rows, schedule)
-    if homes and len(places) == len(homes) and sample is None:
-        found = names
-    elif sample is not None:
-        found = cuts_by_time(len(places), module, sample, device=rows[0].device)
+    if homes and len(_stages(rows, schedule)) == len(homes) and sample is None:
+        found, named = names, _named(rows)
     else:
-        found, places = _by_bytes(module, places, [*repeated(module)], schedule)
-        rows = rows if schedule != "gpipe" else places
-    named = _named(rows)
+        found, named = _chosen(module, rows, [*repeated(module)], schedule, sample)
     _log.info("chosen: cuts=%s, devices=%s", found, [str(device) for device in named])
     return found, named
 
@@ -58,21 +52,28 @@ def chosen_balance(
     module: nn.Sequential, devices: Iterable[Device] | None, schedule: str | Schedule, sample: Any
 ) -> tuple[list[int], Iterable[Device]]:
     """The balance and devices of an nn.Sequential, as given, or chosen where they are None."""
-    rows = _rows(devices, [], schedule)
-    places = _stages(rows, schedule)
-    if sample is not None:
-        # The arguments of a call: an nn.Sequential takes one.
-        given = sample[0] if type(sample) is tuple and len(sample) == 1 else sample
-        found = balance_by_time(len(places), module, given, device=rows[0].device)
-    else:
-        names, places = _by_bytes(module, places, [*module._modules], schedule)
-        rows = rows if schedule != "gpipe" else places
-        layers = list(module._modules)
-        starts = [0, *map(layers.index, names), len(layers)]
-        found = [end - start for start, end in zip(starts, starts[1:])]
-    named = _named(rows)
+    layers = [*module._modules]
+    cuts, named = _chosen(module, _rows(devices, [], schedule), layers, schedule, sample)
+    starts = [0, *map(layers.index, cuts), len(layers)]
+    found = [end - start for start, end in zip(starts, starts[1:])]
     _log.info("chosen: balance=%s, devices=%s", found, [str(device) for device in named])
     return found, named
+
+
+def _chosen(
+    module: nn.Module, rows: list[Place], where: Sequence[str], schedule: str | Schedule, sample: Any
+) -> tuple[list[str], list[Device]]:
+    """The names of the modules that start stages 1, 2, ..., and the devices: by time, or without a sample by bytes."""
+    places = _stages(rows, schedule)
+    if sample is None:
+        found, places = _by_bytes(module, places, where, schedule)
+        return found, _named(rows if schedule != "gpipe" else places)
+    if is_layered(module):
+        # The arguments of a call: an nn.Sequential takes one.
+        given = sample[0] if type(sample) is tuple and len(sample) == 1 else sample
+        balance = balance_by_time(len(places), module, given, device=rows[0].device)
+        return [[*module._modules][start] for start in accumulate(balance[:-1])], _named(rows)
+    return balance_by_time(len(places), module, sample, device=rows[0].device), _named(rows)
 
 
 def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> dict[str, torch.device]:

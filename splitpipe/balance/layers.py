@@ -10,19 +10,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from splitpipe.balance.copies import copy_of, has_hooks, measuring
 from splitpipe.balance.units import FreeLoss, Times, Units, state_bytes
+from splitpipe.checks import verify_python, verify_ungathered
 from splitpipe.core import stream
-from splitpipe.core.microbatch import batch_size, flatten, unflatten, verify_filled
+from splitpipe.core.microbatch import batch_size, cuts, flatten, unflatten, verify_filled
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import Address, memory_of
 from splitpipe.core.torch_private import tree_leaves, tree_map_only
+from splitpipe.schedule.plurals import counted
 from splitpipe.skip.box import Key, opened
 from splitpipe.skip.pairs import pops
 
@@ -106,38 +108,55 @@ class Single(nn.Module):
         return state_bytes(x for name, x in state_of(self.layer) if name not in self._shared)
 
 
-#: What is measured of a layer, given its number.
-Measure = Callable[[int, Single], T]
+class Layers(NamedTuple):
+    """The layers of an nn.Sequential, each measured as a copy, by itself."""
+
+    module: nn.Sequential
+    sample: Any
+    rows: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the layers."""
+        return tuple(self.module._modules)
+
+    def measured(self, device: torch.device, measure: Callable[[int, Single], T], chunks: int = 1) -> list[T]:
+        """What ``measure`` returns for each layer and its number: each runs on the output of the previous one."""
+        done: list[T] = []
+        shared = repeated_state(self.module)
+
+        def run(at: int, layer: nn.Module, flow: Flow) -> Flow:
+            single = Single(copy_of(layer).to(device), flow, shared[at]).train()
+            done.append(measure(at, single))
+            return single.after()
+
+        with measuring(device):
+            flow = Flow(detached(first_rows(self.sample, cuts(self.rows, chunks)[0][1]), device), {})
+            for at, (name, layer) in enumerate(zip(self.names, self.module, strict=True)):
+                try:
+                    flow = run(at, layer, flow)
+                except BaseException as error:
+                    where = f"layer {at} ({name!r}, {type(layer).__name__}), in a copy on {device}"
+                    size = f", with {counted(chunks, 'chunk')}" if chunks > 1 else ""
+                    hooks = ", whose hooks don't run" if has_hooks(layer) else ""
+                    add_note(error, f"Raised while profiling {where}{size}{hooks}. The model is unchanged.")
+                    raise
+                finally:
+                    torch.clear_autocast_cache()  # Cast weights would outlive the copy.
+        return done
 
 
-def measure_layers(
-    module: nn.Sequential, sample: object, device: torch.device, measure: Measure[T], size: str = ""
-) -> list[T]:
-    """Measures copies of layers one after another, each on the output of the previous one."""
-    done: list[T] = []
-    shared = repeated_state(module)
-
-    def run(at: int, layer: nn.Module, flow: Flow) -> Flow:
-        single = Single(copy_of(layer).to(device), flow, shared[at]).train()
-        done.append(measure(at, single))
-        return single.after()
-
-    with measuring(device):
-        flow = Flow(detached(sample, device), {})
-        for at, (name, layer) in enumerate(zip(module._modules, module, strict=True)):
-            try:
-                flow = run(at, layer, flow)
-            except BaseException as error:
-                where = f"layer {at} ({name!r}, {type(layer).__name__}), in a copy on {device}{size}"
-                hooks = ", whose hooks don't run" if has_hooks(layer) else ""
-                add_note(error, f"Raised while profiling {where}{hooks}. The model is unchanged.")
-                raise
-            finally:
-                torch.clear_autocast_cache()  # Cast weights would outlive the copy.
-    return done
+def layers_of(module: nn.Sequential, sample: Any, whose: str) -> Layers:
+    """The layers, to be run on a batch. Raises TypeError or ValueError for what can't be run, or has no rows."""
+    verify_python(module)
+    verify_ungathered(module)
+    leaves, _ = flatten(sample, whose, batch=True)
+    rows = batch_size(leaves, whose)
+    verify_filled(leaves, whose)
+    return Layers(module, sample, rows)
 
 
-def times(module: nn.Sequential, sample: object, timeout: float, device: torch.device) -> list[float]:
+def times(layers: Layers, timeout: float, device: torch.device) -> list[float]:
     """Seconds of each layer's forward and backward: the median of all runs but the first, which is a warm-up.
 
     Layers run by themselves, as an op of the pipeline takes longer than a small layer. They share the timeout equally;
@@ -154,12 +173,12 @@ def times(module: nn.Sequential, sample: object, timeout: float, device: torch.d
         first = _step(single, device)
         begun = perf_counter()
         runs = []
-        while (spent := perf_counter() - begun) < left / (len(module) - at):
+        while (spent := perf_counter() - begun) < left / (len(layers.names) - at):
             runs.append(_step(single, device))
         left -= spent
         return median(runs or [first])
 
-    return measure_layers(module, sample, device, measure)
+    return layers.measured(device, measure)
 
 
 def _step(single: Single, device: torch.device) -> float:
@@ -180,8 +199,8 @@ def _synchronize(device: torch.device) -> None:
         stream.synchronize(device)
 
 
-def sizes(module: nn.Sequential, input: object, param_scale: float, device: torch.device) -> list[float]:
-    """Bytes that each layer holds between forward and backward of the input: activations and state.
+def sizes(layers: Layers, chunks: int, param_scale: float, device: torch.device) -> list[float]:
+    """Bytes that each layer holds between forward and backward of a microbatch: activations and state.
 
     Activations are the storages that autograd saves and still holds when the layer returns, each as a whole, and
     counted for the first layer that saves it. So a layer's input counts only if no earlier layer has saved it, and the
@@ -209,7 +228,7 @@ def sizes(module: nn.Sequential, input: object, param_scale: float, device: torc
         counted &= single.after().memory().keys()  # An address means nothing once its memory is freed.
         return sum(saved[address] for address in new) + held(single.state(), param_scale)
 
-    return measure_layers(module, input, device, measure)
+    return layers.measured(device, measure, chunks)
 
 
 def held(state: tuple[int, int], param_scale: float) -> float:
@@ -232,17 +251,9 @@ def state_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
 
 
-def rows_of(batch: Any, whose: str) -> int:
-    """The rows of a batch for an nn.Sequential."""
-    leaves, _ = flatten(batch, whose, batch=True)
-    rows = batch_size(leaves, whose)
-    verify_filled(leaves, whose)
-    return rows
-
-
-def first_rows(value: Any, rows: int, whose: str) -> Any:
+def first_rows(batch: Any, rows: int) -> Any:
     """The first rows of a batch's tensors; what has no rows stays whole."""
-    leaves, spec = flatten(value, whose, batch=True)
+    leaves, spec = flatten(batch, "the batch", batch=True)
     return unflatten([leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves], spec)
 
 

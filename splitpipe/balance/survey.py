@@ -7,22 +7,31 @@ repeats inside the children comes first. Single layers are blocks only if nothin
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from splitpipe.balance.copies import copy_of, measuring
+from splitpipe.balance.units import FreeLoss, Units
 from splitpipe.batch import arguments
 from splitpipe.batch.division import Division
 from splitpipe.batch.reading import Memory
 from splitpipe.checks import verify_ungathered
+from splitpipe.core.microbatch import cuts
 from splitpipe.core.note import add_note
+from splitpipe.core.stream import Place
 from splitpipe.core.torch_private import tree_map_only
 from splitpipe.engine.scheduled import loss_of
 from splitpipe.partition.homes import arguments_of, verify_filled
 from splitpipe.partition.repeated import no_blocks, repeated
 from splitpipe.partition.resident import Shell
+from splitpipe.schedule.plurals import counted
+
+T = TypeVar("T")
+#: The name of the part before the first cut.
+START = "(start)"
 
 
 class Surveyed(NamedTuple):
@@ -34,9 +43,29 @@ class Surveyed(NamedTuple):
     batch: Division  # The arguments of a call with a whole batch.
     rows: int
 
-    def call(self, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for the first rows, copied to a device."""
-        return _first(self.batch, rows, device)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of its parts, each of which runs from one possible cut to the next."""
+        return START, *self.cuts
+
+    def measured(
+        self, places: Sequence[Place], measure: Callable[[Units], list[T]], chunks: int = 1,
+        loss_fn: Callable[..., Any] | None = None, target: Any = None, compile: bool | Mapping[str, Any] = False,
+    ) -> list[T]:
+        """What ``measure`` returns for the copy with all cuts, run on one of ``chunks`` microbatches.
+
+        Without ``loss_fn``, the loss is the module's own, or costs nothing.
+        """
+        if loss_fn is None and not self.has_loss:
+            loss_fn, target = FreeLoss(), 0
+        try:
+            with measuring(places[0].device):
+                call = _first(self.batch, cuts(self.rows, chunks)[0][1], places[0].device)
+                return measure(Units(self.module.train(), self.cuts, places, loss_fn, call, target, compile))
+        except BaseException as error:
+            what = f"{type(self.module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
+            add_note(error, f"Raised while profiling {what}, in a copy. The model is unchanged.")
+            raise
 
 
 def surveyed(module: object, sample: object, whose: str = "sample") -> Surveyed:
@@ -57,15 +86,15 @@ def surveyed(module: object, sample: object, whose: str = "sample") -> Surveyed:
     with measuring(home):
         copied = copy_of(module)
         try:
-            cuts, output = _called(copied, *_first(batch, 1, home))
+            where, output = _called(copied, *_first(batch, 1, home))
         except Exception as error:
             add_note(error, f"Raised while a copy of the {type(module).__name__} ran on one row, to find its blocks.")
             raise
     try:
         loss_of(output)
     except TypeError:
-        return Surveyed(copied, cuts, False, batch, rows)
-    return Surveyed(copied, cuts, True, batch, rows)
+        return Surveyed(copied, where, False, batch, rows)
+    return Surveyed(copied, where, True, batch, rows)
 
 
 def _batch_of(module: nn.Module, sample: object, whose: str) -> tuple[Division, int]:

@@ -156,7 +156,7 @@ class LayerSums:
         self.input = [*(layer.input for layer in layers), 0]
         self.saved_input = [layer.saved_input for layer in layers]
         self._each = [layer.saved for layer in layers] if profile.blockwise else None
-        self.static = _sums([size * once + more for size, more in zip(profile.parameters, profile.state)])
+        self.static = _sums([layer.parameters * once + layer.state for layer in layers])
 
     def entered(self, start: int, end: int) -> float:
         """Bytes of a checkpointed microbatch: the stage's input, or those of layers recomputed separately."""

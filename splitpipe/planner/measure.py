@@ -13,12 +13,12 @@ from typing import Any, TextIO
 from torch import nn
 
 from splitpipe.balance.copies import measuring
-from splitpipe.balance.layers import state_of
+from splitpipe.balance.layers import Layers, state_of
 from splitpipe.balance.survey import Surveyed
 from splitpipe.core.stream import Place
 from splitpipe.planner.machine import gap, kinds_of, link, shared_threads, usable_bytes, workspace
 from splitpipe.planner.profile import Device, Kind, Link, Profile
-from splitpipe.planner.work import LayersWork, Measured, ModuleWork, Progress, Settings, Work
+from splitpipe.planner.work import Progress, Work
 
 # Columns of the progress bar.
 _WIDTH = 12
@@ -26,13 +26,12 @@ _WIDTH = 12
 
 def profile(
     module: nn.Module,
-    sample: Any,
+    of: Layers | Surveyed,
     target: Any,
     loss_fn: Callable[..., Any] | None,
     places: Sequence[Place],
     chunks: Sequence[int],
     *,
-    cuttable: Surveyed | None = None,
     compile: bool | Mapping[str, Any] = False,
     memory: Sequence[float] | None,
     optimizer_state: float,
@@ -41,26 +40,19 @@ def profile(
 ) -> Profile:
     """The costs of a module's layers on some devices, for each number of chunks that layers and memory allow.
 
-    ``cuttable``: for a module that is cut by name; ``compile``: as for ``SplitPipe``.
+    ``of``: its layers, or parts between cuts; ``compile``: as for ``SplitPipe``.
     """
     groups = kinds_of(places)
-    settings = Settings(target, loss_fn, seconds, len(groups) * len(chunks), progress, compile)
-    work: Work
-    if cuttable is None:
-        assert isinstance(module, nn.Sequential)
-        work = LayersWork(module, sample, settings)
-    else:
-        work = ModuleWork(cuttable, settings)
+    work = Work(of, target, loss_fn, seconds, len(groups) * len(chunks), progress, compile)
+    by_cuts = isinstance(of, Surveyed)
     kinds = []
-    found: list[Measured] = []
     for name, members in groups.items():
         own = [places[row] for row in members]
         with shared_threads(len(members) if own[0].device.type == "cpu" else 1):
             measured = work.kind(own, chunks)
             with measuring(own[0].device):
-                between = gap(own[0], by_cuts=cuttable is not None)
-        found = next(iter(measured.values()))
-        costs = {count: tuple(each.layer for each in row) for count, row in measured.items()}
+                between = gap(own[0], by_cuts)
+        costs = {count: tuple(row) for count, row in measured.items()}
         kinds.append(Kind(name, costs, between, workspace(own[0].device)))
     if not set.intersection(*(set(kind.layers) for kind in kinds)):
         each = "; ".join(f"{kind.name}: {sorted(kind.layers)}" for kind in kinds)
@@ -73,15 +65,13 @@ def profile(
     with measuring(places[0].device):
         slowest = link(places, largest) if len(places) > 1 else Link()
     return Profile(
-        names=work.names,
-        parameters=tuple(each.parameters for each in found),
-        state=tuple(each.state for each in found),
+        names=of.names,
         kinds=tuple(kinds),
         devices=tuple(Device(str(place), home[row], free[row]) for row, place in enumerate(places)),
         link=slowest,
         optimizer_state=optimizer_state,
-        tied=() if cuttable is not None else tuple(_tied(module)),
-        blockwise=cuttable is not None,
+        tied=() if by_cuts else tuple(_tied(module)),
+        blockwise=by_cuts,
         compile=compile,
         own_compute=sum(place.device.type == "cpu" for place in places) < 2,
     )

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from splitpipe import checks
-from splitpipe.balance.layers import rows_of
-from splitpipe.balance.survey import surveyed
+from splitpipe.balance.layers import Layers, layers_of
+from splitpipe.balance.survey import Surveyed, surveyed
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.core.worker import ProcessLock
@@ -140,42 +140,36 @@ def plan(
     if progress is not None and not isinstance(progress, bool):
         raise TypeError(f"progress is {progress!r}: expected True, False or None.")
     with _one_at_a_time.lock:
-        cuttable, own_loss = None, False
-        if checks.is_layered(module):
-            assert isinstance(module, nn.Sequential)
-            rows, layers = _rows(module, sample), len(module)
-        else:
-            cuttable = surveyed(module, sample, "the sample")
-            own_loss = loss_fn is None and cuttable.has_loss
-            rows, layers = cuttable.rows, len(cuttable.cuts) + 1
+        of = _layers(module, sample) if checks.is_layered(module) else surveyed(module, sample, "the sample")
+        own_loss = loss_fn is None and isinstance(of, Surveyed) and of.has_loss
+        layers = len(of.names)
         places, note = arguments.places_of(devices, layers)
         caps = arguments.memory_of(memory, len(places))
         places, caps = places[:layers], caps and caps[:layers]  # There can't be more devices than layers.
         if target is not None:
-            arguments.verify_target(target, rows)
+            arguments.verify_target(target, of.rows)
         named = arguments.schedules_of(schedules, dropin=loss_fn is None and not own_loss)
-        numbers = arguments.chunks_of(chunks, rows, len(places), named)
+        numbers = arguments.chunks_of(chunks, of.rows, len(places), named)
         with bar(progress) as told:
             measured = [
                 profile(
-                    module, sample, target, loss_fn, places=places, chunks=numbers, cuttable=cuttable, compile=way,
-                    memory=caps, optimizer_state=optimizer_state, seconds=seconds / len(ways), progress=told,
+                    module, of, target, loss_fn, places=places, chunks=numbers, compile=way, memory=caps,
+                    optimizer_state=optimizer_state, seconds=seconds / len(ways), progress=told,
                 )
                 for way in ways
             ]
     return chosen(measured, named, loss_fn, note, own_loss)
 
 
-def _rows(module: nn.Sequential, sample: Any) -> int:
-    """The rows of a batch for an nn.Sequential."""
-    checks.verify_ungathered(module)
+def _layers(module: nn.Sequential, sample: Any) -> Layers:
+    """The layers of an nn.Sequential, to be run on a batch."""
     verify_skippables(module)
     if not len(module):
         raise ValueError("the module has no layers: expected at least one.")
-    rows = rows_of(sample, "the sample")
-    if not rows:
+    found = layers_of(module, sample, "the sample")
+    if not found.rows:
         raise ValueError("the sample has no rows: expected a whole batch.")
-    return rows
+    return found
 
 
 def chosen(

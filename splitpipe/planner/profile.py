@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layer:
-    """The costs of one layer for one microbatch. Times are in milliseconds, memory in bytes."""
+    """The costs of one layer: of a microbatch, and once for all. Times are in milliseconds, memory in bytes."""
 
     forward: float
     backward_input: float
@@ -19,6 +19,8 @@ class Layer:
     input: int = 0  # The layer's input, which a cut before it copies.
     saved_input: int = 0  # The layer's input, as a part of ``saved``.
     saved_output: int = 0  # Its output, likewise. The next layer may save the same memory as its input.
+    parameters: int = 0  # Its trained parameters; shared ones count for the first layer.
+    state: int = 0  # Its other parameters, and buffers.
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,6 @@ class Profile:
     """The costs of layers on some devices."""
 
     names: tuple[str, ...]  # The layers' names.
-    parameters: tuple[int, ...]  # Bytes of each layer's trained parameters; shared ones count for the first layer.
-    state: tuple[int, ...]  # Bytes of each layer's other parameters and buffers.
     kinds: tuple[Kind, ...]
     devices: tuple[Device, ...]
     link: Link = field(default_factory=Link)  # Between two devices; the slowest one.

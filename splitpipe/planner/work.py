@@ -9,20 +9,20 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from splitpipe.balance.copies import copy_of, measuring
-from splitpipe.balance.layers import Single, detached, first_rows, measure_layers, rows_of
+from splitpipe.balance.layers import Layers, Single, detached, first_rows
 from splitpipe.balance.survey import Surveyed
-from splitpipe.balance.units import ROWS, FreeLoss, Times, UnitBytes, Units, overhead, times_of
+from splitpipe.balance.units import ROWS, Times, UnitBytes, Units, overhead, times_of
 from splitpipe.compiled.layers import Compiler, release
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.microbatch import cuts
-from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import Address
 from splitpipe.planner.profile import Layer
@@ -32,40 +32,27 @@ from splitpipe.schedule.plurals import counted
 Progress = Callable[[int, int, str], None]
 # The fewest microbatches that count, for what is run more than once.
 RUNS = 3
-# The name of the part before the first cut.
-START = "(start)"
 
 
-class Measured(NamedTuple):
-    layer: Layer
-    parameters: int  # Bytes.
-    state: int
-
-
-class Settings(NamedTuple):
-    """What measurements have in common. ``walks``: how often all layers are measured; ``compile``: as for SplitPipe."""
-
-    target: Any
-    loss_fn: Callable[..., Any] | None
-    seconds: float
-    walks: int
-    progress: Progress
-    compile: bool | Mapping[str, Any] = False
-
-
+@dataclass
 class Work:
     """Measurements that share a time limit, which excludes the time for compiling."""
 
-    def __init__(self, names: Sequence[str], rows: int, settings: Settings) -> None:
-        self.names = tuple(names)
-        self.rows = rows
-        self.settings = settings
-        self.end = perf_counter() + settings.seconds
-        self.total, self.done = settings.walks * len(names), 0
+    of: Layers | Surveyed
+    target: Any
+    loss_fn: Callable[..., Any] | None
+    seconds: float
+    walks: int  # How often all layers are measured.
+    progress: Progress
+    compile: bool | Mapping[str, Any] = False  # As for ``SplitPipe``.
 
-    def kind(self, places: Sequence[Place], chunks: Sequence[int]) -> dict[int, list[Measured]]:
+    def __post_init__(self) -> None:
+        self.end = perf_counter() + self.seconds
+        self.total, self.done = self.walks * len(self.of.names), 0
+
+    def kind(self, places: Sequence[Place], chunks: Sequence[int]) -> dict[int, list[Layer]]:
         """The costs of the layers on a kind of device, for each number of chunks with which they can be run."""
-        found: dict[int, list[Measured]] = {}
+        found: dict[int, list[Layer]] = {}
         for number, count in enumerate(chunks):
             before = self.done
             try:
@@ -75,16 +62,18 @@ class Work:
                 if not found and not (isinstance(error, torch.OutOfMemoryError) and number + 1 < len(chunks)):
                     raise
                 traceback.clear_frames(error.__traceback__)  # They refer to the tensors that didn't fit.
-                self.done = before + len(self.names)
+                self.done = before + len(self.of.names)
         return found
 
-    def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
+    def walk(self, places: Sequence[Place], chunks: int) -> list[Layer]:
         """The costs for one number of chunks."""
-        raise NotImplementedError
+        if isinstance(self.of, Layers):
+            return self._layers(self.of, places[0], chunks)
+        return self._module(self.of, places, chunks)
 
     def tell(self, what: str) -> None:
         """Shows what is measured next."""
-        self.settings.progress(self.done, self.total, what)
+        self.progress(self.done, self.total, what)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -93,20 +82,21 @@ class Work:
         yield
         self.end += perf_counter() - begun
 
-    def loss(self, device: torch.device, rows: int) -> tuple[Callable[..., Any] | None, Any]:
+    def loss(self, device: torch.device, chunks: int) -> tuple[Callable[..., Any] | None, Any]:
         """The loss function, and the target of a microbatch, on a device."""
-        loss_fn: Any = self.settings.loss_fn
+        loss_fn: Any = self.loss_fn
         if loss_fn is None:
             return None, None
         with measuring(device):  # A copy made in inference mode couldn't be saved for backward.
             if isinstance(loss_fn, nn.Module):
                 loss_fn = copy_of(loss_fn).to(device)
-            return loss_fn, detached(first_rows(self.settings.target, rows, "the target"), device)
+            rows = cuts(self.of.rows, chunks)[0][1]
+            return loss_fn, detached(first_rows(self.target, rows), device)
 
     def again(self, took: float, layers: int) -> bool:
         """True if a run of some layers, which took ``took`` seconds, is short enough to be repeated."""
         # If all took longer, running all of them a second time would take half of the time.
-        return took <= self.settings.seconds / 2 / len(self.names) * layers
+        return took <= self.seconds / 2 / len(self.of.names) * layers
 
     def measured(
         self, units: Units, chunks: int, empty: Sequence[Times], left: Callable[[], Mapping[Address, int]] = dict
@@ -123,75 +113,47 @@ class Work:
         self.done += len(sizes)
         return [(times.less(base), size) for times, base, size in zip(times_of(recording), empty, sizes)]
 
-
-class LayersWork(Work):
-    """Measures copies of the layers of an nn.Sequential, one at a time."""
-
-    def __init__(self, module: nn.Sequential, sample: Any, settings: Settings) -> None:
-        super().__init__(list(module._modules), rows_of(sample, "the sample"), settings)
-        self._options = verify_compile(settings.compile)
-        self._module, self._sample = module, sample
-
-    def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
-        """The costs for one number of chunks."""
-        place, rows = places[0], cuts(self.rows, chunks)[0][1]
-        loss_fn, target = self.loss(place.device, rows)
+    def _layers(self, of: Layers, place: Place, chunks: int) -> list[Layer]:
+        """Those of the layers of an nn.Sequential, one at a time."""
+        loss_fn, target = self.loss(place.device, chunks)
         with measuring(place.device):
             empty = overhead(place, 1, min(chunks, ROWS))
-        compiler = Compiler(self._options)  # Copies of equal layers share compiled code, for these sizes.
+        options = verify_compile(self.compile)
+        compiler = Compiler(options)  # Copies of equal layers share compiled code, for these sizes.
 
-        def measure(at: int, single: Single) -> Measured:
-            name, kind = self.names[at], type(single.layer).__name__
+        def measure(at: int, single: Single) -> Layer:
+            name, kind = of.names[at], type(single.layer).__name__
             self.tell(f"layer {name} ({kind}), {counted(chunks, 'chunk')}, {place}")
             compiler.compile([single.layer])
-            units = single.units(place, loss_fn, target) if at + 1 == len(self.names) else single.units(place)
-            if self._options is not None:
+            units = single.units(place, loss_fn, target) if at + 1 == len(of.names) else single.units(place)
+            if options is not None:
                 with self.compiling():
                     units.run()
                 single.leaving = None
             [(times, size)] = self.measured(units, chunks, empty, lambda: single.left().memory())
-            return Measured(Layer(*single.trained(times), **size._asdict()), *single.state())
+            return Layer(*single.trained(times), *size, *single.state())
 
-        sample = first_rows(self._sample, rows, "the sample")
-        return measure_layers(self._module, sample, place.device, measure, f", with {counted(chunks, 'chunk')}")
+        return of.measured(place.device, measure, chunks)
 
-
-class ModuleWork(Work):
-    """Measures a copy of a module with all possible cuts, on one device, or, if it doesn't fit, on all of a kind."""
-
-    def __init__(self, found: Surveyed, settings: Settings) -> None:
-        super().__init__([START, *found.cuts], found.rows, settings)
-        self._of, self._module = found, found.module.train()
-
-    def walk(self, places: Sequence[Place], chunks: int) -> list[Measured]:
-        """The costs for one number of chunks."""
-        release(self._module)  # It is compiled again for these sizes, as it would be in training.
-        place, what = places[0], f"{type(self._module).__name__}, {counted(chunks, 'chunk')}, {places[0]}"
-        self.tell(what)
+    def _module(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Layer]:
+        """Those of a module's parts, on one device, or, if it doesn't fit, on all of a kind."""
+        release(of.module)  # It is compiled again for these sizes, as it would be in training.
+        self.tell(f"{type(of.module).__name__}, {counted(chunks, 'chunk')}, {places[0]}")
         try:
-            with measuring(place.device):
-                try:
-                    return self._measured([place], chunks)
-                except torch.OutOfMemoryError as error:
-                    if len({each.device for each in places}) == 1:
-                        raise
-                    traceback.clear_frames(error.__traceback__)
-                    return self._measured(places, chunks)
-        except BaseException as error:
-            add_note(error, f"Raised while profiling {what}, in a copy. The model is unchanged.")
-            raise
+            return self._parts(of, places[:1], chunks)
+        except torch.OutOfMemoryError as error:
+            if len({each.device for each in places}) == 1:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        return self._parts(of, places, chunks)
 
-    def _measured(self, places: Sequence[Place], chunks: int) -> list[Measured]:
-        rows = cuts(self.rows, chunks)[0][1]
-        loss_fn, target = self.loss(places[-1].device, rows)
-        if loss_fn is None and not self._of.has_loss:
-            loss_fn, target = FreeLoss(), 0
-        call = self._of.call(rows, places[0].device)
-        units = Units(self._module, self._of.cuts, places, loss_fn, call, target, self.settings.compile)
-        with self.compiling():
-            units.discover()
-            units.run()
-        found = self.measured(units, chunks, overhead(places[0], len(self.names), min(chunks, ROWS)))
-        return [
-            Measured(Layer(*times, **size._asdict()), *state) for (times, size), state in zip(found, units.state())
-        ]
+    def _parts(self, of: Surveyed, places: Sequence[Place], chunks: int) -> list[Layer]:
+        def measure(units: Units) -> list[Layer]:
+            with self.compiling():
+                units.discover()
+                units.run()
+            found = self.measured(units, chunks, overhead(places[0], len(of.names), min(chunks, ROWS)))
+            return [Layer(*times, *size, *state) for (times, size), state in zip(found, units.state())]
+
+        loss_fn, target = self.loss(places[-1].device, chunks)
+        return of.measured(places, measure, chunks, loss_fn, target, self.compile)

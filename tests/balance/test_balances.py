@@ -141,6 +141,14 @@ def test_a_stream_is_no_device_to_measure_on(choose: Any) -> None:
         choose(1, nn.Sequential(nn.Identity()), torch.ones(1), device=torch.Stream(device="cpu"))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("choose", CHOICES)
+def test_torchscript_is_refused(choose: Any) -> None:
+    module = nn.Sequential(nn.Identity(), torch.jit.script(nn.Identity()))
+    with pytest.raises(TypeError, match="'1' is a torch.jit.ScriptModule: expected modules whose forward is Python"):
+        choose(2, module, torch.ones(1))
+
+
 @pytest.mark.parametrize("choose", CHOICES)
 def test_a_refused_call_runs_no_layer(choose: Any) -> None:
     seen: list[Any] = []

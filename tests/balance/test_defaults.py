@@ -138,6 +138,12 @@ def test_a_sample_of_any_module_gives_cuts_by_time(said: list[str]) -> None:
     assert "chosen: cuts=['layers." in said[0]
 
 
+@pytest.mark.parametrize("sample", [torch.zeros(4, 4), (torch.zeros(4, 4),)], ids=["a tensor", "the arguments"])
+def test_a_sample_of_a_sequential_gives_names_of_its_layers(sample: Any, said: list[str]) -> None:
+    splitpipe.attach(layers(2), sample=sample)
+    assert "chosen: cuts=['1']" in said[0]
+
+
 def test_unequal_devices_get_unequal_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     roomy(monkeypatch, 3e6)  # Both names are one device: halves of its memory.
     assert SplitPipe(layers(6), devices=["cpu", "cpu"]).balance == [3, 3]

@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe.balance import copies, layers
+from splitpipe.balance.layers import Layers
 from splitpipe.skip.box import Namespace
 from tests.devices.log import softcuda
 from tests.helpers.copied import TICK, Clock, Log
@@ -76,12 +77,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def whole(module: nn.Sequential, sample: object) -> Layers:
+    """Layers that get all of a sample, which need not be a batch."""
+    return Layers(module, sample, 10**6)
+
+
 def times(module: nn.Sequential, sample: object, timeout: float = 0.001) -> list[float]:
-    return layers.times(module, sample, timeout, CPU)
+    return layers.times(whole(module, sample), timeout, CPU)
 
 
 def sizes(module: nn.Sequential, input: object, param_scale: float = 0.0) -> list[float]:
-    return layers.sizes(module, input, param_scale, CPU)
+    return layers.sizes(whole(module, input), 1, param_scale, CPU)
 
 
 def run(measure: str, module: nn.Sequential, sample: object) -> list[float]:
@@ -636,14 +642,14 @@ def test_a_sample_elsewhere_is_measured_on_the_device_and_leaves_nothing_there()
     states = [torch.cuda.get_rng_state(device)]
     torch.ones(1, device=device)
     before = softcuda.unbound() if softcuda is not None else 0
-    layers.times(module, sample, 0.01, device)
+    layers.times(whole(module, sample), 0.01, device)
     assert softcuda is None or softcuda.unbound() == before  # On a GPU that is a warning.
-    layers.sizes(module, sample, 2.0, device)
+    layers.sizes(whole(module, sample), 1, 2.0, device)
     gc.collect()
     held = torch.cuda.memory_allocated(device)
     with torch.autocast("cuda", torch.float16):
-        layers.times(module, sample, 0.01, device)
-        layers.sizes(module, sample, 2.0, device)
+        layers.times(whole(module, sample), 0.01, device)
+        layers.sizes(whole(module, sample), 1, 2.0, device)
         assert torch.cuda.memory_allocated(device) == held
     assert set(log) == {device}
     assert torch.equal(torch.cuda.get_rng_state(device), states[0])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from splitpipe.balance.layers import layers_of
 from splitpipe.balance.survey import surveyed
 from splitpipe.balance.units import Chain
 from splitpipe.core.stream import Place
@@ -41,8 +42,8 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
     module = kind(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(6)), nn.Linear(WIDTH, WIDTH))
     x, y = torch.randn(2, ROWS, WIDTH).unbind()
     measured = profile(
-        module, x, y, squared, [Place(torch.device("cpu"))] * 2, [8] if by_cuts else [4, 8],
-        cuttable=surveyed(module, x) if by_cuts else None,
+        module, surveyed(module, x) if by_cuts else layers_of(module, x, "the sample"), y, squared,
+        [Place(torch.device("cpu"))] * 2, [8] if by_cuts else [4, 8],
         memory=None, optimizer_state=0.0, seconds=0.0, progress=lambda *_: None,
     )
     # With times of their own, layers would be cut by luck.

@@ -20,7 +20,7 @@ PUBLIC: dict[ModuleType, set[str]] = {
     splitpipe: {"SplitPipe", "SplitFunction", "DeferredBatchNorm", "is_checkpointing", "is_recomputing", "attach",
                 "detach", "device_map", "plan", "Plan", "DoesNotFitError"},
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
-    balance: {"balance_by_time", "balance_by_size", "cuts_by_time", "cuts_by_size"},
+    balance: {"balance_by_time", "balance_by_size"},
     distributed: {"Pipeline"},
     schedule: {"BuildingBlock", "Bytes", "Costs", "BlockOp", "Op", "Schedule", "Tiling", "Timeline", "build", "check",
                "Recording", "Step", "from_csv", "names", "search", "simulate"},

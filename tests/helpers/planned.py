@@ -30,8 +30,8 @@ def emulated(
             {
                 number: tuple(
                     Layer(*(time / number / speed for time in times), saved=2 * size // number, kept=size // number,
-                          input=small // number, saved_input=small // number)
-                    for times, (size, small, _) in zip(whole, sizes)
+                          input=small // number, saved_input=small // number, parameters=own)
+                    for times, (size, small, own) in zip(whole, sizes)
                 )
                 for number in chunks
             },
@@ -42,8 +42,6 @@ def emulated(
     distinct = sorted(set(speeds))
     return Profile(
         names=tuple(map(str, range(layers))),
-        parameters=tuple(size for _, _, size in sizes),
-        state=(0,) * layers,
         kinds=tuple(map(kind, distinct)),
         devices=tuple(
             Device(f"cuda:{at}", distinct.index(speed), cap) for at, (speed, cap) in enumerate(zip(speeds, caps))

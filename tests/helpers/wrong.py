@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import splitpipe
 from splitpipe import DeferredBatchNorm, Plan, SplitFunction, SplitPipe
-from splitpipe.balance import balance_by_size, balance_by_time, cuts_by_size, cuts_by_time
+from splitpipe.balance import balance_by_size, balance_by_time
 from splitpipe.checks import TooFewDevicesError
 from splitpipe.distributed import Pipeline
 from splitpipe.schedule import (
@@ -405,7 +405,7 @@ VERIFY = Door(
 
 NESTED = [*UNCUT, lambda: [Held(x())]]
 UNEQUAL = [lambda: (x(), torch.ones(5, 3))]
-LEARNED = [*MODULE, *each(ValueError, "module has no layers", [nn.Sequential()])]
+LEARNED = each(ValueError, "module has no layers", [nn.Sequential()])
 PARTITIONS = no_number("partitions") + each(ValueError, "expected 1 to 4", [5])
 TIMEOUT = no_real("timeout") + each(ValueError, "timeout", [0])
 BY_TIME = Door(
@@ -423,6 +423,7 @@ BY_SIZE = Door(
 UNCUTTABLE = [
     *each(TypeError, "expected an nn.Module", UNMODULE),
     *each(ValueError, "no repeated blocks", MODULES),
+    *each(ValueError, "no repeated blocks", [type("Own", (nn.Sequential,), {"forward": lambda self, x: x})()]),
     *each(TypeError, "module is a SplitPipe", [lambda: SplitPipe(Net(), cuts=["layers.2"], devices=["cpu"] * 2)]),
 ]
 SAMPLE = [
@@ -432,12 +433,12 @@ SAMPLE = [
 CUT: Rows = {"partitions": no_number("partitions") + each(ValueError, "expected 1 to 2", [5]), "module": UNCUTTABLE,
              "device": DEVICE}
 CUT_BY_TIME = Door(
-    "cuts_by_time", cuts_by_time,
+    "balance_by_time", balance_by_time,
     lambda: {"partitions": 2, "module": Net(), "device": "cpu", "sample": x(), "timeout": 1e-9},
     {**CUT, "sample": SAMPLE, "timeout": TIMEOUT},
 )
 CUT_BY_SIZE = Door(
-    "cuts_by_size", cuts_by_size, lambda: {"partitions": 2, "module": Net(), "device": "cpu", "input": x()},
+    "balance_by_size", balance_by_size, lambda: {"partitions": 2, "module": Net(), "device": "cpu", "input": x()},
     {**CUT, "input": SAMPLE, "chunks": no_number("chunks"), "param_scale": no_real("param_scale")},
 )
 PLAN = Door(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from splitpipe.balance.layers import layers_of
 from splitpipe.balance.units import Times
 from splitpipe.checks import verify_devices
 from splitpipe.core.stream import Place
@@ -33,7 +34,8 @@ def profiled(
 ) -> Profile:
     places: list[Place] = verify_devices(["cpu"] * rows, rows)
     given = {"memory": None, "optimizer_state": 2.0, "progress": lambda done, total, what: None, **options}
-    return measure.profile(module, sample, target, loss_fn, places, chunks, seconds=seconds, **given)
+    of = layers_of(module, sample, "the sample")
+    return measure.profile(module, of, target, loss_fn, places, chunks, seconds=seconds, **given)
 
 
 def layers(found: Profile, chunks: int = 2) -> tuple[Layer, ...]:
@@ -256,8 +258,8 @@ def test_parameters_and_other_state_count_where_they_come_first() -> None:
     second.weight = first.weight
     second.bias.requires_grad_(False)
     found = profiled(nn.Sequential(first, norm, second), torch.randn(8, 4))
-    assert found.parameters == (16 * FLOAT, 0, 0)
-    assert found.state == (0, 4 * FLOAT * 2 + 8, 4 * FLOAT)
+    assert [layer.parameters for layer in layers(found)] == [16 * FLOAT, 0, 0]
+    assert [layer.state for layer in layers(found)] == [0, 4 * FLOAT * 2 + 8, 4 * FLOAT]
     assert found.tied == ((0, 2),)
 
 

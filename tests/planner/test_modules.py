@@ -12,7 +12,7 @@ from torch import nn
 
 import splitpipe
 from splitpipe import Plan, SplitPipe
-from splitpipe.balance.survey import surveyed
+from splitpipe.balance.survey import Surveyed, surveyed
 from splitpipe.balance.units import Units, times_of
 from splitpipe.checks import verify_devices
 from splitpipe.core.stream import Place
@@ -20,7 +20,7 @@ from splitpipe.planner import measure
 from splitpipe.planner.costs import LayerSums, StageBytes
 from splitpipe.planner.planning import chosen
 from splitpipe.planner.profile import Profile
-from splitpipe.planner.work import ModuleWork, Settings
+from splitpipe.planner.work import Work
 from splitpipe.schedule import build
 from tests.clients.tiny import FOUR, MORE
 from tests.doors.test_bad_input import of_module
@@ -142,7 +142,7 @@ def test_what_a_block_raises_says_that_it_was_measured() -> None:
 def profiled(chunks: Sequence[int] = (2,), rows: int = 1, **options: Any) -> Profile:
     places = verify_devices(["cpu"] * rows, rows)
     more = {"memory": None, "optimizer_state": 2.0, "seconds": 0.01, "progress": lambda *_: None, **options}
-    return measure.profile(Net(), None, None, None, places, chunks, cuttable=surveyed(Net(), batch()), **more)
+    return measure.profile(Net(), surveyed(Net(), batch()), None, None, places, chunks, **more)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["once", "again"])
@@ -150,9 +150,10 @@ def test_each_unit_has_the_costs_of_a_stage(seconds: float) -> None:
     done: list[tuple[int, int]] = []
     found = profiled((1, 2), seconds=seconds, progress=lambda at, whole, what: done.append((at, whole)))
     block = 2 * 8 * 16 * 4 + 16 * 4 + 8 * 4
-    assert found.parameters == (12 * 8 * 4, block, block, block) and found.state == (4, 0, 0, 0)
     assert not found.tied and found.blockwise and done == [(0, 8), (4, 8)]
     one, two = found.kinds[0].layers[1], found.kinds[0].layers[2]
+    assert [layer.parameters for layer in one] == [12 * 8 * 4, block, block, block]
+    assert [layer.state for layer in one] == [4, 0, 0, 0]
     assert all(layer.saved and layer.kept for layer in one[1:])
     assert [layer.input for layer in one] == [2 * layer.input for layer in two]
     assert [layer.saved_input for layer in one[1:]] == [layer.saved_output for layer in one[:-1]]
@@ -161,14 +162,14 @@ def test_each_unit_has_the_costs_of_a_stage(seconds: float) -> None:
 def test_a_module_that_does_not_fit_on_a_device_is_measured_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def measured(self: ModuleWork, places: Sequence[Any], chunks: int) -> list[Any]:
+    def measured(self: Work, of: Surveyed, places: Sequence[Any], chunks: int) -> list[Any]:
         seen.append(len(places))
         if len(places) == 1:
             raise torch.OutOfMemoryError("none")
         return []
 
-    monkeypatch.setattr(ModuleWork, "_measured", measured)
-    units = ModuleWork(surveyed(Net(), batch()), Settings(None, None, 0.0, 1, lambda *_: None))
+    monkeypatch.setattr(Work, "_parts", measured)
+    units = Work(surveyed(Net(), batch()), None, None, 0.0, 1, lambda *_: None)
     here, there = Place(torch.device("cpu")), Place(torch.device("meta"))
     assert units.walk([here, there], 2) == [] and seen == [1, 2]
     with pytest.raises(torch.OutOfMemoryError):
