@@ -144,9 +144,10 @@ class CodeRuntime(Runtime):
         """The module's layers; if modules or parameters have changed, they are looked up again."""
         called, known = [len(each) for each in self._homes.called], self._known
         if known is not None and known[1] == called and self._homes.complete:
-            return known[0]
-        layers = code_layers(blocks, self._homes, self.options.places)
-        self._known = (layers, called, user_compiled(self.module)) if layers.lasting else None
+            layers = known[0]
+        else:
+            layers = code_layers(blocks, self._homes, self.options.places)
+            self._known = (layers, called, user_compiled(self.module)) if layers.lasting else None
         self._homes.forget_all_but(layers.stages[0].identities)
         return layers
 
