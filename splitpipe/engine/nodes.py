@@ -22,7 +22,7 @@ from splitpipe.loss.tracing import TracedBlock
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.checkpoint import checkpointed
 from splitpipe.stage.containers import changes, containers, copies, marked, spent, verify_once
-from splitpipe.stage.layers import BlockLayers, StageCache, StageFacts
+from splitpipe.stage.layers import BlockLayers, ModelLayers, StageCache, StageFacts
 from splitpipe.stage.run import SeparateRun, may_be_plain, plain
 from splitpipe.stage.stage import Block, Stage
 from splitpipe.stage.task import Task
@@ -35,10 +35,11 @@ class BlockNodes:
     """The blocks of one call."""
 
     def __init__(
-        self, call: Call, stages: Sequence[Stage], cache: Callable[[nn.Module, int], StageCache]
+        self, call: Call, stages: Sequence[Stage], layers: ModelLayers, cache: Callable[[nn.Module, int], StageCache]
     ) -> None:
         self._call = call
         self._stages = stages
+        self._layers = layers
         self._cache = cache
         self._blocks: dict[tuple[nn.Module, int], Block] = {}
 
@@ -123,7 +124,10 @@ class BlockNodes:
         stage = self._blocks.get(key)
         if stage is None:
             own = self._stages[forward.stage]
-            layers = BlockLayers(own.index, own.own.place, [(forward.run.blocks.blocks[block], block)])
+            layers = self._layers.blocks.get(key)
+            if layers is None:
+                layers = BlockLayers(own.index, own.own.place, [(forward.run.blocks.blocks[block], block)])
+                self._layers.blocks[key] = layers
             stage = self._blocks[key] = Block(layers, self._cache(block, own.index), self._call, own.pending)
         return stage
 

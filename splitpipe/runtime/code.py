@@ -173,14 +173,14 @@ class CodeRuntime(Runtime):
         return self._numbers.begin(kind, call.input)
 
     def _run(
-        self, call: Call, blocks: Blocks, tracing: Tracing | None, stages: list[Stage], scheduled: bool,
-        parts: bool = False,
+        self, call: Call, blocks: Blocks, layers: ModelLayers, tracing: Tracing | None, stages: list[Stage],
+        scheduled: bool, parts: bool = False,
     ) -> CodeRun:
         return CodeRun(
             call, stages, self._forward, blocks, self._homes,
             ranked=not scheduled and call.state.grad,
             one_graph=not scheduled and not parts and not self._homes.several,
-            calls=BlockNodes(call, stages, self._block_cache),
+            calls=BlockNodes(call, stages, layers, self._block_cache),
             tracing=tracing,
             look=self.attributes.look,
         )
@@ -229,7 +229,9 @@ class CodeRuntime(Runtime):
         stages = self._stages(call, layers)
         kind = self._kind(args, kwargs, False, state.grad)
         cutting = Cutting(stages[0].sink is not None, self._homes.several, self._writes, kind)
-        run = self._run(call, blocks, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known)
+        run = self._run(
+            call, blocks, layers, self._tracing(kind, call), stages, scheduled=False, parts=cutting.known
+        )
         work = CodeDropinWork(run, cutting, self._resources.routes(call.computes), self._homes)
         for i, activation in enumerate(call.cut(call.input, 0)):
             work.forwards.append(CodeForward(run, i, activation, work))
@@ -304,7 +306,7 @@ class CodeRuntime(Runtime):
             self._resources.routes(call.computes),
             threads,
             stage_of=partial(self._stage, call, layers),
-            run_of=partial(self._run, call, blocks, tracing, scheduled=True),
+            run_of=partial(self._run, call, blocks, layers, tracing, scheduled=True),
             homes=self._homes,
             objective=objective,
             losses=self._losses,

@@ -179,6 +179,8 @@ class ModelLayers:
     def __init__(self, stages: Sequence[StageLayers], structure: Structure) -> None:
         self.stages = stages
         self.structure = structure
+        #: The layers of blocks that are recomputed separately, by block and stage.
+        self.blocks: dict[tuple[nn.Module, int], BlockLayers] = {}
         #: True if there is a BatchNorm with statistics of the whole batch.
         self.collects = any(isinstance(module, DeferredBatchNorm) for module in structure.modules)
         #: True if a parameter or buffer is a DTensor.

@@ -100,13 +100,15 @@ class Chain(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("way", ["balance", "cuts"])
-def test_layers_and_parameters_may_be_replaced(way: str) -> None:
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("way", ["balance", "cuts", "cuts, drop-in"])
+def test_layers_and_parameters_may_be_replaced(way: str, mode: Any) -> None:
     plain: Any
-    plain, model = pair()
-    if way == "cuts":
+    plain, model = pair(checkpoint=mode)
+    if way != "balance":
         plain = Chain(plain)
-        model = attach(copy.deepcopy(plain), ["2"], devices=["cpu"] * 2, chunks=4, schedule="1f1b", loss_fn=F.mse_loss)
+        how: Any = {} if way == "cuts, drop-in" else {"schedule": "1f1b", "loss_fn": F.mse_loss}
+        model = attach(copy.deepcopy(plain), ["2"], devices=["cpu"] * 2, chunks=4, checkpoint=mode, **how)
     changes = (
         lambda module: None, lambda module: None, replace_layer, replace_parameter, replace_data,
         lambda module: module[0].weight.requires_grad_(False), lambda module: module[0].weight.requires_grad_(True),
@@ -117,7 +119,8 @@ def test_layers_and_parameters_may_be_replaced(way: str) -> None:
             change(module)
             module.zero_grad()
         x, y = (each.to(plain[0].weight.dtype) for each in batch())
-        model(x, target=y).backward()
+        loss = F.mse_loss(model(x), y) if "drop-in" in way else model(x, target=y)
+        loss.backward()
         F.mse_loss(plain(x), y).backward()
         assert_same_tensors(model, plain)
 
