@@ -49,10 +49,13 @@ class PendingGrad:
 
     def __init__(self, ctx: Any, grad: Tensor | None = None) -> None:
         self.ctx = ctx
-        saved = [None if x is None or type(x) is Parameter else x for x in ctx.saved_for_weight]
-        self._versions = [None if x is None else version_of(x) for x in saved]
         #: The bytes that it keeps alive.
-        self.size = sum([x.nbytes for x in saved if x is not None])
+        self.size = 0
+        self._versions: list[int | None] = []
+        for x in ctx.saved_for_weight:
+            lasting = x is None or type(x) is Parameter
+            self._versions.append(None if lasting else version_of(x))
+            self.size += 0 if lasting else x.nbytes
         self.grad: Tensor | None = None
         self._version: int | None = None
         if grad is not None:
@@ -78,8 +81,10 @@ class PendingGrad:
     def verify(self) -> None:
         """Raises a RuntimeError if a tensor has been written to since. Autograd would have read it before that."""
         saved = self.ctx.saved_for_weight
-        now = [None if x is None or type(x) is Parameter else version_of(x) for x in saved]
-        if now != self._versions or self.grad is not None and version_of(self.grad) != self._version:
+        written = self.grad is not None and version_of(self.grad) != self._version or len(saved) != len(self._versions)
+        for x, then in zip(saved, self._versions):
+            written = written or x is not None and type(x) is not Parameter and version_of(x) != then
+        if written:
             raise RuntimeError(
                 "a tensor was modified in place during backward, before its weight gradient was computed: "
                 "expected saved activations and output gradients to stay as they are. A layer's backward overwrites "

@@ -121,7 +121,8 @@ class _Ends:
         if not all([_may_be_shared(node) or forward.maker(node, k) == k for node in others]):
             return False
         self.owned = True
-        self.nodes.update([node for node in nodes if not _may_be_shared(node)])
+        self.nodes.update(nodes)
+        self.nodes.difference_update([node for node in nodes if type(node).__name__ == _CAST and _may_be_shared(node)])
         return True
 
     def _ends(self, edge: Edge) -> bool:

@@ -14,6 +14,7 @@ from splitpipe.loss.tracing import Tracing
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.homes import Homes
 from splitpipe.stage.call import Call
+from splitpipe.stage.layers import Structure
 from splitpipe.stage.stage import Stage
 from splitpipe.training.sink import Keyed
 
@@ -62,6 +63,7 @@ class CodeRun(Run):
     def __init__(
         self, call: Call, stages: Sequence[Stage], forward: Callable[..., Any], blocks: Blocks, homes: Homes, *,
         ranked: bool, one_graph: bool, calls: BlockCalls, tracing: Tracing | None, look: Callable[[int], None],
+        structure: Structure,
     ) -> None:
         super().__init__(call, stages, ranked=ranked, in_turn=homes.in_turn)
         self.calls = calls
@@ -76,7 +78,8 @@ class CodeRun(Run):
         self._local: dict[tuple[nn.Module, int], bool] = {}
         self._lock = threading.Lock()
         self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor, int | None]] = {}
-        self._buffers: dict[int, tuple[str, Tensor]] | None = None
+        self._structure = structure
+        self._buffers: dict[int, Tensor] | None = None
         self._users: dict[int, int] = {}
 
     def parameters(self, stage: int) -> list[Keyed]:
@@ -124,7 +127,7 @@ class CodeRun(Run):
     def is_buffer(self, x: Tensor) -> bool:
         """True for a buffer of the module."""
         if self._buffers is None:
-            self._buffers = {id(buffer): (name, buffer) for name, buffer in self.blocks.module.named_buffers()}
+            self._buffers = {id(buffer): buffer for buffer in self._structure.buffers()}
         return id(x) in self._buffers
 
     def copied(self, x: Tensor, stage: int, copy: Callable[[Tensor], Tensor]) -> Tensor:
@@ -151,8 +154,8 @@ class CodeRun(Run):
         copies, self._copies = self._copies, {}
         for x, made, version in copies.values():
             if version_of(made) != version:
-                names = {id(own): name for name, own in self.blocks.module.named_parameters()}
-                names |= {key: name for key, (name, _) in (self._buffers or {}).items()}
+                module = self.blocks.module
+                names = {id(own): name for name, own in (*module.named_parameters(), *module.named_buffers())}
                 raise RuntimeError(
                     f"{names.get(id(x), 'a parameter')!r}, which is on {x.device}, was written to by a stage on "
                     f"{made.device}, which has a copy during a call: expected the modules that write to it in one "

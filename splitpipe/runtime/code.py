@@ -183,6 +183,7 @@ class CodeRuntime(Runtime):
             calls=BlockNodes(call, stages, layers, self._block_cache),
             tracing=tracing,
             look=self.attributes.look,
+            structure=layers.structure,
         )
 
     def _block_cache(self, block: nn.Module, stage: int) -> StageCache:

@@ -148,6 +148,7 @@ class Structure:
     def __init__(self, roots: Iterable[nn.Module], above: nn.Module | None = None) -> None:
         self.modules = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))
         self._tables: list[dict[str, Any]] = [] if above is None else [above._modules, above._parameters]
+        self._buffers = [module._buffers for module in (*self.modules, *([] if above is None else [above]))]
         self._skippable = [module for module in self.modules if isinstance(module, Skippable)]
         self._found = self._look()
 
@@ -155,6 +156,10 @@ class Structure:
         """True if all of it is still the same objects."""
         found = self._look()
         return len(found) == len(self._found) and all(map(is_, found, self._found))
+
+    def buffers(self) -> list[Tensor]:
+        """All buffers, as they are now."""
+        return [x for table in self._buffers for x in table.values() if x is not None]
 
     def modes(self) -> tuple[bool, ...]:
         """The modules' current train or eval modes."""
