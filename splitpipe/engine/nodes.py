@@ -181,6 +181,8 @@ def made_again(
 class _BlockTask(Task):
     """One microbatch on one block."""
 
+    notes = False
+
     def __init__(
         self, stage: Block, call: Call, forward: CodeForward, value: Activation, block: Callable[[Any], Any]
     ) -> None:

@@ -46,6 +46,9 @@ class Result:
 class Task:
     """One microbatch on one stage, in a state (``inside``: the worker's own); must be called in the stage's worker."""
 
+    #: False if the caller adds a note to errors of the forward.
+    notes = True
+
     def __init__(
         self, stage: Block, call: Call, i: int, value: Activation, skips: Skips, state: State, inside: bool = False
     ) -> None:
@@ -198,7 +201,8 @@ class Task:
             if doing == "forward" and (tainted or skips or len(out.leaves) > 1):
                 _mark_shared([out, *skips.values()], tainted)
         except BaseException as error:
-            add_note(error, f"in the {doing} of {own.described[at]}, {where}")
+            if self.notes or doing != "forward":
+                add_note(error, f"in the {doing} of {own.described[at]}, {where}")
             raise
         return out, skips
 

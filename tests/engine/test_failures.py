@@ -83,13 +83,15 @@ def assert_right(plain: nn.Module, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize(("block", "stage", "row"), [(0, 0, 4), (1, 1, 0), (2, 1, 2), (3, 2, 4), (3, 2, 0)])
-def test_what_a_block_raises_has_its_place(schedule: str, block: int, stage: int, row: int) -> None:
-    plain, model = pair(schedule=schedule, checkpoint="never")
+def test_what_a_block_raises_has_its_place(schedule: str, checkpoint: str, block: int, stage: int, row: int) -> None:
+    plain, model = pair(schedule=schedule, checkpoint=checkpoint)
     model.layers[block].calls[row] = throwing(ValueError("found"))
     with pytest.raises(ValueError, match="found") as info:
         step(model)
     where = f"block 'layers.{block}' (Meeting), stage {stage} (cpu), microbatch {row // 2} of 3"
+    assert "\n".join(info.value.__notes__).count("in the forward of") == 1
     assert where in "\n".join(info.value.__notes__)
     assert_right(plain, model)
 
