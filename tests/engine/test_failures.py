@@ -83,10 +83,16 @@ def assert_right(plain: nn.Module, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize(("block", "stage", "row"), [(0, 0, 4), (1, 1, 0), (2, 1, 2), (3, 2, 4), (3, 2, 0)])
-def test_what_a_block_raises_has_its_place(schedule: str, checkpoint: str, block: int, stage: int, row: int) -> None:
-    plain, model = pair(schedule=schedule, checkpoint=checkpoint)
+def test_what_a_block_raises_has_its_place(
+    schedule: str, checkpoint: str, first: bool, block: int, stage: int, row: int
+) -> None:
+    plain = Fragile()
+    model = piped(plain, CUTS, schedule=schedule, checkpoint=checkpoint)
+    if not first:
+        step(model)
     model.layers[block].calls[row] = throwing(ValueError("found"))
     with pytest.raises(ValueError, match="found") as info:
         step(model)
