@@ -48,6 +48,7 @@ with needed("to split a model's inputs into microbatches"):
 
 with needed("to run layers under the function modes of the thread that called the model"):
     from torch._C import _len_torch_function_stack  # The number of modes that see this thread's functions.
+    from torch._C import _get_function_stack_at  # One of them, the outermost at 0.
     from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack  # Without entering any.
     from torch.overrides import _get_current_function_mode_stack  # The modes, outermost first.
     from torch.utils._device import DeviceContext  # The mode of a default device: it observes nothing.

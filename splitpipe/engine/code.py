@@ -25,6 +25,8 @@ from splitpipe.core.thread_state import Bound, Hooks, State, set_function_modes
 from splitpipe.core.torch_private import (
     DisableTorchFunction,
     _get_current_function_mode_stack,
+    _get_function_stack_at,
+    _len_torch_function_stack,
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
     _top_saved_tensors_default_hooks,
@@ -249,7 +251,8 @@ class CodeForward(MicrobatchForward):
 
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call; if it is a block, nothing in it is traced."""
-        self._verify_checkpoint()
+        if self._inside_of is not None:
+            self._verify_checkpoint()
         trace = self.trace
         above = None if trace is None or block not in self.run.blocks.blocks else self._untraced()
         if trace is None or above is None:
@@ -273,7 +276,7 @@ class CodeForward(MicrobatchForward):
             self.advance(cut)
             if self.run.ranked:
                 self.rank((args, kwargs))
-        local = self.settled(block)
+        local = self.run.settled(block, self.stage)
         if block not in blocks.blocks:
             return call(*args, **kwargs)
         follow, whole, checkpointed = False, self.run.one_graph, self._checkpoints()
@@ -286,10 +289,10 @@ class CodeForward(MicrobatchForward):
         handed = containers(args, kwargs) if own else []
         if own:
             verify_once(handed, len(own))
-        then = copies(handed)
+        then = copies(handed) if own else []
         described, where = blocks.described(block), self._where
         token = taker.set(None)
-        traced = self._traced(block, call)
+        traced = None if self.trace is None else self._traced(block, call)
         try:
             if checkpointed:
                 value, made = self._checkpointed(block, traced or call, args, kwargs, follow)
@@ -346,19 +349,18 @@ class CodeForward(MicrobatchForward):
 
     def _alone(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call that accesses no value of another stage."""
-        modes = _get_current_function_mode_stack()
-        on_top = bool(modes) and modes[-1] is self._follow
-        if on_top:
+        if _len_torch_function_stack() == 1 and _get_function_stack_at(0) is self._follow:  # The usual case.
             _pop_torch_function_stack()
-        else:
-            set_function_modes([mode for mode in modes if mode is not self._follow])
+            try:
+                return call(*args, **kwargs)
+            finally:
+                set_function_modes([self._follow])
+        modes = _get_current_function_mode_stack()
+        set_function_modes([mode for mode in modes if mode is not self._follow])
         try:
             return call(*args, **kwargs)
         finally:
-            if on_top and _get_current_function_mode_stack() == modes[:-1]:
-                _push_on_torch_function_stack(self._follow)
-            else:
-                set_function_modes(modes)
+            set_function_modes(modes)
 
     def _checkpointed(
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], follow: bool

@@ -311,7 +311,7 @@ class CodeGraphTransfer(GraphTransfer):
             stage = forward.maker(node)
             if stage is not None and stage < forward.stage:
                 return True
-        return self._homes.elsewhere(x, forward.stage)
+        return self._homes.several and self._homes.elsewhere(x, forward.stage)
 
     def maker(self, x: Tensor) -> int:
         """The last stage before this one on the tensor's device."""
