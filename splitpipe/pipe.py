@@ -4,7 +4,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -145,51 +145,27 @@ class SplitPipe(Shell):
             backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
             split=split, reduction=reduction, compile=compile,
         )
+        self._balance = list[int]()
         if cuts is not None or balance is None and not checks.is_layered(module) and isinstance(module, nn.Module):
             cuts, given["devices"] = chosen_cuts(module, cuts, devices, schedule, sample)
             plain = sample is None and not isinstance(batched, dict)
             balance = balance_of(module, cuts) if plain else None
-            if balance is None:
-                forward = piped(module, cuts, given, batched=batched, sample=sample)
-                self.wrap(module, forward)
-                self._balance, self._runtime = list[int](), forward.runtime
-                self._places = self._runtime.options.places
-                if not deferred_batch_norm:
-                    log_undeferred(module, self.chunks)
-                return
-        checks.verify_module(module)
-        assert isinstance(module, nn.Sequential)
-        checks.verify_ungathered(module)
-        verify_filled(module)
-        if balance is None:
-            balance, given["devices"] = chosen_balance(module, devices, schedule, sample)
-        numbers = checks.verify_balance(balance, len(module))
-        options = options_of(given, len(numbers), "balance", (), verify_batched(batched))
-        if batched is None and split is None and options.chunks > 1:
-            warn_of_layout(module)
-        verify_skippables(module)
-        spans = placing.spans(numbers)
-        layers = list(module._modules.values())
-        stages = [layers[start:end] for start, end in spans]
-        placing.verify_stages(stages, options.places)
-
-        undo = placing.move(stages, options.places)
-        if deferred_batch_norm:
-            try:
-                DeferredBatchNorm.convert_deferred_batch_norm(module)
-            except BaseException:
-                undo()
-                raise
+        if cuts is not None and balance is None:
+            forward = piped(module, cuts, given, batched=batched, sample=sample)
+            self.wrap(module, forward)
+            self._runtime = forward.runtime
         else:
-            log_undeferred(module, options.chunks)
-
-        self._stand_for(module)
-        self._balance = numbers
-        self._places = options.places
-        # Not by nn.Module's __setattr__, which would register a loss as a layer, with its parameters in the state_dict.
-        self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
-        self._runtime = ChainRuntime(spans, options._replace(loss_fn=None, grad_scaler=None), deferred_batch_norm)
-        self._runtime.layers(module)
+            layers = verified(module)
+            if balance is None:
+                balance, given["devices"] = chosen_balance(layers, devices, schedule, sample)
+            self._runtime, self._balance = chained(layers, balance, given, batched)
+            self._stand_for(layers)
+            # Not by nn.Module's __setattr__, which would register a loss as a layer, with its parameters in the
+            # state_dict.
+            self.__dict__.update(_loss_fn=loss_fn, _grad_scaler=grad_scaler)
+        self._places = self._runtime.options.places
+        if not deferred_batch_norm:
+            log_undeferred(module, self.chunks)
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
@@ -326,3 +302,37 @@ class SplitPipe(Shell):
             deferred: 2 of 4 parameters, 71.4% of the elements
         """
         return self._runtime.report(self)
+
+
+def verified(module: nn.Module) -> nn.Sequential:
+    """The module, if it is an nn.Sequential whose layers can be moved."""
+    checks.verify_module(module)
+    checks.verify_ungathered(module)
+    verify_filled(module)
+    return cast(nn.Sequential, module)
+
+
+def chained(
+    module: nn.Sequential, balance: Iterable[int], given: Given, batched: Any
+) -> tuple[ChainRuntime, list[int]]:
+    """Checks all arguments for an nn.Sequential, and moves its layers; returns what runs it, and the balance."""
+    numbers = checks.verify_balance(balance, len(module))
+    options = options_of(given, len(numbers), "balance", (), verify_batched(batched))
+    if batched is None and given["split"] is None and options.chunks > 1:
+        warn_of_layout(module)
+    verify_skippables(module)
+    spans = placing.spans(numbers)
+    layers = list(module._modules.values())
+    stages = [layers[start:end] for start, end in spans]
+    placing.verify_stages(stages, options.places)
+
+    undo, deferred = placing.move(stages, options.places), given["deferred_batch_norm"]
+    try:
+        if deferred:
+            DeferredBatchNorm.convert_deferred_batch_norm(module)
+    except BaseException:
+        undo()
+        raise
+    runtime = ChainRuntime(spans, options._replace(loss_fn=None, grad_scaler=None), deferred)
+    runtime.layers(module)
+    return runtime, numbers

@@ -150,7 +150,7 @@ def options_of(
         warnings.warn(
             f"devices names {', '.join(unused)}, which won't be used, as there are fewer stages ({stages}): expected "
             f"one device per stage. Give {_MORE[stages_from]}, or fewer devices.",
-            stacklevel=3 if stages_from == "balance" else 4,
+            stacklevel=4,
         )
     default: Checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
     kept = default if checkpoint is None else checkpoint

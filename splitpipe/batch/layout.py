@@ -21,7 +21,7 @@ def warn_of_layout(module: nn.Sequential) -> None:
                 "dimension, but microbatches are split along the first: expected SplitPipe(..., batched=1) if the "
                 "input "
                 "is [length, batch, ...], batched=0 if another layer transposes it, or batch_first=True.",
-                stacklevel=3,
+                stacklevel=4,
             )
             return
 
