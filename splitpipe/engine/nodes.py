@@ -15,7 +15,7 @@ from splitpipe.core.graph import rank_of, reached
 from splitpipe.core.microbatch import Flat
 from splitpipe.core.rng import RngMode
 from splitpipe.core.tensors import sharing
-from splitpipe.deferral.function import calling
+from splitpipe.deferral.function import Caller, calling
 from splitpipe.engine.code import CodeForward
 from splitpipe.engine.values import SIMPLE, Follow, Values, replay
 from splitpipe.loss.tracing import TracedBlock
@@ -108,13 +108,8 @@ class BlockNodes:
         if caller is not None:
             caller.where = stage.own.described[0], where
 
-        def run(leaves: list[Any]) -> tuple[list[Any], Any]:
-            args, kwargs = _together(leaves, nesting)
-            with calling(caller):
-                made = call(*args, **kwargs)
-            return ([made], None) if type(made) is Tensor else outputs.flatten(made)
-
         seed = self._call.seeds.of(forward.stage, forward.i)
+        run = _Calling(call, nesting, caller)
         block = SeparateRun(stage, self._call, state, seed, given, run, where, held=forward.has_generator)
         made, made_of, _ = made_again(block, sink, given, forward.i)
         return made[0] if made_of is None else outputs.unflatten(made, made_of)
@@ -158,7 +153,7 @@ def made_again(
         facts.plain = may_be_made_again(seen, given, stage.own.place.device)
     if count is None or not facts.plain:
         return made, nesting, None
-    others = list[Tensor]()
+    others: Sequence[Tensor] = ()
     if facts.foreign or facts.own_nodes != count:
         others = _foreign(made, again, parameters)
         facts.foreign, facts.own_nodes = facts.foreign or bool(others), count
@@ -176,6 +171,21 @@ def made_again(
     for block in blocks if alone else ():  # Otherwise, there are other blocks, and two graphs take more memory.
         sink.made(i, block)
     return made, nesting, blocks[0] if blocks else None
+
+
+class _Calling:
+    """A block's call, given the leaves of its arguments; returns those of its output, and their nesting."""
+
+    __slots__ = ("_call", "_caller", "_nesting")  # There are many: less for the garbage collector than a closure.
+
+    def __init__(self, call: Callable[..., Any], nesting: Any, caller: Caller | None) -> None:
+        self._call, self._nesting, self._caller = call, nesting, caller
+
+    def __call__(self, leaves: list[Any]) -> tuple[list[Any], Any]:
+        args, kwargs = _together(leaves, self._nesting)
+        with calling(self._caller):
+            made = self._call(*args, **kwargs)
+        return ([made], None) if type(made) is Tensor else outputs.flatten(made)
 
 
 class _BlockTask(Task):

@@ -52,7 +52,9 @@ class Clones:
     def take(self, buffers: Buffers, fresh: bool = False) -> BufferCopies:
         """The current buffers, with clones; a clone is reused if its buffer hasn't changed."""
         if not buffers.slots and not fresh:
-            return BufferCopies(buffers, [], [], set())
+            if self._copies.buffers is not buffers:
+                self._copies = BufferCopies(buffers, [], [], set())
+            return self._copies
         versions, last, versioned = buffers.versions(), self._copies, self._copies.versioned
         if buffers.slots != last.buffers.slots or not all(map(is_, buffers.counters, last.buffers.counters)):
             known = {

@@ -41,17 +41,15 @@ class Stage:
         self.facts = cache.facts.setdefault((torch.is_grad_enabled(), *modes), StageFacts())
         #: Takes gradients of microbatches or blocks that have separate graphs; None: everything is in one graph.
         self.sink: Any = None
-        self._known = self.facts.noted is not None and self.facts.noted == own.names.keys()
+        known = self.facts.noted is not None and self.facts.noted == own.names.keys()
+        self._uncompiled = None if known or pending is None else self.sightings.note_uncompiled(own.names)
 
     def __str__(self) -> str:
         return str(self.own.name)
 
     def caller(self, i: int) -> Caller | None:
         """What the layers of a microbatch need to know about the stage; None if all is left to autograd."""
-        pending, names = self.pending, self.own.names
-        if pending is None:
-            return None
-        return Caller(pending.gains(i), None if self._known else self.sightings.note_uncompiled(names))
+        return None if self.pending is None else Caller(self.pending.gains(i), self._uncompiled)
 
     def note(self, done: bool = True) -> Note | None:
         """Records how gradients of the stage's parameters are computed, for the report; None if that is known.

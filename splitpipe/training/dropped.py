@@ -38,7 +38,7 @@ class Dropped(Flight):
         self._again = again
         self._places = places  # Places of outputs that require grad, with the kinds of their nodes.
         self._kinds = kinds
-        self._others: list[Record] = [(x, x._version) for x in others]  # Leaves that mustn't change in between.
+        self._others: Sequence[Record] = [(x, x._version) for x in others] if others else ()  # They mustn't change.
         self._ready: dict[int, Made] = {}  # By graph task.
         self._lock = threading.Lock()
 
