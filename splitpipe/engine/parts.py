@@ -41,7 +41,7 @@ from splitpipe.stage.run import TENSORS
 from splitpipe.training.capture import Graph
 from splitpipe.training.dropped import OPEN
 from splitpipe.training.node import BlockNode, Held
-from splitpipe.training.sink import DropinSink, used_by
+from splitpipe.training.sink import DropinSink
 
 #: The flat output of a microbatch and its nesting.
 Flat = tuple[list[Any], Any]
@@ -192,8 +192,7 @@ class _Cut:
         graph = sink.graph(self._forward.i, _edges(self._roots[k]), (), range(2**64), seen=seen, ends=ends)
         if sink.note is not None:
             self._notes += [(sink.note, *each) for each in seen]
-        self._used[k] = used_by(graph)
-        here = all([x.device == sink.device for x in self._used[k].values()])
+        self._used[k], here = sink.used(graph)
         if graph.bound or graph.keep_graph or not here or not (ends.owned or self._owns_tails(graph, k)):
             raise _Whole
         for edge in ends.edges:

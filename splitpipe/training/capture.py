@@ -62,6 +62,8 @@ class Graph(NamedTuple):
     bound: bool = False
     #: The places of leaves whose gradients are large.
     large: Sequence[int] = ()
+    #: The same object for graphs of one call that lead to the same leaves, through the same groups; None: not known.
+    alike: Any = None
 
 
 #: Size in bytes from which on a leaf's gradient is added to its sum before the others are computed. Small ones
@@ -203,7 +205,9 @@ class Capture:
                 if not seen[1]:  # Without nodes, which keep their graph alive.
                     self._seen[key] = shape, [owner._replace(node=None) for owner in owners]
                 _, leaves, edges = found
-                return kept._replace(entered=entered, phonies=phonies, owners=owners, leaves=leaves, edges=edges)
+                return kept._replace(
+                    entered=entered, phonies=phonies, owners=owners, leaves=leaves, edges=edges, alike=shape
+                )
         every = survey(starts, ends, numbers, self._computed, groups, gains, note)
         graph = self._surveyed(every, entered, phonies)
         if key not in self._seen and Shape.known(every):

@@ -99,6 +99,7 @@ class DropinSink:
         self._capture = Capture(own, ParkedHooks())
         self._phonies: dict[object, tuple[Tensor, Ids]] = {}
         self._of_graphs: dict[object, tuple[Tensor, Ids]] = {}
+        self._used: dict[object, tuple[dict[int, Tensor], bool]] = {}
         self._lock = threading.Lock()
 
     def phony(self, key: object, parameters: Sequence[Tensor]) -> tuple[Tensor, Ids]:
@@ -131,7 +132,9 @@ class DropinSink:
 
         Otherwise, autograd would reach other parameters too, and call what is registered for their gradients.
         """
-        own = *map(id, graph.leaves), *[id(owner.group) for owner in graph.owners]
+        own = graph.alike
+        if own is None:
+            own = *map(id, graph.leaves), *[id(owner.group) for owner in graph.owners]
         found = self._of_graphs.get(own)
         if found is None:
             used, made = used_by(graph), list[tuple[Tensor, Ids]]()
@@ -146,6 +149,16 @@ class DropinSink:
             phonies, ids = zip(*made)
             found = phonies[0] if len(made) == 1 else Flushes.apply(*phonies), [each for few in ids for each in few]
             self._of_graphs[own] = found
+        return found
+
+    def used(self, graph: Graph) -> tuple[dict[int, Tensor], bool]:
+        """The leaves that a graph leads to, by identity, and whether all of them are on the stage's device."""
+        found = None if graph.alike is None else self._used.get(graph.alike)
+        if found is None:
+            used = used_by(graph)
+            found = used, all([x.device == self.device for x in used.values()])
+            if graph.alike is not None:
+                self._used[graph.alike] = found
         return found
 
     def graph(
