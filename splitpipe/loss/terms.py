@@ -20,6 +20,8 @@ from torch import Tensor
 
 SUM, MEAN, CONSTANT = "sum", "mean", "constant"
 Amount = Tensor | float
+#: In place of a number of conditions, for a term from before the first one: every microbatch makes it.
+BEFORE = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,8 @@ class Term:
     function: str = ""
     version: int | None = None  # Of the value, when it was made.
     unknown: bool = False
-    asked: int = 0  # How many conditions Python had read before; their answers decide which microbatches have the term.
+    #: How many conditions Python had read before, or BEFORE: their answers decide which microbatches have the term.
+    asked: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +157,7 @@ def _by_condition(each: Sequence[Number]) -> list[tuple[Term, ...]] | None:
     for asked in sorted({term.asked for number in each for term in number.terms}):
         parts = [[term for term in number.terms if term.asked == asked] for number in each]
         full = max(parts, key=len)
-        if any(part and len(part) < len(full) for part in parts):
+        if any((part or asked == BEFORE) and len(part) < len(full) for part in parts):
             return None
         for own, part, number in zip(found, parts, each):
             own += part or [_nothing(term, number) for term in full]
