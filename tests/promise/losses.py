@@ -685,4 +685,7 @@ PENALTIES: Table = {
     "norms": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * torch.stack([p.norm() for p in own]).sum()),
     "mean of a weight": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.1 * own[0].square().mean()),
     "by hand": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum() + 0.01 * squares(own)),
+    "times a weight": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) * own[-1].sum().exp()),
+    "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
+    "mean times a weight": ("tokens", lambda o, t, own: own[-1][0] * o[t > 0].square().mean()),
 }
