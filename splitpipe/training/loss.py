@@ -242,7 +242,8 @@ class Reduction:
         self._by_rows = self._by_rows or not self._numbers and unknown
         self._mixed = self._mixed or isinstance(made, Unknown) and not self._by_rows
         if isinstance(made, Unknown) or self._by_rows:  # With a single row, it may not show that rows meet.
-            made = terms.by_rows(losses.value, self._rows[microbatch], terms.not_understood(made))
+            rows = self._rows[microbatch] if len(self._rows) > 1 else 1  # One that is the batch may have none.
+            made = terms.by_rows(losses.value, rows, terms.not_understood(made))
         # An untraced part next to a traced one counts like that one, since there is only one correction.
         base = next((term.divisor for term in made.terms if term.divisor is not None and not term.unknown), None)
         if base is not None:
