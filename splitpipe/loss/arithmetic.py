@@ -61,7 +61,10 @@ def single(made: Number, out: Tensor, name: str) -> Made:
     if len(made.terms) != 1 or made.least is not None:
         return Unknown(name) if made.terms else made
     one = made.terms[0]
-    return replace(made, terms=(replace(term(out, one.kind, one.divisor, one.function), asked=one.asked),))
+    if one.kind is A_CONSTANT and one.divisor is not None:
+        return Unknown(name)
+    kind = one.kind if one.divisor is None else MEAN  # The result has been divided, even if the term's value hasn't.
+    return replace(made, terms=(replace(term(out, kind, one.divisor, one.function), asked=one.asked),))
 
 
 def undivided(number: Number) -> bool:

@@ -473,10 +473,11 @@ HAND: Table = {
     "vae by rows": ("flat", lambda o, t: vae(o, t) / o.size(0)),
     "vae by len": ("flat", lambda o, t: vae(o, t) / len(o)),
     "vae of means": ("flat", vae_of_means),
+    "weighted times a tensor": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT) * WEIGHT[0]),
+    "weighted in place": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT).mul_(3).div_(2)),
 }
 EXACT: Table = {**TORCH, **AROUND, **HAND}
 
-#: Terms of different counts, and what each of them counts in the three microbatches of the uneven batch.
 def guarded(o: Tensor, t: Tensor) -> Tensor:
     """A mean over all rows, and one over what counts, if anything does."""
     loss, has = F.mse_loss(o[:, 0, 0], torch.ones_like(o[:, 0, 0])), t != IGNORED
@@ -485,6 +486,7 @@ def guarded(o: Tensor, t: Tensor) -> Tensor:
     return loss
 
 
+#: Terms of different counts, and what each of them counts in the three microbatches of the uneven batch.
 SEVERAL: dict[str, tuple[str, Loss, list[list[int]]]] = {
     "rows, and tokens if there are any": ("tokens", guarded, [[7, 0, 3], [3, 3, 1]]),
     "tokens and elements": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) + 0.1 * o.square().mean(),
@@ -686,6 +688,7 @@ PENALTIES: Table = {
     "mean of a weight": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.1 * own[0].square().mean()),
     "by hand": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum() + 0.01 * squares(own)),
     "times a weight": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) * own[-1].sum().exp()),
+    "weighted times a weight": ("some", lambda o, t, own: own[-1][0].exp() * F.cross_entropy(o, t, WEIGHT)),
     "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
     "mean times a weight": ("tokens", lambda o, t, own: own[-1][0] * o[t > 0].square().mean()),
 }
