@@ -11,7 +11,7 @@ from torch import Tensor
 
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, of_row, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
-from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown, by_rows, divided
+from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown, by, by_rows, divided
 
 
 def in_place(name: str) -> bool:
@@ -243,11 +243,10 @@ def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
         return Unknown(name)
     if len(made.terms) == 1 and made.terms[0].kind is SUM:
         return Number((term(out, MEAN, divisor, made.terms[0].function),), made.rows)
-    here = divisor.here
-    safe = torch.where(here == 0, 1, here) if isinstance(here, Tensor) else here or 1.0
+    here = by(divisor.here)
     return Unknown(name) if out.numel() > 1 else Number(tuple([
         replace(t, divisor=divisor) if t.kind is A_CONSTANT
-        else replace(term(t.value / safe, MEAN, divisor, t.function), factor=t.factor)
+        else replace(term(t.value / here, MEAN, divisor, t.function), factor=t.factor)
         for t in made.terms
     ]), made.rows)
 

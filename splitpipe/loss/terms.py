@@ -7,6 +7,9 @@
 
 A number is a sum of terms, each times a factor. A constant may also be divided by a count, and a count may have an
 added number, or a minimum: (total_i + c) / max(count_i + more, least). For the batch, these apply once.
+
+A microbatch with the count 0 may have a total, such as that of all rows divided by the number of some. The trace makes
+it total_i / 1.
 """
 from __future__ import annotations
 
@@ -175,13 +178,19 @@ def _alike(each: Sequence[tuple[Term, ...]]) -> bool:
 def _nothing(like: Term, number: Number) -> Term:
     # The value keeps its graph, through which a gradient of 0 runs.
     value = number.terms[0].value if number.terms else 0.0
+    value = _zero_of(value) if isinstance(value, Tensor) else 0.0
     if like.divisor is None:
-        return Term(value * 0, like.kind, None, like.factor, like.function)
+        return Term(value, like.kind, None, like.factor, like.function)
     return Term(value, MEAN, Divisor(0.0), like.factor, like.function)
 
 
 def _uncounted(term: Term) -> Term:
     return Term(0.0 if isinstance(term.value, float) else term.value, MEAN, Divisor(0.0), term.factor, term.function)
+
+
+def _zero_of(value: Tensor) -> Tensor:
+    """0 with the value's graph, even if the value isn't finite."""
+    return torch.where(torch.ones((), dtype=torch.bool, device=value.device), 0, value)
 
 
 def _same(factors: Sequence[float]) -> bool:
@@ -218,6 +227,11 @@ def weight(term: Term, share: float) -> Amount:
         return share
     assert term.divisor is not None
     return term.divisor.here
+
+
+def by(count: Amount) -> Amount:
+    """What a microbatch's total has been divided by, given its count."""
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0
 
 
 def combined(
@@ -263,9 +277,11 @@ def part(term: Term, share: float, divisor: Amount | None) -> Any:
 def _weighted(like: Term, value: Amount, weight: Amount, divisor: Amount | None) -> Any:
     if isinstance(value, Tensor):
         weight, divisor = wide(weight, value), None if divisor is None else wide(divisor, value)
-        if like.kind is MEAN and (isinstance(weight, Tensor) or weight == 0):
-            none = weight == 0 if isinstance(weight, Tensor) else torch.ones((), dtype=torch.bool, device=value.device)
-            value = torch.where(none, 0, value)  # 0 / 0 has no part in it.
+        if like.kind is MEAN and isinstance(weight, Tensor):
+            value = torch.where((weight == 0) & ~value.isfinite(), 0, value)  # 0 / 0 has no part in it.
+            weight = by(weight)
+        elif like.kind is MEAN and weight == 0:
+            value = _zero_of(value)
     if divisor is not None:
         weight = weight / divisor if isinstance(divisor, Tensor) or divisor else math.nan
     return value * (weight if like.factor == 1 else weight * like.factor)

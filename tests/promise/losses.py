@@ -473,6 +473,9 @@ HAND: Table = {
     "vae by rows": ("flat", lambda o, t: vae(o, t) / o.size(0)),
     "vae by len": ("flat", lambda o, t: vae(o, t) / len(o)),
     "vae of means": ("flat", vae_of_means),
+    "sum of all by a count": ("tokens", lambda o, t: o.square().sum() / (t != IGNORED).sum()),
+    "sums by a count": ("tokens", lambda o, t: (each(o, t).sum() + 0.1 * o.square().sum()) / counted(t).sum()),
+    "sum by a count times a tensor": ("tokens", lambda o, t: 2 * (o.square().sum() / counted(t).sum() * WEIGHT[0])),
     "weighted times a tensor": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT) * WEIGHT[0]),
     "weighted in place": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT).mul_(3).div_(2)),
 }
