@@ -145,7 +145,8 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
 
 
 def conditional(each: Sequence[Number]) -> bool:
-    """True if microbatches have evaluated the same conditions, and have terms after different ones."""
+    """True if microbatches have evaluated the same conditions, and have terms after different ones; some have none."""
+    each = [number for number in each if number.terms]
     if len({number.asked for number in each}) > 1:
         return False
     found = zip(*[[term.asked for term in number.terms] for number in each])

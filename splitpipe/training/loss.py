@@ -238,7 +238,7 @@ class Reduction:
     def add(self, microbatch: int, losses: Losses) -> None:
         """Records the loss of a microbatch."""
         made = losses.made
-        unknown = isinstance(made, Unknown) or all(term.unknown for term in made.terms)
+        unknown = isinstance(made, Unknown) or bool(made.terms) and all(term.unknown for term in made.terms)
         self._by_rows = self._by_rows or not self._numbers and unknown
         self._mixed = self._mixed or isinstance(made, Unknown) and not self._by_rows
         if isinstance(made, Unknown) or self._by_rows:  # With a single row, it may not show that rows meet.

@@ -341,6 +341,7 @@ def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: o[t > 0].square().sum() / max(1, int((t > 0).sum())),
         lambda o, t: o[t > 0].square().mean() if (t > 0).any() else o.sum() * 0,
+        lambda o, t: o[t > 0].square().mean() if (t > 0).any() else o.new_zeros(()),
         lambda o, t: (o * (t > 0)).square().sum() / (t > 0).sum().clamp(min=1),
     ]
     for loss in ways:
