@@ -230,7 +230,7 @@ def weight(term: Term, share: float) -> Amount:
     return term.divisor.here
 
 
-def by(count: Amount) -> Amount:
+def divided_by(count: Amount) -> Amount:
     """What a microbatch's total has been divided by, given its count."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0
 
@@ -280,7 +280,7 @@ def _weighted(like: Term, value: Amount, weight: Amount, divisor: Amount | None)
         weight, divisor = wide(weight, value), None if divisor is None else wide(divisor, value)
         if like.kind is MEAN and isinstance(weight, Tensor):
             value = torch.where((weight == 0) & ~value.isfinite(), 0, value)  # 0 / 0 has no part in it.
-            weight = by(weight)
+            weight = divided_by(weight)
         elif like.kind is MEAN and weight == 0:
             value = _zero_of(value)
     if divisor is not None:

@@ -281,7 +281,7 @@ class Reduction:
         term = number.terms[k]
         assert isinstance(term.value, Tensor)
         factor: Amount = terms.weight(term, terms.shares(self._rows)[microbatch])
-        factor = terms.by(factor) if isinstance(factor, Tensor) else factor
+        factor = terms.divided_by(factor) if isinstance(factor, Tensor) else factor
         if term.kind is CONSTANT and term.divisor is None:
             divided = [j for j, each in enumerate(number.terms) if each.divisor is not None]
             base = divided[0] if divided else None

@@ -473,6 +473,8 @@ HAND: Table = {
     "vae by rows": ("flat", lambda o, t: vae(o, t) / o.size(0)),
     "vae by len": ("flat", lambda o, t: vae(o, t) / len(o)),
     "vae of means": ("flat", vae_of_means),
+    "mean by the mean of a mask": ("tokens", lambda o, t: (each(o, t) * counted(t)).mean() / counted(t).mean()),
+    "mean of all by the mean of a mask": ("tokens", lambda o, t: o[..., 0].square().mean() / counted(t).mean()),
     "sum of all by a count": ("tokens", lambda o, t: o.square().sum() / (t != IGNORED).sum()),
     "sums by a count": ("tokens", lambda o, t: (each(o, t).sum() + 0.1 * o.square().sum()) / counted(t).sum()),
     "sum by a count times a tensor": ("tokens", lambda o, t: 2 * (o.square().sum() / counted(t).sum() * WEIGHT[0])),
