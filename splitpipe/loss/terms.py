@@ -153,6 +153,11 @@ def conditional(each: Sequence[Number]) -> bool:
     return len({len(number.terms) for number in each}) > 1 or any(len({*asked} - {0}) > 1 for asked in found)
 
 
+def sharing(each: Sequence[Number]) -> bool:
+    """True if all microbatches or none have counts, so that the parts of a constant add up to it."""
+    return len({not number.terms or any(term.divisor is not None for term in number.terms) for number in each}) < 2
+
+
 def _by_condition(each: Sequence[Number]) -> list[tuple[Term, ...]] | None:
     """The terms of each microbatch: if a condition wasn't met, a term that counts nothing."""
     if not conditional(each):
@@ -177,6 +182,8 @@ def _alike(each: Sequence[tuple[Term, ...]]) -> bool:
 
 
 def _nothing(like: Term, number: Number) -> Term:
+    if like.kind is CONSTANT and like.divisor is None:
+        return like  # Its part for each microbatch is a part of the whole.
     # The value keeps its graph, through which a gradient of 0 runs.
     value = number.terms[0].value if number.terms else 0.0
     value = _zero_of(value) if isinstance(value, Tensor) else 0.0

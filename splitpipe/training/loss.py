@@ -288,7 +288,7 @@ class Reduction:
             if base is not None:  # With the correction, counts add up to 1; shares of rows may not.
                 divisor, estimate = number.terms[base].divisor, whole[base]
                 assert divisor is not None and estimate is not None
-                factor = terms.wide(divisor.here, term.value) / terms.wide(estimate, term.value)
+                factor = terms.wide(divisor.count, term.value) / terms.wide(estimate, term.value)
         estimate = whole[k] if k < len(whole) else None
         if estimate is not None:
             factor = terms.wide(factor, term.value) / terms.wide(estimate, term.value)
@@ -326,7 +326,7 @@ class Reduction:
         each = [self._numbers[i] for i in order]
         columns = terms.aligned(each)
         # B has run backward term by term, so all microbatches must have the same terms.
-        if columns is None or self._mixed or terms.conditional(each):
+        if columns is None or self._mixed or terms.conditional(each) or self._penalised() and not terms.sharing(each):
             raise ValueError(
                 f"microbatches have losses of different kinds: {self._listed(order)}. Expected the same terms in each: "
                 "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts, pass "
@@ -361,6 +361,11 @@ class Reduction:
         if not units or not isinstance(units[0], Tensor) and math.isclose(units[0], 1, rel_tol=1e-9):
             return None
         return _tensor(units[0], like)
+
+    def _penalised(self) -> bool:
+        """True if B has started from a constant."""
+        each = [(losses.made, losses.numbers) for losses in self._losses.values()]
+        return any(isinstance(made, Number) and made.terms[k].kind is CONSTANT for made, at in each for k in at)
 
     def _listed(self, order: Sequence[int]) -> str:
         """The terms of the loss, with their counts in each microbatch."""

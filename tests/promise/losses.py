@@ -684,7 +684,14 @@ def squares(parameters: list[Tensor]) -> Tensor:
     return sum(p.pow(2).sum() for p in parameters)  # type: ignore[return-value]
 
 
+def penalised(o: Tensor, t: Tensor, own: Any) -> Tensor:
+    """A mean and a penalty, or neither if nothing counts."""
+    has = t != IGNORED
+    return F.cross_entropy(o[has], t[has]) + 0.01 * squares(own) if has.any() else o.new_zeros(())
+
+
 PENALTIES: Table = {
+    "if anything counts": ("tokens", penalised),
     "l2 and words": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) + 0.01 * squares(own)),
     "l2 and elements": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * squares(own)),
     "l2 and a sum": ("values", lambda o, t, own: F.mse_loss(o, t, reduction="sum") + 0.01 * squares(own)),
@@ -692,6 +699,7 @@ PENALTIES: Table = {
     "norms": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * torch.stack([p.norm() for p in own]).sum()),
     "mean of a weight": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.1 * own[0].square().mean()),
     "by hand": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum() + 0.01 * squares(own)),
+    "clamped": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum().clamp(min=1) + 0.01 * squares(own)),
     "times a weight": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) * own[-1].sum().exp()),
     "weighted times a weight": ("some", lambda o, t, own: own[-1][0].exp() * F.cross_entropy(o, t, WEIGHT)),
     "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
