@@ -136,7 +136,7 @@ def _one(column: list[Any], rows: list[int], dim: int | None, verify: bool) -> A
     if isinstance(first, Entries):
         return concatenated(column)
     if not isinstance(first, Tensor):
-        if all(isinstance(x, _PLAIN) for x in column):
+        if all(isinstance(x, (Tensor, *_PLAIN)) for x in column):
             return join(tuple(column))
         # Caches: they hold what each microbatch has computed, whose rows can't be identified. (One that all
         # microbatches were given belongs to the caller.)

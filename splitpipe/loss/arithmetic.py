@@ -11,7 +11,7 @@ from torch import Tensor
 
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, of_row, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
-from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown, by_rows, divided
+from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
 
 
 def in_place(name: str) -> bool:
@@ -26,8 +26,8 @@ def before(facts: Facts, name: str, args: Sequence[Any]) -> Sequence[Any]:
     if name in DIVISIONS and len(args) == 2:
         below = args[DIVISIONS[name]]
         made = number_of(facts, below)
-        divisor = divided(made) if isinstance(made, Number) and below.numel() == 1 else None
-        if divisor is not None and divisor.least is None:  # 0 / 0 becomes 0, as it adds nothing to the batch's number.
+        count = isinstance(made, Number) and made.least is None and any(t.kind is not A_CONSTANT for t in made.terms)
+        if count and below.numel() == 1 and not below.requires_grad:  # x / 0 becomes x / 1: see ``terms``.
             guarded = torch.where(below == 0, torch.ones_like(below), below)
             return [guarded if x is below else x for x in args]
     return args
@@ -61,7 +61,10 @@ def single(made: Number, out: Tensor, name: str) -> Made:
     if len(made.terms) != 1 or made.least is not None:
         return Unknown(name) if made.terms else made
     one = made.terms[0]
-    return replace(made, terms=(replace(term(out, one.kind, one.divisor, one.function), asked=one.asked),))
+    if one.kind is A_CONSTANT and one.divisor is not None:
+        return Unknown(name)
+    kind = one.kind if one.divisor is None else MEAN  # The result has been divided, even if the term's value hasn't.
+    return replace(made, terms=(replace(term(out, kind, one.divisor, one.function), asked=one.asked),))
 
 
 def undivided(number: Number) -> bool:
@@ -231,7 +234,10 @@ def _mean_by_mean(made: Made, by: Number, out: Tensor, name: str) -> Made:
     if len(counts) < 2 or isinstance(counts[0], Tensor) or isinstance(counts[1], Tensor) or counts[0] != counts[1]:
         return Unknown(name)
     total = divided(Number((replace(one, kind=SUM, divisor=None, factor=one.factor * counts[1]),)))
-    return Unknown(name) if total is None else Number((term(out, MEAN, total, means[0].terms[0].function),))
+    if total is None:
+        return Unknown(name)
+    many = torch.where(total.here == 0, counts[1], 1.0) if isinstance(total.here, Tensor) else 1.0
+    return Number((term(out * many, MEAN, total, means[0].terms[0].function),))
 
 
 def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
@@ -240,11 +246,10 @@ def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
         return Unknown(name)
     if len(made.terms) == 1 and made.terms[0].kind is SUM:
         return Number((term(out, MEAN, divisor, made.terms[0].function),), made.rows)
-    here = divisor.here
-    safe = torch.where(here == 0, 1, here) if isinstance(here, Tensor) else here or 1.0
+    here = divided_by(divisor.here)
     return Unknown(name) if out.numel() > 1 else Number(tuple([
         replace(t, divisor=divisor) if t.kind is A_CONSTANT
-        else replace(term(t.value / safe, MEAN, divisor, t.function), factor=t.factor)
+        else replace(term(t.value / here, MEAN, divisor, t.function), factor=t.factor)
         for t in made.terms
     ]), made.rows)
 

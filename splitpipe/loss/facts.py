@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
+from splitpipe.loss.terms import BEFORE, SUM, Divisor, Number, Term, Unknown, divided
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
-from splitpipe.loss.terms import SUM, Divisor, Number, Term, Unknown, divided
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,9 @@ class Facts:
 
     def put(self, x: Tensor, made: Made) -> None:
         """Records what a tensor consists of."""
-        if self.asked and isinstance(made, Number) and any(t.divisor is not None and not t.asked for t in made.terms):
-            terms = [replace(t, asked=self.asked) if t.divisor is not None and not t.asked else t for t in made.terms]
+        if isinstance(made, Number) and any(t.divisor is not None and not t.asked for t in made.terms):
+            asked = self.asked or BEFORE
+            terms = [replace(t, asked=asked) if t.divisor is not None and not t.asked else t for t in made.terms]
             made = replace(made, terms=tuple(terms))
         if made is not ROWS or id(x) in self._made or x.grad_fn is None or not x.dim():
             self._made[id(x)] = weakref.ref(x), made, x.grad_fn is not None

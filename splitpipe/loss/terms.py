@@ -7,6 +7,9 @@
 
 A number is a sum of terms, each times a factor. A constant may also be divided by a count, and a count may have an
 added number, or a minimum: (total_i + c) / max(count_i + more, least). For the batch, these apply once.
+
+A microbatch with the count 0 may have a total, such as that of all rows divided by the number of some. The trace makes
+it total_i / 1.
 """
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ from torch import Tensor
 
 SUM, MEAN, CONSTANT = "sum", "mean", "constant"
 Amount = Tensor | float
+#: In place of a number of conditions, for a term from before the first one: every microbatch makes it.
+BEFORE = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +53,8 @@ class Term:
     function: str = ""
     version: int | None = None  # Of the value, when it was made.
     unknown: bool = False
-    asked: int = 0  # How many conditions Python had read before; their answers decide which microbatches have the term.
+    #: How many conditions Python had read before, or BEFORE: their answers decide which microbatches have the term.
+    asked: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,11 +145,17 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
 
 
 def conditional(each: Sequence[Number]) -> bool:
-    """True if microbatches have evaluated the same conditions, and have terms after different ones."""
+    """True if microbatches have evaluated the same conditions, and have terms after different ones; some have none."""
+    each = [number for number in each if number.terms]
     if len({number.asked for number in each}) > 1:
         return False
     found = zip(*[[term.asked for term in number.terms] for number in each])
     return len({len(number.terms) for number in each}) > 1 or any(len({*asked} - {0}) > 1 for asked in found)
+
+
+def sharing(each: Sequence[Number]) -> bool:
+    """True if all microbatches or none have counts, so that the parts of a constant add up to it."""
+    return len({not number.terms or any(term.divisor is not None for term in number.terms) for number in each}) < 2
 
 
 def _by_condition(each: Sequence[Number]) -> list[tuple[Term, ...]] | None:
@@ -154,7 +166,7 @@ def _by_condition(each: Sequence[Number]) -> list[tuple[Term, ...]] | None:
     for asked in sorted({term.asked for number in each for term in number.terms}):
         parts = [[term for term in number.terms if term.asked == asked] for number in each]
         full = max(parts, key=len)
-        if any(part and len(part) < len(full) for part in parts):
+        if any((part or asked == BEFORE) and len(part) < len(full) for part in parts):
             return None
         for own, part, number in zip(found, parts, each):
             own += part or [_nothing(term, number) for term in full]
@@ -170,15 +182,23 @@ def _alike(each: Sequence[tuple[Term, ...]]) -> bool:
 
 
 def _nothing(like: Term, number: Number) -> Term:
+    if like.kind is CONSTANT and like.divisor is None:
+        return like  # Its part for each microbatch is a part of the whole.
     # The value keeps its graph, through which a gradient of 0 runs.
     value = number.terms[0].value if number.terms else 0.0
+    value = _zero_of(value) if isinstance(value, Tensor) else 0.0
     if like.divisor is None:
-        return Term(value * 0, like.kind, None, like.factor, like.function)
+        return Term(value, like.kind, None, like.factor, like.function)
     return Term(value, MEAN, Divisor(0.0), like.factor, like.function)
 
 
 def _uncounted(term: Term) -> Term:
     return Term(0.0 if isinstance(term.value, float) else term.value, MEAN, Divisor(0.0), term.factor, term.function)
+
+
+def _zero_of(value: Tensor) -> Tensor:
+    """0 with the value's graph, even if the value isn't finite."""
+    return torch.where(torch.ones((), dtype=torch.bool, device=value.device), 0, value)
 
 
 def _same(factors: Sequence[float]) -> bool:
@@ -215,6 +235,11 @@ def weight(term: Term, share: float) -> Amount:
         return share
     assert term.divisor is not None
     return term.divisor.here
+
+
+def divided_by(count: Amount) -> Amount:
+    """What a microbatch's total has been divided by, given its count."""
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0
 
 
 def combined(
@@ -260,9 +285,11 @@ def part(term: Term, share: float, divisor: Amount | None) -> Any:
 def _weighted(like: Term, value: Amount, weight: Amount, divisor: Amount | None) -> Any:
     if isinstance(value, Tensor):
         weight, divisor = wide(weight, value), None if divisor is None else wide(divisor, value)
-        if like.kind is MEAN and (isinstance(weight, Tensor) or weight == 0):
-            none = weight == 0 if isinstance(weight, Tensor) else torch.ones((), dtype=torch.bool, device=value.device)
-            value = torch.where(none, 0, value)  # 0 / 0 has no part in it.
+        if like.kind is MEAN and isinstance(weight, Tensor):
+            value = torch.where((weight == 0) & ~value.isfinite(), 0, value)  # 0 / 0 has no part in it.
+            weight = divided_by(weight)
+        elif like.kind is MEAN and weight == 0:
+            value = _zero_of(value)
     if divisor is not None:
         weight = weight / divisor if isinstance(divisor, Tensor) or divisor else math.nan
     return value * (weight if like.factor == 1 else weight * like.factor)

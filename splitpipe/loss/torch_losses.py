@@ -5,6 +5,9 @@
     cross_entropy (probabilities)              the samples
     losses of a row of classes, or of pairs    the samples
     all other losses                           the elements
+
+A mean of nothing is 0 / 0. It has no part in the batch's mean, but would reach the gradients of what it is multiplied
+by, so it is 0 here. The mean of a whole batch in which nothing counts is still 0 / 0.
 """
 from __future__ import annotations
 
@@ -68,7 +71,9 @@ class LossCall:
             return self.function(**self.given), None, None
         x, target = self.tensors[0], self.tensors[1]
         if self.name not in _COUNTED or target.is_floating_point():
-            return self.function(**self.given), None, float(self._samples(x, target))
+            samples = self._samples(x, target)
+            given = self.given if samples else {**self.given, "reduction": "sum"}
+            return self.function(**given), None, float(samples)
         ignored, weight = self.given.get("ignore_index"), self.given.get("weight")
         ignored = -100 if ignored is None else ignored
         with torch.no_grad():
@@ -78,8 +83,8 @@ class LossCall:
             ).sum()
             count: Tensor = found.full_tensor() if meshed(found) else found
         if weight is None:
-            return self.function(**self.given), None, count
-        # If all targets' classes have weight 0, torch's mean is 0 / 0, and so are its gradients.
+            return torch.where(count == 0, 0, self.function(**self.given)), None, count
+        # If all targets' classes have weight 0, the gradients of torch's mean are 0 / 0, too.
         total = self.function(**{**self.given, "reduction": "sum"})
         return total / torch.where(count == 0, 1, count), total, count
 

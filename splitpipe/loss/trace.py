@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -75,6 +76,9 @@ class Trace(TorchFunctionMode):
         with DisableTorchFunction():
             facts.inherit(args, out)
             made = rule(facts, name, args, given, out)
+            if name == "mean" and isinstance(made, Number) and not args[0].numel() and "out" not in given:
+                out = torch.sum(*args, **given)  # 0 instead of 0 / 0: see ``torch_losses``.
+                made = rule(facts, name, args, given, out)
             if made is not None and isinstance(out, Tensor):
                 facts.put(out, made)
         return out

@@ -238,11 +238,12 @@ class Reduction:
     def add(self, microbatch: int, losses: Losses) -> None:
         """Records the loss of a microbatch."""
         made = losses.made
-        unknown = isinstance(made, Unknown) or all(term.unknown for term in made.terms)
+        unknown = isinstance(made, Unknown) or bool(made.terms) and all(term.unknown for term in made.terms)
         self._by_rows = self._by_rows or not self._numbers and unknown
         self._mixed = self._mixed or isinstance(made, Unknown) and not self._by_rows
         if isinstance(made, Unknown) or self._by_rows:  # With a single row, it may not show that rows meet.
-            made = terms.by_rows(losses.value, self._rows[microbatch], terms.not_understood(made))
+            rows = self._rows[microbatch] if len(self._rows) > 1 else 1  # One that is the batch may have none.
+            made = terms.by_rows(losses.value, rows, terms.not_understood(made))
         # An untraced part next to a traced one counts like that one, since there is only one correction.
         base = next((term.divisor for term in made.terms if term.divisor is not None and not term.unknown), None)
         if base is not None:
@@ -280,13 +281,14 @@ class Reduction:
         term = number.terms[k]
         assert isinstance(term.value, Tensor)
         factor: Amount = terms.weight(term, terms.shares(self._rows)[microbatch])
+        factor = terms.divided_by(factor) if isinstance(factor, Tensor) else factor
         if term.kind is CONSTANT and term.divisor is None:
             divided = [j for j, each in enumerate(number.terms) if each.divisor is not None]
             base = divided[0] if divided else None
             if base is not None:  # With the correction, counts add up to 1; shares of rows may not.
                 divisor, estimate = number.terms[base].divisor, whole[base]
                 assert divisor is not None and estimate is not None
-                factor = terms.wide(divisor.here, term.value) / terms.wide(estimate, term.value)
+                factor = terms.wide(divisor.count, term.value) / terms.wide(estimate, term.value)
         estimate = whole[k] if k < len(whole) else None
         if estimate is not None:
             factor = terms.wide(factor, term.value) / terms.wide(estimate, term.value)
@@ -324,7 +326,7 @@ class Reduction:
         each = [self._numbers[i] for i in order]
         columns = terms.aligned(each)
         # B has run backward term by term, so all microbatches must have the same terms.
-        if columns is None or self._mixed or terms.conditional(each):
+        if columns is None or self._mixed or terms.conditional(each) or self._penalised() and not terms.sharing(each):
             raise ValueError(
                 f"microbatches have losses of different kinds: {self._listed(order)}. Expected the same terms in each: "
                 "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts, pass "
@@ -359,6 +361,11 @@ class Reduction:
         if not units or not isinstance(units[0], Tensor) and math.isclose(units[0], 1, rel_tol=1e-9):
             return None
         return _tensor(units[0], like)
+
+    def _penalised(self) -> bool:
+        """True if B has started from a constant."""
+        each = [(losses.made, losses.numbers) for losses in self._losses.values()]
+        return any(isinstance(made, Number) and made.terms[k].kind is CONSTANT for made, at in each for k in at)
 
     def _listed(self, order: Sequence[int]) -> str:
         """The terms of the loss, with their counts in each microbatch."""

@@ -477,11 +477,27 @@ HAND: Table = {
     "from a zero": ("flat", lambda o, t: (torch.zeros(()) + (o - t) - torch.tensor(0.0)).square().mean()),
     "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + kl_divergence(
         Normal(o, o.exp()), Normal(0.0, 1.0)).sum(1).mean()),
+    "mean by the mean of a mask": ("tokens", lambda o, t: (each(o, t) * counted(t)).mean() / counted(t).mean()),
+    "mean of all by the mean of a mask": ("tokens", lambda o, t: o[..., 0].square().mean() / counted(t).mean()),
+    "sum of all by a count": ("tokens", lambda o, t: o.square().sum() / (t != IGNORED).sum()),
+    "sums by a count": ("tokens", lambda o, t: (each(o, t).sum() + 0.1 * o.square().sum()) / counted(t).sum()),
+    "sum by a count times a tensor": ("tokens", lambda o, t: 2 * (o.square().sum() / counted(t).sum() * WEIGHT[0])),
+    "weighted times a tensor": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT) * WEIGHT[0]),
+    "weighted in place": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT).mul_(3).div_(2)),
 }
 EXACT: Table = {**TORCH, **AROUND, **HAND}
 
+def guarded(o: Tensor, t: Tensor) -> Tensor:
+    """A mean over all rows, and one over what counts, if anything does."""
+    loss, has = F.mse_loss(o[:, 0, 0], torch.ones_like(o[:, 0, 0])), t != IGNORED
+    if has.any():
+        loss = loss + F.cross_entropy(o[has], t[has])
+    return loss
+
+
 #: Terms of different counts, and what each of them counts in the three microbatches of the uneven batch.
 SEVERAL: dict[str, tuple[str, Loss, list[list[int]]]] = {
+    "rows, and tokens if there are any": ("tokens", guarded, [[7, 0, 3], [3, 3, 1]]),
     "tokens and elements": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) + 0.1 * o.square().mean(),
                             [[7, 0, 3], [60, 60, 20]]),
     "tokens and rows": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum() + F.mse_loss(
@@ -672,7 +688,14 @@ def squares(parameters: list[Tensor]) -> Tensor:
     return sum(p.pow(2).sum() for p in parameters)  # type: ignore[return-value]
 
 
+def penalised(o: Tensor, t: Tensor, own: Any) -> Tensor:
+    """A mean and a penalty, or neither if nothing counts."""
+    has = t != IGNORED
+    return F.cross_entropy(o[has], t[has]) + 0.01 * squares(own) if has.any() else o.new_zeros(())
+
+
 PENALTIES: Table = {
+    "if anything counts": ("tokens", penalised),
     "l2 and words": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) + 0.01 * squares(own)),
     "l2 and elements": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * squares(own)),
     "l2 and a sum": ("values", lambda o, t, own: F.mse_loss(o, t, reduction="sum") + 0.01 * squares(own)),
@@ -680,4 +703,9 @@ PENALTIES: Table = {
     "norms": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * torch.stack([p.norm() for p in own]).sum()),
     "mean of a weight": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.1 * own[0].square().mean()),
     "by hand": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum() + 0.01 * squares(own)),
+    "clamped": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum().clamp(min=1) + 0.01 * squares(own)),
+    "times a weight": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) * own[-1].sum().exp()),
+    "weighted times a weight": ("some", lambda o, t, own: own[-1][0].exp() * F.cross_entropy(o, t, WEIGHT)),
+    "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
+    "mean times a weight": ("tokens", lambda o, t, own: own[-1][0] * o[t > 0].square().mean()),
 }

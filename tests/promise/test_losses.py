@@ -20,7 +20,22 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.twin import Looped
-from tests.promise.losses import BATCHES, COUPLED, EXACT, FLAT, MIXED, PENALTIES, SAID, SEVERAL, UNKNOWN, WORDS, Loss
+from tests.promise.losses import (
+    BATCHES,
+    COUPLED,
+    EXACT,
+    FLAT,
+    IGNORED,
+    MIXED,
+    PENALTIES,
+    SAID,
+    SEVERAL,
+    UNKNOWN,
+    WORDS,
+    Loss,
+    each,
+    squares,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")
 
@@ -163,6 +178,17 @@ def test_a_penalty_of_parameters_counts_once_a_batch(loss: str, way: str) -> Non
     sides = made(way, function, penalised=True)
     for rows in ORDER[way]:
         verify(name, rows, *sides)
+
+
+@pytest.mark.parametrize("way", SCHEDULED)
+def test_a_penalty_next_to_a_sum_that_only_some_microbatches_divide_is_an_error_of_a_schedule(way: str) -> None:
+    def loss(o: Tensor, t: Tensor, own: list[Tensor]) -> Tensor:
+        return each(o, t).sum() / max(int((t != IGNORED).sum()), 1) + 0.01 * squares(own)
+
+    *_, found = sides = made(way, loss, penalised=True)
+    verify("tokens", EVEN, *sides)
+    with pytest.raises(ValueError, match="losses of different kinds"):
+        found(*batch("tokens", UNEVEN))
 
 
 @pytest.mark.parametrize("loss", SEVERAL)
@@ -341,6 +367,7 @@ def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: o[t > 0].square().sum() / max(1, int((t > 0).sum())),
         lambda o, t: o[t > 0].square().mean() if (t > 0).any() else o.sum() * 0,
+        lambda o, t: o[t > 0].square().mean() if (t > 0).any() else o.new_zeros(()),
         lambda o, t: (o * (t > 0)).square().sum() / (t > 0).sum().clamp(min=1),
     ]
     for loss in ways:

@@ -111,6 +111,16 @@ def test_the_loss_of_an_empty_batch_is_nan() -> None:
     assert F.mse_loss(plain(x), x).isnan() and model(x, target=x).isnan()
 
 
+def test_the_sum_over_an_empty_batch_is_zero() -> None:
+    plain, model = twins(mlp(4), "zb-v", 2, loss_fn=lambda y, target: (y - target).square().sum(), chunks=3)
+    x = torch.randn(0, 4)
+    loss = model(x, target=x)
+    loss.backward()
+    (plain(x) - x).square().sum().backward()
+    assert loss == 0
+    assert_same_tensors(model, plain)
+
+
 # Schedules of one's own
 
 

@@ -42,6 +42,11 @@ def test_a_condition_that_some_microbatches_do_not_meet() -> None:
     assert terms.aligned([partly, Number((mean(1.0, 2.0, 1),), asked=2)]) is None
 
 
+def test_a_term_from_before_any_condition_that_some_microbatches_lack_was_replaced_after_one() -> None:
+    before, after = Number((mean(1.0, 2.0, terms.BEFORE),), asked=1), Number((mean(3.0, 3.0, 1),), asked=1)
+    assert terms.aligned([before, after]) is None
+
+
 def test_sums_after_a_condition_count_nothing_either() -> None:
     total = Term(torch.tensor(3.0), SUM, None, 1.0, "sum", asked=1)
     columns = terms.aligned([Number((total, mean(4.0, 2.0, 2)), asked=2), Number((mean(2.0, 2.0, 2),), asked=2)])
