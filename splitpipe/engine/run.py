@@ -80,6 +80,7 @@ class CodeRun(Run):
         self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor, int | None]] = {}
         self._structure = structure
         self._buffers: dict[int, Tensor] | None = None
+        self._names: dict[int, str] = {}  # Those of buffers and parameters, if there are copies: some may be replaced.
         self._users: dict[int, int] = {}
 
     def parameters(self, stage: int) -> list[Keyed]:
@@ -138,6 +139,10 @@ class CodeRun(Run):
             with self._lock:
                 found = self._copies.get(key)
                 if found is None:
+                    if not self._names:
+                        module = self.blocks.module
+                        every = *module.named_parameters(), *module.named_buffers()
+                        self._names = {id(own): name for name, own in every}
                     made = copy(x)
                     found = self._copies[key] = x, made, version_of(made)
         return found[1]
@@ -154,10 +159,8 @@ class CodeRun(Run):
         copies, self._copies = self._copies, {}
         for x, made, version in copies.values():
             if version_of(made) != version:
-                module = self.blocks.module
-                names = {id(own): name for name, own in (*module.named_parameters(), *module.named_buffers())}
                 raise RuntimeError(
-                    f"{names.get(id(x), 'a parameter')!r}, which is on {x.device}, was written to by a stage on "
+                    f"{self._names.get(id(x), 'a parameter')!r}, which is on {x.device}, was written to by a stage on "
                     f"{made.device}, which has a copy during a call: expected the modules that write to it in one "
                     "stage, or in stages on one device. Choose other cuts=, or devices."
                 )
