@@ -13,7 +13,7 @@ from torch import nn
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.convolution import Convolution
 from splitpipe.deferral.function import Context
-from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained, tried
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors, step, twins
@@ -113,29 +113,6 @@ CALLS: dict[str, Callable[..., Any]] = {
 @tried(CALLS)
 def test_one_kernel_used_in_several_ways_gets_all_gradients(name: str, way: dict[str, Any]) -> None:
     assert_deferred(Call(CALLS[name], w=torch.randn(6, 4, 3)), (7, 4, 9), way)
-
-
-@drop_in
-def test_one_kernel_with_and_without_autocast(way: dict[str, Any]) -> None:
-    def both(x: Any, w: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = F.conv1d(x, w)
-        return y.float() + F.conv1d(x, w)
-
-    plain, model = twins(nn.Sequential(Call(both, w=torch.randn(6, 4, 3).float()), nn.Tanh()), chunks=3, **way)
-    x = torch.randn(7, 4, 9).float()
-    for module in (plain, model):
-        step(module, x)
-    found, expected = model[0].w.grad, plain[0].w.grad
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.016 * expected.abs().max().item())
-
-
-@in_more_ways
-def test_complex_convolutions_are_autograds(way: dict[str, Any]) -> None:
-    layer = nn.Conv1d(4, 6, 3, dtype=torch.complex128)
-    model = trained(layer, torch.randn(7, 4, 9, dtype=torch.complex128), **way)
-    why = "view_as_real has no rule"  # Torch makes three convolutions of it.
-    assert left(model) == {"1.weight": why, "1.bias": why}
 
 
 def test_many_microbatches_are_one_kernel() -> None:
