@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,6 @@ from splitpipe import SplitPipe
 from splitpipe.core.worker import WorkerDiedError
 from splitpipe.engine.forward import MicrobatchForward
 from tests.helpers.deferring import Call
-from tests.helpers.signals import interrupts
 from tests.helpers.twin import assert_same_tensors, stages
 
 #: With cuts the module's own code runs, each microbatch in a thread of its own.
@@ -51,9 +51,24 @@ def assert_right(plain: nn.Sequential, model: SplitPipe, name: str | None) -> No
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[[], None]]:
-    """Raises in the main thread, from a worker."""
-    with interrupts() as send:
-        yield send
+    """Sends SIGINT, in a worker, until the main thread has raised KeyboardInterrupt."""
+    armed, sending = threading.Event(), threading.Lock()
+
+    def handle(*_: object) -> None:
+        if armed.is_set():
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def send() -> None:
+        with sending:
+            armed.set()
+            while armed.is_set():  # One that arrives just before the main thread blocks is noticed with the next.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield send
+    with sending:  # A sender that has seen too late that it was raised sends one too many.
+        signal.signal(signal.SIGINT, before)
 
 
 @WAYS
