@@ -124,6 +124,37 @@ class Codebook(nn.Module):
         return x + self.moves[near]
 
 
+class Many(nn.Module):
+    """Parameters in a list and a dict, and one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = nn.ParameterList([torch.randn(6, 6) for _ in range(2)])
+        self.named = nn.ParameterDict({"a": torch.randn(6)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x @ self.several[0] @ self.several[1] @ self.several[0] * self.named["a"]
+        return y
+
+
+class Sum(nn.Module):
+    """Two parameters whose gradients are one memory."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.view = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(2, 3)), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.view(self.a) + self.view(self.b))
+
+
+def tied() -> list[nn.Module]:
+    """The embedding is the head, too."""
+    embedding, head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+    head.weight = embedding.weight
+    return [embedding, nn.Linear(6, 6), nn.Tanh(), head]
+
+
 def rows(*shape: int) -> Callable[[int], Tensor]:
     return lambda size: torch.randn(size, *shape)
 
@@ -149,6 +180,12 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
                          rows(2, 3, 3, 3)),
     "pooling": (lambda: [nn.MaxPool2d(2), nn.Conv2d(3, 4, 2), nn.AdaptiveAvgPool2d(2), nn.Flatten()], rows(3, 8, 8)),
     "embedding": (lambda: [nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 6), nn.Sigmoid()], tokens),
+    "tied": (tied, tokens),
+    "embedding bag": (lambda: [nn.EmbeddingBag(11, 6), nn.Linear(6, 6), nn.Tanh()], tokens),
+    "a layer in two places": (lambda: [nn.Linear(6, 6), nn.Tanh()] * 2, rows(6)),
+    "lists of parameters": (lambda: [nn.Linear(6, 6), Many(), nn.Tanh()], rows(6)),
+    "gradients of one memory": (lambda: [nn.Linear(6, 6), Sum(lambda w: w.view(6)), Sum(lambda w: w.t().reshape(6)),
+                                         Sum(torch.flatten)], rows(6)),
     "norms": (lambda: [nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6), nn.Unflatten(1, (6, 1)), nn.GroupNorm(2, 6)],
               rows(6)),
     "instance norm": (lambda: [nn.InstanceNorm1d(3, affine=True), nn.LocalResponseNorm(2), nn.Conv1d(3, 3, 1)],
