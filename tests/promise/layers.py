@@ -180,12 +180,6 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
                          rows(2, 3, 3, 3)),
     "pooling": (lambda: [nn.MaxPool2d(2), nn.Conv2d(3, 4, 2), nn.AdaptiveAvgPool2d(2), nn.Flatten()], rows(3, 8, 8)),
     "embedding": (lambda: [nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 6), nn.Sigmoid()], tokens),
-    "tied": (tied, tokens),
-    "embedding bag": (lambda: [nn.EmbeddingBag(11, 6), nn.Linear(6, 6), nn.Tanh()], tokens),
-    "a layer in two places": (lambda: [nn.Linear(6, 6), nn.Tanh()] * 2, rows(6)),
-    "lists of parameters": (lambda: [nn.Linear(6, 6), Many(), nn.Tanh()], rows(6)),
-    "gradients of one memory": (lambda: [nn.Linear(6, 6), Sum(lambda w: w.view(6)), Sum(lambda w: w.t().reshape(6)),
-                                         Sum(torch.flatten)], rows(6)),
     "norms": (lambda: [nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6), nn.Unflatten(1, (6, 1)), nn.GroupNorm(2, 6)],
               rows(6)),
     "instance norm": (lambda: [nn.InstanceNorm1d(3, affine=True), nn.LocalResponseNorm(2), nn.Conv1d(3, 3, 1)],
@@ -245,6 +239,15 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
                               rows(6)),
     "frozen": (lambda: [nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 6),
                         nn.Linear(6, 6).requires_grad_(False)], rows(6)),
+}
+#: Those whose stages share parameters, which are on one device then, and others that are tried on the CPU alone.
+ON_THE_CPU: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = {
+    "tied": (tied, tokens),
+    "embedding bag": (lambda: [nn.EmbeddingBag(11, 6), nn.Linear(6, 6), nn.Tanh()], tokens),
+    "a layer in two places": (lambda: [nn.Linear(6, 6), nn.Tanh()] * 2, rows(6)),
+    "lists of parameters": (lambda: [nn.Linear(6, 6), Many(), nn.Tanh()], rows(6)),
+    "gradients of one memory": (lambda: [nn.Linear(6, 6), Sum(lambda w: w.view(6)), Sum(lambda w: w.t().reshape(6)),
+                                         Sum(torch.flatten)], rows(6)),
 }
 #: Where the batch is not the first dimension: ``batched=``.
 BATCHED: dict[str, Any] = {"time first": 1, "states": {"states": 1}}
