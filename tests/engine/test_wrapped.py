@@ -67,19 +67,6 @@ def test_a_module_without_a_length_has_none() -> None:
         iter(model)
 
 
-@PLACES
-def test_the_state_is_the_modules_and_goes_both_ways(place: Any) -> None:
-    module = Stack()
-    model = placed(place, copy.deepcopy(module))
-    assert [*model.state_dict()] == [*module.state_dict()]
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in module.named_parameters()]
-    other = Stack()
-    model.load_state_dict(other.state_dict())
-    given = batch()
-    torch.testing.assert_close(model(**given)["y"], other(**given)["y"])
-    module.load_state_dict(model.state_dict())
-
-
 @pairwise(
     place=[SplitPipe, attach], called=[False, True], schedule=SCHEDULES,
     way=[copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
@@ -124,15 +111,6 @@ def test_the_report_names_parameters_as_the_module_does(schedule: str) -> None:
     assert [rows[f"layers.{k}.weight"].stage for k in range(4)] == [0, 1, 1, 2]
     why = "the schedule has no W for it" if schedule == "1f1b" else "Linear"
     assert {(row.deferred, row.why) for row in rows.values()} == {(schedule != "1f1b", why)}
-
-
-def test_steps_of_the_modules_own_loss_are_recorded() -> None:
-    model = piped(Stack(), CUTS, schedule="1f1b")
-    model(**batch())["loss"].backward()
-    with model.record() as timeline:
-        for _ in range(2):
-            model(**batch())["loss"].backward()
-    assert timeline.steps == 2 and len(timeline.utilisation) == 3
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
