@@ -195,6 +195,20 @@ def test_a_forward_that_catches_what_stops_it_ends_too() -> None:
 
 
 @PARKED
+def test_an_error_outside_of_ops_stops_all_threads(parked: bool) -> None:
+    class Broken(Work):
+        def failed(self, run: OpRun, error: BaseException) -> None:
+            raise LookupError("of the bookkeeping")
+
+    def does(op: OpRun) -> None:
+        if op == F10:
+            raise ValueError("of an op")
+
+    with pytest.raises(LookupError, match="of the bookkeeping"):
+        run([[F00, B00], [F10, B10]], Broken(2, does), parked=parked)
+
+
+@PARKED
 def test_rows_that_cannot_go_on_are_an_error_and_no_hang(parked: bool) -> None:
     with pytest.raises(RuntimeError, match="no op of the schedule's rows can run"):
         run([[F00, B00], [F10]], Work(2), parked=parked)

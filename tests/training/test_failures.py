@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from splitpipe.training.capture import ParkedHooks
 from splitpipe.training.step import Trainer
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import twins
@@ -36,6 +37,22 @@ def test_hooks_are_put_back_after_an_interrupt(name: str, monkeypatch: pytest.Mo
     assert len(seen) == len(hooks)
     model(x, target=x).backward()
     assert len(seen) == 2 * len(hooks)
+
+
+def test_a_hook_parked_by_two_calls_is_restored_after_both() -> None:
+    weight, seen = nn.Parameter(torch.ones(2)), list[Tensor]()
+    weight.register_hook(seen.append)
+    handle = weight.register_hook(lambda grad: grad * 2)
+    one, other = ParkedHooks(), ParkedHooks()
+    for parked in (one, other):
+        parked.park(weight)
+    one.put_back()
+    weight.sum().backward()
+    assert not seen
+    handle.remove()
+    other.put_back()
+    weight.sum().backward()
+    assert len(seen) == 1 and weight.grad is not None and weight.grad.tolist() == [2.0, 2.0]
 
 
 class Box:
