@@ -186,15 +186,6 @@ def test_threads_and_their_queues_end_with_the_pool(no_collector: None) -> None:
         thread.join()
 
 
-def test_calls_of_a_pool_that_is_collected_are_run() -> None:
-    pool = Pool(["one"])
-    go = threading.Event()
-    outcomes = [pool.submit(0, go.wait), pool.submit(0, lambda: True)]
-    del pool
-    go.set()
-    assert [outcome.get() for outcome in outcomes] == [True, True]
-
-
 def test_a_pool_whose_threads_cannot_start_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = threading.Thread.start, list[threading.Thread]()
 
@@ -314,14 +305,6 @@ def test_sharing_repeats_only_what_has_changed(pool: Pool, numbers: None, monkey
     torch.set_num_threads(2)
     pool.share_threads([0])
     assert of_workers(pool)[0] == 2
-
-
-def test_sharing_with_a_dead_thread_fails_and_leaves_the_numbers_alone(pool: Pool, numbers: None) -> None:
-    torch.set_num_threads(4)
-    pool._queues[0].put(None)
-    with pytest.raises(WorkerDiedError):
-        pool.share_threads([0, 1])
-    assert (torch.get_num_threads(), in_new_thread(torch.get_num_threads)) == (4, 4)
 
 
 # Interrupts
