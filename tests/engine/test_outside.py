@@ -1,4 +1,4 @@
-"""Graphs from outside of the call, other threads, and arguments that are one tensor or iterators."""
+"""Other threads, one tensor in two arguments, and iterators, with cuts."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
