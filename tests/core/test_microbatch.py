@@ -49,7 +49,7 @@ def nestings(rows: int) -> list[Any]:
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 7, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
-def test_any_nesting_is_cut_like_chunk_and_joins_to_what_it_was(rows: int, chunks: int) -> None:
+def test_any_nesting_is_split_like_chunk_and_joined_again(rows: int, chunks: int) -> None:
     for value in nestings(rows):
         microbatches = split(value, chunks)
         leaves, spec = flatten(value, "it")
@@ -74,7 +74,7 @@ def test_cuts_have_the_sizes_of_chunk_and_none_is_empty(chunks: int) -> None:
     assert cuts(0, chunks) == [(0, 0)]
 
 
-def test_a_tensor_without_dimensions_goes_whole_into_every_microbatch_as_a_clone() -> None:
+def test_each_microbatch_has_a_clone_of_a_0_dim_tensor() -> None:
     scale = torch.tensor(2.0, requires_grad=True)
     microbatches = split((torch.rand(4), scale), 2)
     first, second = (found for _, found in microbatches)
@@ -131,7 +131,7 @@ def test_the_first_slice_counts_versions_with_the_batch_and_the_others_apart(req
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])
-def test_a_write_to_one_slice_leaves_valid_what_autograd_saved_of_the_others(written: int) -> None:
+def test_writing_to_one_slice_leaves_saved_tensors_of_others_valid(written: int) -> None:
     x = torch.rand(6, dtype=torch.float64, requires_grad=True)
     microbatches = split(x * 1, 3)
     squares = [cut.square() for number, cut in enumerate(microbatches) if number != written]
@@ -166,7 +166,7 @@ def test_a_write_to_a_slice_that_autograd_saved_is_noticed() -> None:
     ],
 )
 @pytest.mark.parametrize("nest", [lambda x: x, lambda x: (torch.rand(2), {"a": [x]})])
-def test_a_container_that_hides_a_tensor_is_refused_and_passes_without_one(hide: Any, nest: Any) -> None:
+def test_an_unknown_container_may_not_hold_a_tensor(hide: Any, nest: Any) -> None:
     name = type(hide(torch.rand(2))).__name__
     message = f"(?s)the input holds tensors in a {name}.*expected .*namedtuple.*register"
     for batch in (False, True):

@@ -153,7 +153,7 @@ def test_a_free_run_beside_which_somebody_else_drew_is_repeated_and_stays_free()
     assert Numbers(2, facts).draw(call)[1] is False and facts.rng is NONE
 
 
-def test_a_free_run_that_draws_as_another_stage_has_the_generator_is_an_error_when_repeated() -> None:
+def test_drawing_while_another_stage_has_the_generator_is_an_error_in_recomputation() -> None:
     facts = Facts(NONE, ())
     one = Numbers(1, facts, again=True)
 
@@ -222,7 +222,7 @@ def test_runs_of_compiled_layers_have_no_function_mode(mode: RngMode) -> None:
 
 
 @layers
-def test_both_runs_draw_the_numbers_of_the_seed_and_leave_every_generator_as_it_was(name: str) -> None:
+def test_both_runs_draw_from_the_seed_and_restore_all_generators(name: str) -> None:
     mode, call = LAYERS[name]
     own = torch.Generator().manual_seed(4)
 

@@ -25,7 +25,7 @@ def test_a_storage_is_that_of_all_its_views_and_of_no_other_tensor() -> None:
     assert storage_of(x.to_sparse()) == storage_of(x.as_subclass(Own)) == 0
 
 
-def test_sharing_are_those_in_the_storage_of_another_or_of_a_tainted_one() -> None:
+def test_sharing_finds_tensors_with_a_common_or_tainted_storage() -> None:
     x, y = torch.rand(4), torch.rand(4)
     assert sharing([x, y, None, 3]) == sharing([x]) == sharing([]) == frozenset()
     assert sharing([x, y, x[1:], None]) == {0, 2} and sharing([*x.chunk(2)]) == {0, 1}

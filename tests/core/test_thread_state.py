@@ -126,7 +126,7 @@ situations = pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUA
 
 
 @situations
-def test_the_state_is_set_exactly_wherever_it_is_entered_and_put_back(
+def test_any_state_is_entered_from_any_other_and_restored(
     situation: Callable[[], AbstractContextManager[object]]
 ) -> None:
     with situation():

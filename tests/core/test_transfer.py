@@ -86,7 +86,7 @@ def test_the_node_of_the_highest_rank_goes_backward_first() -> None:
         assert order == [3, 2, 1]
 
 
-def test_what_leaves_ranks_with_the_node_that_made_it_and_what_arrives_before_all_others() -> None:
+def test_ranks_of_tensors_that_leave_and_arrive() -> None:
     x = leaf() * 1
     y = leave(x, HERE, HERE)
     assert rank_of(y) == rank_of(x)
@@ -140,7 +140,7 @@ def test_streams_wait_and_hold_in_the_order_of_the_way(monkeypatch: pytest.Monke
         )
 
 
-def test_an_event_is_given_back_once_when_every_tensor_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_is_released_once_after_all_tensors_were_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     verbs = Verbs(monkeypatch)
     route = Route(port(0), port(1))
     route.arrive(*route.depart([leave(x, route.source, route.target) for x in (leaf() * 1, leaf() * 1, leaf())]))
@@ -159,7 +159,7 @@ def test_a_schedule_gives_an_event_back_when_it_was_waited_for(monkeypatch: pyte
     ]
 
 
-def test_a_stage_waits_for_the_copy_that_it_takes_and_not_for_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_waits_for_its_copy_and_not_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     for x in (leaf() * 1, leaf().detach()):
         with monkeypatch.context() as patch:
             verbs = Verbs(patch)
@@ -206,7 +206,7 @@ def test_a_tensor_handed_over_is_held_and_waited_for_both_ways(monkeypatch: pyte
     verbs.order(("wait", "one", "two"))
 
 
-def test_two_streams_of_one_device_are_ordered_though_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_streams_of_one_device_are_ordered_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     verbs = Verbs(monkeypatch)
     x = torch.ones(2)
     assert transfer.move(x, port(0), port(1)) is x

@@ -101,7 +101,7 @@ def test_a_sum_begins_in_memory_with_the_weights_layout(layout: Tensor, dtype: t
             assert total.value.stride() == layout.stride()
 
 
-def test_a_sum_with_memory_accepts_what_does_not_fit_into_it() -> None:
+def test_a_sum_with_allocated_memory_accepts_sparse_gradients_and_other_shapes() -> None:
     for grad in torch.ones(2, 3).to_sparse(), torch.ones(2, 3, requires_grad=True) * 1:
         total = Total(torch.float32, torch.Size((2, 3)), torch.empty(2, 3))
         total.allocate(torch.device("cpu"))

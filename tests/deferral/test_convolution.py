@@ -92,7 +92,7 @@ def test_channels_last(kind: Callable[..., nn.Module], way: dict[str, Any]) -> N
 
 @in_more_ways
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_what_is_frozen_gets_no_gradient(frozen: str, way: dict[str, Any]) -> None:
+def test_frozen_parameters_get_no_gradient(frozen: str, way: dict[str, Any]) -> None:
     layer = nn.Conv1d(4, 6, 3)
     layer.get_parameter(frozen).requires_grad_(False)
     model = trained(layer, torch.randn(7, 4, 9), **way)
@@ -127,7 +127,7 @@ def test_many_microbatches_are_one_kernel() -> None:
     assert_same_tensors(model, plain)
 
 
-def test_what_is_wanted_alone_is_computed() -> None:
+def test_a_convolution_computes_the_wanted_gradients_alone() -> None:
     ctx: Any = Context(True, (False, True))
     ctx.geometry = (1,), (0,), (1,), False, (0,), 1
     weight = torch.randn(6, 4, 3)

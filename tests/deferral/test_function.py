@@ -163,7 +163,7 @@ def test_gradients_outside_of_a_stage(power: int) -> None:
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_gradients_outside_of_a_stage_of_what_requires_them(wanted: tuple[bool, ...]) -> None:
+def test_outside_of_a_stage_only_required_gradients_are_computed(wanted: tuple[bool, ...]) -> None:
     given = [leaf(4, 6), leaf(6), leaf(6)]
     for x, need in zip(given, wanted):
         x.requires_grad_(need)
@@ -222,7 +222,7 @@ GIVEN: dict[str, tuple[str, Callable[..., Any], type[Exception], str]] = {
 
 @in_and_out
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_a_method_gives_wrongly_is_named(name: str, inside: bool) -> None:
+def test_an_invalid_return_value_of_a_method_is_named(name: str, inside: bool) -> None:
     method, gives, error, text = GIVEN[name]
     with pytest.raises(error, match=re.escape(text)) as found:
         run(type("Wrong", (Affine,), {method: staticmethod(gives)}), inside)

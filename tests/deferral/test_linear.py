@@ -98,7 +98,7 @@ def test_a_parameter_both_ways_round_is_deferred(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("frozen", "expected"), [
     ("weight", {"weight": "it is frozen", "bias": "addmm: its weight is frozen"}), ("bias", {"bias": "it is frozen"}),
 ])
-def test_what_is_frozen_gets_no_gradient(frozen: str, expected: dict[str, str], way: dict[str, Any]) -> None:
+def test_frozen_parameters_get_no_gradient(frozen: str, expected: dict[str, str], way: dict[str, Any]) -> None:
     layer = nn.Linear(6, 4)
     layer.get_parameter(frozen).requires_grad_(False)
     model = trained(layer, torch.randn(7, 6), **way)
@@ -120,7 +120,7 @@ LEFT_TO_AUTOGRAD: dict[str, tuple[Case, str]] = {
 
 
 @tried(LEFT_TO_AUTOGRAD)
-def test_what_the_rule_refuses_is_autograds(name: str, way: dict[str, Any]) -> None:
+def test_products_that_the_rule_refuses_are_left_to_autograd(name: str, way: dict[str, Any]) -> None:
     (make, shape), why = LEFT_TO_AUTOGRAD[name]
     model = trained(make(), torch.randn(shape), **way)
     rows = model.deferral_report()
@@ -140,7 +140,7 @@ OTHERS: dict[str, tuple[Case, set[str]]] = {
 
 
 @tried(OTHERS)
-def test_what_torch_makes_products_of_is_deferred(name: str, way: dict[str, Any]) -> None:
+def test_functions_that_torch_computes_as_products_are_deferred(name: str, way: dict[str, Any]) -> None:
     (make, shape), autograds = OTHERS[name]
     model = trained(make(), torch.randn(shape), **way)
     assert left(model) == dict.fromkeys(autograds, "addmm has no rule")

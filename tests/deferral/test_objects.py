@@ -15,7 +15,7 @@ from tests.helpers.deferring import apart as apart
 from tests.helpers.twin import twins
 
 
-def test_what_waits_for_backward_is_no_context() -> None:
+def test_a_forward_leaves_no_context_objects() -> None:
     """Each object that does is one more for the garbage collector to walk."""
     model = SplitPipe(nn.Sequential(nn.Linear(6, 6), nn.Conv1d(6, 6, 1)), [2], devices=["cpu"], chunks=2,
                       checkpoint="never")

@@ -95,7 +95,7 @@ def test_a_row_names_what_its_parameter_is_used_for(name: str) -> None:
     assert [("+ " if row.deferred else "") + row.why for row in model.deferral_report()] == expected
 
 
-def test_what_is_known_before_a_step_and_after_a_forward() -> None:
+def test_the_report_before_a_step_and_after_a_forward() -> None:
     whole = pipeline(nn.Linear(6, 4), Unruled(4), backward="autograd")
     whole[0].bias.requires_grad_(False)
     for _ in range(2):

@@ -20,7 +20,7 @@ def squares(x: Tensor, target: Any) -> Tensor:
     return x.square().flatten(1).mean(1).mean()
 
 
-def test_a_node_of_another_name_loses_deferral_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_of_another_name_loses_deferral_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rules.RULES, "AddmmBackward99", rules.RULES.pop("AddmmBackward0"))
     try:
         model = trained(nn.Linear(6, 4), torch.randn(7, 6), schedule="zb-h1")
@@ -29,7 +29,7 @@ def test_a_node_of_another_name_loses_deferral_and_nothing_else(monkeypatch: pyt
         rules.RULES["AddmmBackward0"] = rules.RULES["AddmmBackward99"]
 
 
-def test_so_does_one_that_saves_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_saves_under_another_name_loses_deferral_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "AddmmBackward0", "ConvolutionBackward0", "EmbeddingBackward0":
         rule: Any = rules.RULES[name]
         monkeypatch.setattr(rule, "_names", (*rule._names, "_saved_under_another_name"))
@@ -41,7 +41,7 @@ def test_so_does_one_that_saves_under_another_name(monkeypatch: pytest.MonkeyPat
         assert why.endswith("this version of torch saves other things for it")
 
 
-def test_a_split_function_leaves_what_its_two_halves_say() -> None:
+def test_attributes_set_in_backward_input_reach_backward_weight() -> None:
     halves: list[str] = []
 
     class Noted(Scale):

@@ -224,7 +224,7 @@ def test_no_w_runs_of_weights_that_are_not_asked_for(checkpoint: str, stash_limi
     assert [name for kind, name in log if kind == "W"] == ["0.1"] * 3
 
 
-def test_what_a_failed_backward_stashed_is_freed_at_once() -> None:
+def test_pending_gradients_of_a_failed_backward_are_freed() -> None:
     failures: list[BaseException] = []
     log: list[Any] = []
     watched: list[weakref.ref[Buffer]] = []
@@ -271,7 +271,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("options", [
     {"checkpoint": "never"}, {"schedule": "zb-h1", "loss_fn": nn.functional.mse_loss},
 ], ids=["drop-in", "zb-h1"])
-def test_what_waits_for_w_and_is_overwritten_is_an_error(options: dict[str, Any], gradient: bool) -> None:
+def test_overwriting_a_pending_gradient_is_an_error(options: dict[str, Any], gradient: bool) -> None:
     model = SplitPipe(nn.Sequential(nn.Linear(4, 4), Residual(gradient)), [1, 1], devices=["cpu"] * 2, chunks=2,
                       **options)
     x = torch.randn(4, 4, requires_grad=True)

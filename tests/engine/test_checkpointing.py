@@ -42,7 +42,7 @@ class Linear(nn.Module):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", [*CHECKPOINTS, "except_last"])
-def test_a_blocks_mask_is_the_same_when_it_is_run_again_and_from_the_first_step_on(schedule: str, mode: str) -> None:
+def test_a_recomputed_block_has_the_same_dropout_mask_in_every_step(schedule: str, mode: str) -> None:
     model = piped(Linear(), ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode)
     x = torch.rand(6, 4) + 0.5
     found = []
@@ -154,7 +154,7 @@ class Late(nn.Module):
         return {"loss": x.sum(1).mean()}
 
 
-def test_a_mask_that_was_drawn_beside_another_stages_draws_is_not_used_again() -> None:
+def test_a_mask_drawn_while_another_stage_drew_is_an_error_in_recomputation() -> None:
     """The first block is halfway through its mask when code of the next stage draws."""
     halfway, drawn = threading.Event(), threading.Event()
     net = Late(lambda: None)

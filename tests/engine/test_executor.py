@@ -171,7 +171,7 @@ def test_by_a_schedule_nothing_is_begun_after_a_failure(parked: bool) -> None:
     assert work.notes == [B10] and B00 not in work.threads and work.ends == [False]
 
 
-def test_a_forward_that_catches_what_stops_it_ends_too() -> None:
+def test_a_forward_that_catches_stopped_ends_too() -> None:
     class Catching(Work):
         def whole(self, i: int, pause: Callable[[], None]) -> None:
             try:

@@ -80,7 +80,7 @@ def assert_right(plain: nn.Module, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("block", "stage", "row"), [(0, 0, 4), (1, 1, 0), (2, 1, 2), (3, 2, 4), (3, 2, 0)])
-def test_what_a_block_raises_has_its_place(schedule: str, block: int, stage: int, row: int) -> None:
+def test_an_error_in_a_block_names_block_stage_and_microbatch(schedule: str, block: int, stage: int, row: int) -> None:
     plain, model = pair(schedule=schedule, checkpoint="never")
     model.layers[block].calls[row] = throwing(ValueError("found"))
     with pytest.raises(ValueError, match="found") as info:

@@ -148,7 +148,7 @@ def test_another_number_of_nodes_is_an_error(way: str) -> None:
 
 
 @EACH
-def test_what_a_block_hands_on_is_the_callers_own_tensor(way: str) -> None:
+def test_a_block_may_return_its_arguments_themselves(way: str) -> None:
     seen: list[bool] = []
 
     class Both(Block):

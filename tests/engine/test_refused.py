@@ -143,7 +143,7 @@ def test_a_sparse_value_with_a_graph_does_not_cross_by_a_schedule() -> None:
     (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "module is a torch.jit.ScriptModule: expected"),
     (nn.ModuleDict({"b": torch.jit.ScriptModule()}), "'b' is a torch.jit.ScriptModule: expected modules whose forward"),
 ])
-def test_what_is_no_module_of_python_is_not_attached(module: Any, words: str) -> None:
+def test_attach_refuses_torchscript_and_other_objects(module: Any, words: str) -> None:
     for cuts in (["b"], None):
         with pytest.raises(TypeError, match=words):
             attach(module, cuts)
@@ -273,7 +273,7 @@ def doubled(net: Any, x: Tensor) -> Tensor:
     (recorded, "left 'state, number 1', a tensor with a graph"),
     (doubled, "another tensor replaces the parameter 'b.weight'"),
 ])
-def test_what_microbatches_would_share_between_two_stages_only_is_an_error(net: Any, says: str, schedule: str) -> None:
+def test_state_shared_between_two_stages_is_an_error(net: Any, says: str, schedule: str) -> None:
     plain = Three(net)
     model = made(plain, schedule=schedule, loss_fn=nn.MSELoss()) if schedule != "gpipe" else made(plain)
     weights = {name: x.clone() for name, x in plain.state_dict().items()}
@@ -308,7 +308,7 @@ def evaluated(net: Any, x: Tensor) -> Tensor:
     (frozen, "changes 'b.bias.requires_grad', 'b.weight.requires_grad', and takes that back after a later stage"),
     (evaluated, "changes 'b.training', and takes that back after a later stage has started"),
 ])
-def test_what_a_forward_sets_for_one_microbatch_is_warned_of(net: Any, says: str) -> None:
+def test_attributes_set_for_one_microbatch_are_warned_of(net: Any, says: str) -> None:
     model, x = made(Three(net)), torch.cat([torch.eye(4), torch.eye(4).flip(0)])
     with pytest.warns(UserWarning, match=says):
         model(x)
@@ -321,5 +321,5 @@ def counted(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_the_same_for_all_microbatches_or_counts_them_is_not() -> None:
+def test_attributes_that_are_equal_or_counters_are_not_warned_of() -> None:
     made(Three(counted))(torch.randn(8, 4))

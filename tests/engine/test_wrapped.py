@@ -125,7 +125,7 @@ def test_deferred_batch_norm_keeps_the_statistics_of_the_batch(schedule: str) ->
     assert model.layers[0].num_batches_tracked == 2
 
 
-def test_a_forward_that_takes_the_pipelines_place_is_warned_of_once() -> None:
+def test_replacing_the_pipelines_forward_warns_once() -> None:
     module, given = Stack(), batch()
     expected = module(**given)["y"]
     model = attach(module, CUTS, devices=["cpu"] * 3, chunks=3)
@@ -136,7 +136,7 @@ def test_a_forward_that_takes_the_pipelines_place_is_warned_of_once() -> None:
     assert len(told) == 1 and told[0].filename == __file__
 
 
-def test_a_forward_around_the_pipelines_is_none_to_warn_of() -> None:
+def test_a_forward_that_wraps_the_pipelines_gives_no_warning() -> None:
     model = attach(Stack(), CUTS, devices=["cpu"] * 3, chunks=3)
     inner = model.forward
     model.forward = lambda *args, **kwargs: inner(*args, **kwargs)["y"]  # type: ignore[method-assign]

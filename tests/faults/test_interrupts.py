@@ -73,7 +73,7 @@ def interrupt() -> Iterator[Callable[[], None]]:
 
 @WAYS
 @pytest.mark.parametrize("twice", [False, True])
-def test_an_interrupt_waits_for_the_ops_that_run_and_a_second_one_does_not(
+def test_an_interrupt_waits_for_running_ops_and_a_second_one_does_not(
     name: str | None, by: str, twice: bool, interrupt: Callable[[], None]
 ) -> None:
     doing: list[Callable[[], Any]] = []
@@ -106,7 +106,7 @@ def test_an_interrupt_waits_for_the_ops_that_run_and_a_second_one_does_not(
 
 @WAYS
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_worker_that_dies_fails_the_call_and_the_next_has_new_ones(
+def test_a_dead_worker_fails_the_call_and_is_replaced_in_the_next(
     name: str | None, by: str, worker: int, monkeypatch: pytest.MonkeyPatch, untraced: None
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -144,7 +144,7 @@ def test_a_thread_that_cannot_start_is_an_error_and_the_next_call_is_right(
     assert_right(plain, model, name)
 
 
-def test_the_traceback_of_an_interrupt_holds_nothing_that_was_on_its_way(interrupt: Callable[[], None]) -> None:
+def test_the_traceback_of_an_interrupt_keeps_no_microbatches(interrupt: Callable[[], None]) -> None:
     left = [1]
 
     def call(x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_the_traceback_of_an_interrupt_holds_nothing_that_was_on_its_way(interru
     assert not [value for value in held if isinstance(value, MicrobatchForward) and vars(value)]
 
 
-def test_workers_of_an_interrupted_call_leave_alone_what_the_next_one_has_parked(interrupt: Callable[[], None]) -> None:
+def test_interrupted_workers_leave_the_next_calls_parked_hooks_alone(interrupt: Callable[[], None]) -> None:
     doing: list[Any] = []
     go = threading.Event()
 

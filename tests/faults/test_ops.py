@@ -180,7 +180,7 @@ def errors_at(case: Case, places: list[Place]) -> None:
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name in ("drop-in", "zb-h1") else pytest.mark.thorough) for name in CASES
 ])
-def test_an_error_in_any_kind_of_op_is_raised_in_the_caller_and_the_model_is_as_it_was(name: str) -> None:
+def test_an_error_in_any_kind_of_op_leaves_the_model_unchanged(name: str) -> None:
     """At two places of each kind, in stages and microbatches by turns."""
     case, at = CASES[name](), dict[str, list[Place]]()
     for place in case.places:
@@ -192,7 +192,7 @@ def test_an_error_in_any_kind_of_op_is_raised_in_the_caller_and_the_model_is_as_
     ("drop-in", microbatch, "scatter"), ("drop-in", microbatch, "gather"), ("drop-in", ChainForward, "_taken"),
     ("zb-h1", microbatch, "scatter"), ("zb-h1", ChainForward, "_taken"), ("zb-h1", Exchange, "send"),
 ])
-def test_an_error_between_ops_is_raised_in_the_caller_and_the_model_is_as_it_was(
+def test_an_error_between_ops_leaves_the_model_unchanged(
     name: str, owner: object, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a batch is cut and joined, and where stages send and take."""
@@ -207,7 +207,7 @@ def test_an_error_between_ops_is_raised_in_the_caller_and_the_model_is_as_it_was
 
 
 @pytest.mark.parametrize("name", ["drop-in", "zb-v, always", "1f1b, autograd, always"])
-def test_an_error_where_grad_mode_is_off_is_raised_in_the_caller_and_the_model_works_on(name: str) -> None:
+def test_an_error_without_grad_mode_leaves_the_model_usable(name: str) -> None:
     case, error = CASES[name](), ValueError("no")
     case.fault.arm(Place("forward", 1, 0), throws(error))
     with torch.no_grad(), pytest.raises(ValueError) as caught:
@@ -241,7 +241,7 @@ def test_failed_steps_leave_no_tensor_and_no_thread_behind(name: str, kind: str)
     ("drop-in", {"recomputation": True, "tensor hook": True, "accumulated hook": True, "forward": False}),
     ("1f1b", {"parameter hook": True, "forward": False, "weight": False, "input": False}),
 ])
-def test_an_interrupt_is_raised_in_the_caller_and_the_model_is_as_it_was(name: str, kinds: dict[str, bool]) -> None:
+def test_an_interrupt_leaves_the_model_unchanged(name: str, kinds: dict[str, bool]) -> None:
     case = CASES[name]()
     for n, (kind, same) in enumerate(kinds.items()):
         place = [place for place in case.places if place.kind == kind][-1]

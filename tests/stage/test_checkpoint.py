@@ -291,7 +291,7 @@ def closure_written(model: SplitPipe, x: Tensor) -> None:
       for mode in ("always", "except_last", "never")],
     (data_set, "always", r"optimizer\.step"), (closure_written, "always", "modified by an inplace"),
 ])
-def test_what_changes_between_forward_and_backward_is_an_error(change: Any, checkpoint: Any, words: str) -> None:
+def test_tensors_changed_between_forward_and_backward_are_an_error(change: Any, checkpoint: Any, words: str) -> None:
     layers = nn.Sequential(*mlp(layers=3), Apply(lambda x: x * LEAF))
     model, x = SplitPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint), torch.rand(4, 6)
     model(x).sum().backward()

@@ -84,7 +84,7 @@ class Keeping(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kept", [lambda y: y.square().mean(), lambda y: y.detach()])
-def test_a_tensor_of_one_microbatch_that_a_layer_keeps_is_logged_once(
+def test_a_layer_attribute_with_one_microbatch_is_logged_once(
     kept: Callable[[Tensor], Any], schedule: str, said: list[str]
 ) -> None:
     model = SplitPipe(nn.Sequential(nn.Sequential(Keeping(kept)), nn.Linear(4, 4)), [1, 1], devices=CPU, chunks=3,
@@ -118,6 +118,6 @@ class Holding(nn.Module):
     Keeping(lambda y: y.square().mean(), listed=True), Keeping(lambda y: y.detach().mean()), Keeping(len), Holding(),
     nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
 ])
-def test_what_a_layer_collects_or_makes_anew_is_not(layer: nn.Module, said: list[str]) -> None:
+def test_lists_and_recomputed_attributes_are_not_logged(layer: nn.Module, said: list[str]) -> None:
     SplitPipe(nn.Sequential(layer, nn.Linear(4, 4)), [1, 1], devices=CPU, chunks=3)(torch.randn(6, 4))
     assert said == []

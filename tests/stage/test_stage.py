@@ -112,7 +112,7 @@ class Sends(nn.Module):
         return (x * x).as_subclass(Late)
 
 
-def test_a_recomputation_waits_for_what_nobody_will_read() -> None:
+def test_recomputation_waits_for_collectives_without_readers() -> None:
     Late.waited.clear()
     result = run(StageCache(), Sends(), value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
     assert result.frame is not None and not Late.waited

@@ -70,7 +70,7 @@ def test_each_microbatch_has_its_rows_of_the_target(target: Any) -> None:
         (lambda y: (y.sum(), 1, 2), "returned a tuple as the loss"),
     ],
 )
-def test_a_loss_function_that_gives_no_loss_is_told_what_it_gave(found: Any, text: str) -> None:
+def test_an_invalid_return_value_of_loss_fn_is_named(found: Any, text: str) -> None:
     _, model = twins(mlp(5), "zb-v", 2, loss_fn=lambda output, _: found(output), chunks=3)
     with pytest.raises(TypeError, match=f"loss_fn returned .*{text}|loss_fn {text}") as info:
         model(torch.randn(7, 4), target=0)

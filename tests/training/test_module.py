@@ -38,7 +38,7 @@ def wrap(balance: Any = (1, 1, 1, 1), **options: Any) -> SplitPipe:
          "3 stages: expected 2.*3 rows: expected 2.*8 microbatches: expected 4, the number of chunks"),
     ],
 )
-def test_a_schedule_that_does_not_fit_is_told_what_does(name: Any, balance: Any, text: str) -> None:
+def test_a_schedule_for_other_sizes_is_an_error_that_names_the_right_ones(name: Any, balance: Any, text: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){text}"):
         wrap(balance, schedule=name)
 

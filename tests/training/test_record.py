@@ -68,7 +68,7 @@ def test_lengths_of_ops(name: Any, options: Any, lengths: dict[str, float], monk
     assert {span.op.kind: span.end - span.start for span in timeline.spans[0]} == pytest.approx(lengths)
 
 
-def test_what_a_microbatch_saves_is_counted() -> None:
+def test_recordings_count_bytes_saved_per_microbatch() -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh())
     it = SplitPipe(layers, [1, 2], devices=CPU, chunks=4, schedule="zb-h1", loss_fn=lambda y, t: y.mean())
     with it.record() as timeline:
@@ -107,7 +107,7 @@ def test_only_training_steps_that_completed_are_recorded() -> None:
     assert timeline.steps == 2
 
 
-def test_record_says_what_it_needs() -> None:
+def test_record_without_a_loss_or_twice_is_an_error() -> None:
     plain = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"])
     with pytest.raises(RuntimeError, match="loss_fn"), plain.record():
         pass

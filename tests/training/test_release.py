@@ -87,7 +87,7 @@ def without_gradient(module: nn.Module, loss: Tensor) -> None:
     *[lambda module, loss, factor=factor: (loss * factor).backward() for factor in (3.0, -1.0, 1.0, 0.0, 1e-300)],
     lambda module, loss: loss.backward(torch.tensor(0.5)), scaled, penalised, again_and_again, without_gradient,
 ])
-def test_what_is_done_with_a_loss(use: Any, way: Any) -> None:
+def test_a_loss_may_be_scaled_added_to_and_differentiated_twice(use: Any, way: Any) -> None:
     plain, model = pair(way)
     for module, loss in zip((plain, model), losses(plain, model, torch.randn(7, 4))):
         use(module, loss)
