@@ -415,6 +415,31 @@ def entropy(scores: Any, y: Tensor) -> Any:
     return nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten())
 
 
+def tied(module: nn.Sequential) -> None:
+    """Gives it one weight for words that come and go, and one for all norms."""
+    module[4].weight = module[0].weight
+    module[2].norm.weight = module[3].weight = module[1].norm.weight
+
+
+def in_sequence(module: nn.Module, local: bool = True) -> None:
+    """Shards words, the sequence too; between layers there are local tensors, or DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    kept = {"use_local_output": local}
+    plan: dict[str, Any] = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **kept),
+        "3": SequenceParallel(),
+        "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for at in "12":
+        plan[f"{at}.norm"] = SequenceParallel()
+        plan[f"{at}.up"] = ColwiseParallel(input_layouts=Shard(1), **kept)
+        plan[f"{at}.down"] = RowwiseParallel(output_layouts=Shard(1), **kept)
+    parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
+
+
 def with_parted_scores(module: nn.Module) -> None:
     """Shards words, and of the scores each process has those of its words: as loss_parallel takes them."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -464,6 +489,25 @@ def assert_alike(model: nn.Module, *others: nn.Module, **close: Any) -> None:
                 found, expected = getattr(p.grad, "placements", None), getattr(q.grad, "placements", None)
                 assert expected is None or found == expected, f"{name}: {found}, expected {expected}"
                 torch.testing.assert_close(whole(p.grad), whole(q.grad), msg=f"{name} of {other}", **close)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("how", "setting"), [*zip(("DTensors", "tied") * 2, SETTINGS)])
+@both
+def test_sequences_are_shared_between_the_layers(rank: int, how: str, setting: Setting) -> None:
+    module = words()
+    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+    for each in (sharded, module):
+        in_sequence(each, local=how == "tied")
+    if how == "tied":
+        for each in (plain, sharded, module):
+            tied(each)
+    model = pipeline(module, setting, entropy, [2, 1, 1, 1] if how == "DTensors" else [2, 3])
+    for _ in range(2):  # The second step's gradients are added.
+        x, y = text()
+        losses = [step(each, entropy, x, y) for each in (model, plain, sharded)]
+        torch.testing.assert_close(losses[0], losses[1])
+        assert_alike(model, plain, sharded)
 
 
 @pytest.mark.thorough
