@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from splitpipe import SplitPipe
 from splitpipe.deferral.accumulator import Sums, Total
+from splitpipe.engine.ops import StageOps
+from tests.helpers.scheduled import mean
 
 SHAPES = (3,), (2, 4)
 
@@ -70,6 +73,22 @@ def test_a_sparse_gradient_among_dense_ones(at: int) -> None:
             one, other = gradients(1.0)
             sums.add(its, [one, other.to_sparse() if number == at else other])
     assert [value.to_dense().unique().item() for value in found(sums)] == [4.0, 4.0]
+
+
+def test_a_schedule_adds_to_its_sums_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[list[int]] = []
+    given = StageOps.backward
+
+    def backward(self: Any, *args: Any, **more: Any) -> Any:
+        grads = given(self, *args, **more)
+        places.append([total.value.data_ptr() for _, total in self._sums])
+        return grads
+
+    monkeypatch.setattr(StageOps, "backward", backward)
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 4)), balance=[1], devices=["cpu"], chunks=5, schedule="1f1b",
+                      loss_fn=mean, backward="autograd")
+    model(torch.randn(5, 4), target=0.25)
+    assert len(places) == 5 and places[1] == places[2] == places[3] == places[4]
 
 
 @pytest.mark.parametrize("layout", [torch.empty(3, 4), torch.empty(4, 3).t(), torch.empty(3, 4, device="meta")],

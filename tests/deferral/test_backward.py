@@ -95,6 +95,19 @@ def test_second_derivatives_of_a_split_backward_are_an_error(by: str, checkpoint
     assert_same_tensors(model, plain)
 
 
+@CHECKPOINT
+@pytest.mark.parametrize("stash_limit", [None, 0])
+def test_autocast_casts_nothing_in_backward(checkpoint: str, stash_limit: Any) -> None:
+    model = SplitPipe(layers().float(), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
+                      stash_limit=stash_limit)
+    loss = model(torch.randn(7, 4, dtype=torch.float32)).square().sum()
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(loss, parameters, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+    assert_same([parameter.grad for parameter in parameters], list(expected), "gradients")
+
+
 class Between(nn.Module):
     """Runs something, once, when the gradient passes."""
 
