@@ -29,7 +29,7 @@ def drawn(seed: int) -> Tensor:
         return torch.rand(3)
 
 
-def test_the_block_has_the_state_given_and_afterwards_the_callers_is_back() -> None:
+def test_the_generator_has_the_given_state_inside_and_the_callers_after() -> None:
     before = default()
     assert torch.equal(drawn(1), torch.rand(3, generator=torch.Generator().manual_seed(1)))
     assert torch.equal(default(), before)
@@ -44,14 +44,14 @@ def test_a_state_that_is_none_is_refused_and_gives_everything_back() -> None:
         assert torch.equal(pool.submit(drawn, 2).result(), drawn(2))
 
 
-def test_the_thread_that_has_the_turn_has_it_in_a_context_of_before_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_is_held_in_contexts_copied_before_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
     outside = copy_context()
     with exclusive_generator(state_of(1)):
         assert torch.equal(outside.run(drawn, 2), torch.rand(3, generator=torch.Generator().manual_seed(2)))
 
 
-def test_a_thread_that_waits_too_long_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_too_long_for_the_generator_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
     before = default()
     with ThreadPoolExecutor(1) as pool, exclusive_generator(state_of(1)):
@@ -81,7 +81,7 @@ def test_one_that_goes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(waiting.result(), torch.rand(3, generator=torch.Generator().manual_seed(2)))
 
 
-def test_who_is_undisturbed_waits_for_one_that_draws() -> None:
+def test_undisturbed_waits_for_a_thread_that_draws() -> None:
     before, order = default(), list[str]()
     with ThreadPoolExecutor(1) as pool:
 
@@ -98,7 +98,7 @@ def test_who_is_undisturbed_waits_for_one_that_draws() -> None:
     assert order == ["drew", "undisturbed"]
 
 
-def test_nobody_is_inside_together_with_another() -> None:
+def test_one_thread_at_a_time_has_the_generator() -> None:
     inside, most = 0, 0
     start = threading.Barrier(4, timeout=60)
 
@@ -131,7 +131,7 @@ def test_a_thread_draws_in_the_turn_of_one_that_waits_for_it() -> None:
     torch.testing.assert_close(waiting(), torch.rand(6, generator=torch.Generator().manual_seed(1)))
 
 
-def test_what_drew_between_two_looks_is_told_and_unknown_if_somebody_had_the_generator() -> None:
+def test_has_drawn_compares_two_observations() -> None:
     before = observe()
     assert before is not None and has_drawn(before, observe()) is False
     torch.rand(1)
@@ -175,12 +175,12 @@ gc.collect()  # Not as the interpreter ends, which starts no threads.
 
 
 @pytest.mark.thorough
-def test_a_state_is_asked_for_while_another_thread_collects_garbage_in_the_same_call() -> None:
+def test_observe_does_not_deadlock_with_garbage_collection() -> None:
     ran = subprocess.run([sys.executable, "-c", _COLLECTING], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_context_from_inside_a_block_that_is_over_has_no_lock_of_its_own() -> None:
+def test_a_context_copied_inside_a_block_holds_no_lock_after_it() -> None:
     with exclusive_generator(state_of(1)):
         context = copy_context()
         assert context.run(observe) is not None  # Nobody inside has the generator.

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from splitpipe.core import generator, rng
+from splitpipe.core import rng
 from splitpipe.core.generator import Seeds
 from splitpipe.core.rng import DeviceState, DisturbedError, Numbers, RngMode
 
@@ -127,18 +126,6 @@ def test_the_first_run_finds_the_mode_and_the_next_ones_keep_it(name: str) -> No
         assert (facts.rng, drew) == (mode, mode is EXCLUSIVE and name != "forking")
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_nothing_watches_a_stage_that_does_not_draw(again: bool) -> None:
-    facts = Facts(NONE, ())
-
-    def call() -> int:
-        return len(_get_current_function_mode_stack())
-
-    one = Numbers(1, facts, again=again)
-    assert one.draw(call) == (0, False) and facts.rng is NONE
-    one.redraw(lambda: [call()].index(0))
-
-
 def test_a_free_run_that_begins_to_draw_is_repeated_with_what_it_drew() -> None:
     facts = Facts(NONE, ())
     one = Numbers(1, facts, again=True)
@@ -166,7 +153,7 @@ def test_a_free_run_beside_which_somebody_else_drew_is_repeated_and_stays_free()
     assert Numbers(2, facts).draw(call)[1] is False and facts.rng is NONE
 
 
-def test_a_free_run_that_draws_as_another_stage_has_the_generator_is_an_error_when_repeated() -> None:
+def test_drawing_while_another_stage_has_the_generator_is_an_error_in_recomputation() -> None:
     facts = Facts(NONE, ())
     one = Numbers(1, facts, again=True)
 
@@ -235,7 +222,7 @@ def test_runs_of_compiled_layers_have_no_function_mode(mode: RngMode) -> None:
 
 
 @layers
-def test_both_runs_draw_the_numbers_of_the_seed_and_leave_every_generator_as_it_was(name: str) -> None:
+def test_both_runs_draw_from_the_seed_and_restore_all_generators(name: str) -> None:
     mode, call = LAYERS[name]
     own = torch.Generator().manual_seed(4)
 
@@ -308,38 +295,6 @@ class Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@layers
-def test_modes_of_the_users_see_what_they_see_without_us(name: str) -> None:
-    _, call = LAYERS[name]
-    with Recorder() as expected:
-        call()
-    for mode in (UNKNOWN, EXCLUSIVE):
-        with Recorder() as outer, Recorder() as inner:
-            value = drawn(1, call, mode, again=True)
-        assert outer.seen == inner.seen == expected.seen, mode
-        assert same(value, alone(1, call)), mode
-
-
-@pytest.mark.parametrize("mode", [UNKNOWN, EXCLUSIVE], ids=lambda mode: mode.value)
-def test_a_stage_may_be_a_pipeline_itself(mode: RngMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
-
-    def inner() -> tuple[Tensor, Tensor]:
-        with ThreadPoolExecutor(1) as pool:
-            here = drawn(2, lambda: torch.rand(3))
-            there = pool.submit(copy_context().run, drawn, 3, lambda: torch.rand(3), mode, again=True)
-            return here, there.result()
-
-    def outer() -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        return torch.rand(3), inner(), torch.rand(3)
-
-    before = default()
-    x, (here, there), y = drawn(1, outer)
-    assert torch.equal(torch.cat((x, y)), alone(1, lambda: torch.rand(6)))
-    assert torch.equal(here, alone(2, lambda: torch.rand(3))) and torch.equal(there, alone(3, lambda: torch.rand(3)))
-    assert torch.equal(default(), before)
-
-
 def all_of(seeds: Seeds, stages: int, microbatches: int) -> list[int]:
     return [seeds.of(stage, microbatch) for stage in range(stages) for microbatch in range(microbatches)]
 
@@ -385,18 +340,6 @@ def test_seeds_and_numbers_are_real_whatever_mode_the_caller_is_in(situation: Ca
             assert seeds.settle()
         assert all_of(seeds, 2, 2) == expected
         assert torch.equal(default(), before) is not drew
-
-
-@modes
-def test_a_stage_of_fake_tensors_draws_no_real_numbers(mode: RngMode) -> None:
-    before = default()
-    with FakeTensorMode() as fake:
-        x = fake.from_tensor(X)
-        one = numbers(1, mode, again=True)
-        value, drew = one.draw(lambda: F.dropout(x))
-        one.redraw(lambda: F.dropout(x))
-    assert value.shape == X.shape and not drew
-    assert type(before) is Tensor and torch.equal(default(), before)
 
 
 @pytest.mark.cuda

@@ -161,7 +161,7 @@ def test_a_stream_of_any_class_is_known_as_one_of_its_devices_own(own: None) -> 
         assert not stream.same(found, numbered(kind, 7, 0)) and not stream.same(found, numbered(kind, 6, 1))
 
 
-def test_a_place_has_the_streams_own_class_and_keeps_the_users_object(own: None) -> None:
+def test_a_place_keeps_the_users_stream_object(own: None) -> None:
     given = numbered(torch.Stream, 7)
     (place,) = verify_devices([given], 1)
     assert type(place.stream) is Own and place.given is given
@@ -226,7 +226,7 @@ def late(size: int, value: float) -> Tensor:
 
 
 @pytest.mark.cuda
-def test_what_a_stream_is_given_starts_after_what_it_waits_for() -> None:
+def test_work_of_a_stream_starts_after_the_event_it_waits_for() -> None:
     first, second = stream.new(GPU), stream.new(GPU)
     assert first is not None and second is not None and first != second
     with stream.use(first):

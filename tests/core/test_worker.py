@@ -52,7 +52,7 @@ def test_a_worker_runs_its_calls_in_order_and_in_its_own_thread(pool: Pool) -> N
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
-def test_every_kind_of_exception_is_carried_as_it_is_and_the_worker_goes_on(
+def test_any_exception_is_raised_unchanged_and_the_worker_goes_on(
     pool: Pool, kind: type[BaseException]
 ) -> None:
     error = kind("why")
@@ -106,7 +106,7 @@ def kill(thread: threading.Thread) -> None:
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
 
 
-def test_a_thread_killed_while_it_waits_fails_the_call_that_wakes_it_and_later_ones(
+def test_calls_to_a_killed_thread_fail(
     pool: Pool, quiet: None, untraced: None
 ) -> None:
     kill(pool._threads[0])
@@ -117,7 +117,7 @@ def test_a_thread_killed_while_it_waits_fails_the_call_that_wakes_it_and_later_o
     assert pool.submit(1, lambda: 3).get() == 3
 
 
-def test_a_thread_that_dies_with_a_call_in_its_hands_or_before_its_first_one_is_an_error(
+def test_a_call_fails_if_its_thread_dies_during_or_before_it(
     monkeypatch: pytest.MonkeyPatch, quiet: None
 ) -> None:
     for name, dies in (("_work", lambda calls: None), ("Outcome", type("Dies", (Outcome,), {"run": sys.exit}))):
@@ -186,15 +186,6 @@ def test_threads_and_their_queues_end_with_the_pool(no_collector: None) -> None:
         thread.join()
 
 
-def test_calls_of_a_pool_that_is_collected_are_run() -> None:
-    pool = Pool(["one"])
-    go = threading.Event()
-    outcomes = [pool.submit(0, go.wait), pool.submit(0, lambda: True)]
-    del pool
-    go.set()
-    assert [outcome.get() for outcome in outcomes] == [True, True]
-
-
 def test_a_pool_whose_threads_cannot_start_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = threading.Thread.start, list[threading.Thread]()
 
@@ -216,7 +207,7 @@ def test_a_pool_whose_threads_cannot_start_leaves_none_behind(monkeypatch: pytes
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_in_a_forked_child_the_pool_is_not_usable_its_calls_fail_and_no_lock_is_held(pool: Pool) -> None:
+def test_a_forked_child_needs_a_new_pool_and_has_free_locks(pool: Pool) -> None:
     lock = ProcessLock()
     pool.run([(0, lock.lock.acquire)])  # By another thread than the one that forks.
     child = os.fork()
@@ -243,7 +234,7 @@ def test_the_exit_joins_each_thread_of_a_pool_that_is_still_there(monkeypatch: p
         pool.run([(0, Thing)])
 
 
-def test_the_exit_waits_for_threads_of_a_pool_that_was_dropped_while_they_work(
+def test_exit_waits_for_busy_threads_of_a_dropped_pool(
     monkeypatch: pytest.MonkeyPatch, no_collector: None
 ) -> None:
     exits: list[Callable[[], None]] = []
@@ -293,7 +284,7 @@ def of_workers(pool: Pool) -> list[int]:
 
 
 @pytest.mark.parametrize(("own", "new"), [(6, 6), (6, 2), (1, 3)])
-def test_workers_share_the_callers_threads_and_leave_its_number_and_that_of_new_threads_alone(
+def test_workers_share_the_callers_intra_op_threads(
     pool: Pool, numbers: None, own: int, new: int
 ) -> None:
     torch.set_num_threads(own)
@@ -316,14 +307,6 @@ def test_sharing_repeats_only_what_has_changed(pool: Pool, numbers: None, monkey
     assert of_workers(pool)[0] == 2
 
 
-def test_sharing_with_a_dead_thread_fails_and_leaves_the_numbers_alone(pool: Pool, numbers: None) -> None:
-    torch.set_num_threads(4)
-    pool._queues[0].put(None)
-    with pytest.raises(WorkerDiedError):
-        pool.share_threads([0, 1])
-    assert (torch.get_num_threads(), in_new_thread(torch.get_num_threads)) == (4, 4)
-
-
 # Interrupts
 
 
@@ -340,7 +323,7 @@ class Interrupting:
             raise KeyboardInterrupt
 
 
-def test_calls_whose_submission_is_interrupted_have_ended_when_the_interrupt_arrives(pool: Pool) -> None:
+def test_an_interrupt_during_submission_waits_for_submitted_calls(pool: Pool) -> None:
     ran: list[int] = []
     pool._queues[1] = Interrupting(pool._queues[1])  # type: ignore[call-overload]
     with pytest.raises(KeyboardInterrupt):

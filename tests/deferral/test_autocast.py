@@ -87,30 +87,6 @@ def test_autocast_in_a_pipeline_is_autocast_in_its_module(name: str, way: dict[s
     assert "0.w" in deferred(model)
 
 
-@drop_in
-def test_doubles_are_not_cast_but_deferred(way: dict[str, Any]) -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(6, 4).double(), nn.Tanh()), chunks=3, **way)
-    x = torch.randn(7, 6, dtype=torch.float64)
-    output, _, _ = step(autocast(model), x)
-    expected, _, _ = step(autocast(plain), x)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
-    assert set(deferred(model)) == {"0.weight", "0.bias"}
-
-
-def test_a_layer_that_switches_autocast_off_is_not_cast() -> None:
-    def precise(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return F.linear(x, w, b)
-
-    plain, model = cast(precise, (6, 6))
-    x = torch.randn(7, 6)
-    output, _, _ = step(autocast(model), x)
-    assert output.dtype is torch.float32
-    step(autocast(plain), x)
-    torch.testing.assert_close(model[0].w.grad, plain[0].w.grad)
-
-
 class Casts(TorchDispatchMode):
     """Counts conversions to bfloat16, by the shape of what is converted."""
 
@@ -130,56 +106,3 @@ def test_a_weight_is_cast_once_a_step() -> None:
         with Casts() as casts:
             autocast(model)(torch.randn(7, 5, 6))
         assert (casts.shapes[6, 6], casts.shapes[(6,)]) == (1, 1)
-
-
-def test_a_checkpointed_microbatch_casts_weights_for_itself() -> None:
-    _, model = cast(lambda x, w, b: F.linear(F.linear(x, w, b), w, b), (6, 6), checkpoint="always")
-    with Casts() as casts:
-        y = autocast(model)(torch.randn(7, 5, 6))
-        y.float().sum().backward()
-    assert casts.shapes[6, 6] == 1 + 3  # Once, and each time that it is run again.
-
-
-def test_a_weight_changed_in_a_pass_is_cast_anew() -> None:
-    def growing(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        y = F.linear(x, w, b)
-        with torch.no_grad():
-            w.mul_(2)
-        return y + F.linear(x, w, b)
-
-    plain, model = cast(growing, (6, 6), chunks=1)
-    x = torch.randn(7, 6)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # Torch's cache gives the first value again.
-        torch.testing.assert_close(model(x), plain(x))
-
-
-def penalty(module: nn.Module, x: Tensor, enabled: bool) -> None:
-    """A gradient penalty: what backward reaches is a gradient of a gradient."""
-    given = x.clone().requires_grad_()
-    y = autocast(module, enabled)(given)
-    (gradient,) = torch.autograd.grad(y.float().square().sum(), given, create_graph=True)
-    gradient.square().sum().backward()
-
-
-@pytest.mark.parametrize("name", ["linear", "conv"])
-def test_second_derivatives_under_autocast_reach_the_weights(name: str) -> None:
-    function, shape, w = CAST[name]
-    plain, model = cast(function, w, backward="autograd")
-    x = torch.randn(shape)
-    penalty(plain, x, enabled=True)
-    penalty(model, x, enabled=True)
-    for found, wanted in zip(model.parameters(), plain.parameters()):
-        assert wanted.grad is not None and wanted.grad.abs().max() > 0
-        assert found.grad is not None
-        # Products of products of rounded numbers: the digits of three of them.
-        torch.testing.assert_close(found.grad, wanted.grad, rtol=0, atol=0.05 * wanted.grad.abs().max().item())
-
-
-@drop_in
-def test_weights_of_bfloat16_are_what_they_are(way: dict[str, Any]) -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(6, 4), nn.Tanh()).bfloat16(), chunks=3, **way)
-    x = torch.randn(7, 6).bfloat16()
-    for module in (plain, model):
-        step(module, x)
-    for found, wanted in zip(model.parameters(), plain.parameters()):
-        assert_near(found.grad, wanted.grad)

@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import Failing, assert_same, assert_same_tensors, assert_transparent, twins
+from tests.helpers.twin import Failing, assert_same, assert_same_tensors, twins
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 BY = pytest.mark.parametrize("by", ["balance", "cuts"])
-LIMIT = pytest.mark.parametrize("stash_limit", [None, 0, 500])
-
-
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
@@ -33,18 +30,6 @@ def both(plain: nn.Module, model: nn.Module, work: Callable[[nn.Module, Tensor],
     found, expected = (work(m, given.clone().requires_grad_()) for m in (model, plain))
     assert_same(found, expected, "result")
     assert_same_tensors(model, plain)
-
-
-@CHECKPOINT
-@LIMIT
-def test_gradients_of_an_input_alone(checkpoint: str, stash_limit: Any) -> None:
-    def work(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).square().sum()
-        (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
-        loss.backward()
-        return grad
-
-    both(*pair(checkpoint=checkpoint, stash_limit=stash_limit), work)
 
 
 @pairwise(
@@ -110,30 +95,8 @@ def test_second_derivatives_of_a_split_backward_are_an_error(by: str, checkpoint
     assert_same_tensors(model, plain)
 
 
-class Tied(nn.Module):
-    """Uses one parameter twice in a rule's function, and once in a function without a rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.linear(x, self.weight).tanh() @ self.weight
-        return x * self.weight.sum(0)
-
-
 @CHECKPOINT
-@LIMIT
-def test_a_parameter_used_several_times(checkpoint: str, stash_limit: Any) -> None:
-    tied = Tied()
-    assert_transparent(nn.Sequential(tied, nn.Linear(4, 4), tied), torch.randn(7, 4), [3], chunks=3,
-                       checkpoint=checkpoint, stash_limit=stash_limit)
-    assert_transparent(nn.Sequential(tied, nn.Linear(4, 4), tied), torch.randn(7, 4), [1, 2], chunks=3,
-                       checkpoint=checkpoint, stash_limit=stash_limit)
-
-
-@CHECKPOINT
-@LIMIT
+@pytest.mark.parametrize("stash_limit", [None, 0])
 def test_autocast_casts_nothing_in_backward(checkpoint: str, stash_limit: Any) -> None:
     model = SplitPipe(layers().float(), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
                       stash_limit=stash_limit)

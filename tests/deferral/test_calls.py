@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from splitpipe import SplitPipe
-from splitpipe.deferral.linear import Linear
 from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
@@ -53,38 +52,6 @@ def test_the_projections_of_attention_are_deferred(name: str, way: dict[str, Any
     assert all(how.startswith("Linear") for how in deferred(model).values())
 
 
-def test_attention_is_deferred_in_later_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first run is one in the graph around it, and is watched for random numbers.
-    left_for_w, accumulate = [], Linear.accumulate
-
-    def noted(totals: Any, parts: Any) -> None:
-        left_for_w.append(len(parts))
-        accumulate(totals, parts)
-
-    monkeypatch.setattr(Linear, "accumulate", noted)
-    model = SplitPipe(nn.Sequential(Attention()), [1], devices=["cpu"], chunks=3, checkpoint="never")
-    for _ in range(3):
-        left_for_w.clear()
-        step(model, torch.randn(7, 5, 8))
-        assert sum(left_for_w) == 6
-
-
-def test_a_transformer_layer_is_deferred_but_for_its_norms() -> None:
-    layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = trained(_Decoder(layer), torch.randn(7, 5, 8), checkpoint="never")
-    assert all(".norm" in name for name in left(model))
-
-
-class _Decoder(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x, x * 2)
-        return y
-
-
 UNKNOWN: dict[str, tuple[Callable[..., Tensor], str]] = {
     "sin": (lambda x, w: x + w.sin(), "sin has no rule"),
     "bilinear": (lambda x, w: F.bilinear(x, x, w[None, :, None].expand(1, 6, 6)), "trilinear has no rule"),
@@ -100,16 +67,6 @@ def test_a_function_without_a_rule_is_named(name: str) -> None:
     function, why = UNKNOWN[name]
     model = trained(Call(function, w=torch.randn(6)), torch.randn(7, 6), checkpoint="never")
     assert left(model) == {"1.w": why}
-
-
-def test_functions_without_grad_mode_are_not_noted() -> None:
-    def scaled(x: Tensor, w: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = w.exp().sum()
-        return F.linear(x, w) * scale
-
-    model = trained(Call(scaled, w=torch.randn(4, 6)), torch.randn(7, 6), checkpoint="never")
-    assert deferred(model) == {"1.w": "Linear"}
 
 
 def test_a_layer_of_several_modes_is_noted_in_each() -> None:
@@ -158,27 +115,6 @@ class Adding(TorchFunctionMode):
         return y + 1 if func in (torch.tanh, Tensor.tanh) else y
 
 
-def test_a_mode_of_the_users_changes_what_layers_give() -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), [4], chunks=3)
-    x = torch.randn(6, 4)
-    for _ in range(2):
-        with Adding():
-            torch.testing.assert_close(model(x), plain(x))
-    assert not deferred(model)
-
-
-def test_a_mode_that_a_layer_enters_sees_its_calls() -> None:
-    seen = Seen()
-
-    def inside(x: Tensor, w: Tensor) -> Tensor:
-        with seen:
-            return F.linear(x, w)
-
-    model = trained(Call(inside, w=torch.randn(4, 6)), torch.randn(7, 6), steps=1, checkpoint="never")
-    assert seen.calls[F.linear] == 3 + 1
-    assert deferred(model) == {"1.w": "Linear"}
-
-
 class Leaving(nn.Module):
     """Leaves a mode on the stack, as torch.set_default_device does."""
 
@@ -198,14 +134,6 @@ def test_a_mode_that_a_layer_leaves_stays() -> None:
     assert len(deferred(model)) == 4
 
 
-def test_no_mode_is_left_behind() -> None:
-    _, model = twins(nn.Sequential(nn.Linear(6, 4), Call(lambda x: 1 / 0)), chunks=3)
-    before = torch._C._len_torch_function_stack()
-    with pytest.raises(ZeroDivisionError):
-        model(torch.randn(7, 6))
-    assert torch._C._len_torch_function_stack() == before
-
-
 @in_more_ways
 def test_a_call_without_grad_mode_is_autograds(way: dict[str, Any]) -> None:
     def features(x: Tensor, w: Tensor) -> Tensor:
@@ -217,64 +145,3 @@ def test_a_call_without_grad_mode_is_autograds(way: dict[str, Any]) -> None:
     model = trained(Call(features, w=torch.randn(6, 6)), torch.randn(7, 6), **way)
     assert deferred(model) == {}
     assert model[1].w.grad is None
-
-
-def test_grad_mode_switched_on_in_a_layer_is_grad_mode() -> None:
-    def both(x: Tensor, w: Tensor) -> Tensor:
-        with torch.no_grad():
-            with torch.enable_grad():
-                return F.linear(x, w)
-
-    assert set(deferred(trained(Call(both, w=torch.randn(6, 6)), torch.randn(7, 6)))) == {"1.w"}
-
-
-WRONG: dict[str, Callable[..., Any]] = {
-    "linear, widths": lambda x, w: F.linear(x, w[:, 1:]),
-    "linear, types": lambda x, w: F.linear(x.float(), w),
-    "matmul, out": lambda x, w: torch.matmul(x, w, out=torch.empty(0)),
-    "conv, channels": lambda x, w: F.conv1d(x[:, :5, None], w[..., None]),
-    "embedding, beyond the last row": lambda x, w: F.embedding(x.long() * 0 + 6, w),
-    "attention, widths": lambda x, w: F.multi_head_attention_forward(
-        x, x, x, 5, 1, w, None, None, None, False, 0.0, w, None),
-}
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["first run", "later run"])
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_torchs_own_error(name: str, again: bool) -> None:
-    def called(x: Tensor, w: Tensor) -> Any:
-        return WRONG[name](x, w) if wrong else F.linear(x, w)
-
-    _, model = twins(nn.Sequential(Call(called, w=torch.randn(6, 6)), nn.Tanh()), chunks=3, checkpoint="never")
-    x = torch.randn(2, 6)
-    wrong = False
-    if again:
-        step(model, x)
-    wrong = True
-    with pytest.raises(Exception) as expected:
-        WRONG[name](x[:1].requires_grad_(), model[0].w)
-    with pytest.raises(Exception) as found:
-        model(x)
-    assert (found.type, str(found.value)) == (expected.type, str(expected.value))
-    assert found.value.__notes__ == ["in the forward of layer '0' (Call), stage 0 (cpu), microbatch 0 of 2"]
-
-
-def test_a_layer_that_has_raised_is_deferred_all_the_same() -> None:
-    failures = [ValueError("once")]
-
-    def failing(x: Tensor, w: Tensor) -> Tensor:
-        if failures:
-            raise failures.pop()
-        return F.linear(x, w)
-
-    _, model = twins(nn.Sequential(Call(failing, w=torch.randn(4, 4))), chunks=3, checkpoint="never")
-    with pytest.raises(ValueError, match="once"):
-        step(model, torch.randn(6, 4))
-    step(model, torch.randn(6, 4))
-    assert set(deferred(model)) == {"0.w"}
-
-
-@in_more_ways
-def test_layers_that_defer_and_layers_that_do_not(way: dict[str, Any]) -> None:
-    layer = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
-    trained(layer, torch.randn(7, 4), **way)

@@ -13,7 +13,7 @@ from torch import nn
 from splitpipe.deferral.accumulator import Total
 from splitpipe.deferral.convolution import Convolution
 from splitpipe.deferral.function import Context
-from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained, tried
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors, step, twins
@@ -92,7 +92,7 @@ def test_channels_last(kind: Callable[..., nn.Module], way: dict[str, Any]) -> N
 
 @in_more_ways
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_what_is_frozen_gets_no_gradient(frozen: str, way: dict[str, Any]) -> None:
+def test_frozen_parameters_get_no_gradient(frozen: str, way: dict[str, Any]) -> None:
     layer = nn.Conv1d(4, 6, 3)
     layer.get_parameter(frozen).requires_grad_(False)
     model = trained(layer, torch.randn(7, 4, 9), **way)
@@ -115,29 +115,6 @@ def test_one_kernel_used_in_several_ways_gets_all_gradients(name: str, way: dict
     assert_deferred(Call(CALLS[name], w=torch.randn(6, 4, 3)), (7, 4, 9), way)
 
 
-@drop_in
-def test_one_kernel_with_and_without_autocast(way: dict[str, Any]) -> None:
-    def both(x: Any, w: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = F.conv1d(x, w)
-        return y.float() + F.conv1d(x, w)
-
-    plain, model = twins(nn.Sequential(Call(both, w=torch.randn(6, 4, 3).float()), nn.Tanh()), chunks=3, **way)
-    x = torch.randn(7, 4, 9).float()
-    for module in (plain, model):
-        step(module, x)
-    found, expected = model[0].w.grad, plain[0].w.grad
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.016 * expected.abs().max().item())
-
-
-@in_more_ways
-def test_complex_convolutions_are_autograds(way: dict[str, Any]) -> None:
-    layer = nn.Conv1d(4, 6, 3, dtype=torch.complex128)
-    model = trained(layer, torch.randn(7, 4, 9, dtype=torch.complex128), **way)
-    why = "view_as_real has no rule"  # Torch makes three convolutions of it.
-    assert left(model) == {"1.weight": why, "1.bias": why}
-
-
 def test_many_microbatches_are_one_kernel() -> None:
     options = {"chunks": 8, "checkpoint": "never", "stash_limit": 2**20}
     plain, model = twins(nn.Sequential(nn.Conv1d(4, 6, 3), nn.Tanh()), **options)
@@ -150,7 +127,7 @@ def test_many_microbatches_are_one_kernel() -> None:
     assert_same_tensors(model, plain)
 
 
-def test_what_is_wanted_alone_is_computed() -> None:
+def test_a_convolution_computes_the_wanted_gradients_alone() -> None:
     ctx: Any = Context(True, (False, True))
     ctx.geometry = (1,), (0,), (1,), False, (0,), 1
     weight = torch.randn(6, 4, 3)

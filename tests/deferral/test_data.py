@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -70,38 +69,3 @@ def test_weights_that_change_after_the_forward(name: str, change: Callable[[Para
     else:
         torch.testing.assert_close(found, expected)
     assert len(deferred(model)) == len(shapes)
-
-
-class Grows(nn.Module):
-    """Gives its weight new values, in other memory, in each microbatch before it is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.inner.weight
-        weight.data = weight.data * 2
-        y: Tensor = self.inner(x)
-        return y
-
-
-def test_a_layer_may_set_its_weights_data() -> None:
-    layer = Grows()
-    start = layer.inner.weight.detach().clone()
-    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=3, checkpoint="never")
-    x = torch.randn(3, 4, requires_grad=True)
-    y = model(x)
-    y.sum().backward()
-    factors = torch.tensor([[2.0], [4.0], [8.0]])
-    torch.testing.assert_close(y, F.linear(x, start) * factors + layer.inner.bias)
-    torch.testing.assert_close(x.grad, start.sum(0) * factors)
-
-
-def test_what_autocast_leaves_as_it_is_keeps_its_values_too() -> None:
-    layer = nn.Linear(4, 4, dtype=torch.bfloat16)
-    plain = copy.deepcopy(layer)
-    model = SplitPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="never")
-    x = torch.randn(6, 4, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(gradients(model, x, swapped), gradients(plain, x, swapped))

@@ -37,15 +37,6 @@ def test_an_embedding_is_deferred(name: str, way: dict[str, Any]) -> None:
     assert list(deferred(model).values()) == ["Embedding"]
 
 
-@drop_in
-def test_a_table_tied_to_the_last_layer_gets_both_gradients(way: dict[str, Any]) -> None:
-    embedding, last = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
-    last.weight = embedding.weight
-    model = assert_transparent(nn.Sequential(embedding, nn.Tanh(), last, nn.Tanh()), tokens(7, 5), [3, 1], chunks=3,
-                               **way)
-    assert deferred(model) == {"0.weight": "Embedding, Linear"}
-
-
 @in_more_ways
 def test_a_table_of_no_columns(way: dict[str, Any]) -> None:
     layer = Call(lambda x, w, b: F.embedding(x, w).sum(2) + b, w=torch.randn(11, 0), b=torch.randn(5))
@@ -57,17 +48,6 @@ def test_a_renormalised_table_is_deferred(way: dict[str, Any]) -> None:
     # Each microbatch renormalises the rows it uses, before it uses them: as the whole batch does.
     model = trained(nn.Embedding(11, 6, max_norm=0.5), tokens(7, 5), **way)
     assert deferred(model) == {"1.weight": "Embedding"}
-
-
-@drop_in
-def test_a_sparse_gradient_is_autograds_and_stays_sparse(way: dict[str, Any]) -> None:
-    plain, model = twins(nn.Sequential(nn.Embedding(11, 6, sparse=True)), chunks=3, **way)
-    x = tokens(7, 5)
-    for module in (plain, model):
-        step(module, x)
-    assert left(model) == {"0.weight": "embedding: its gradient is sparse"}
-    assert model[0].weight.grad.is_sparse
-    torch.testing.assert_close(model[0].weight.grad.coalesce(), plain[0].weight.grad.coalesce())
 
 
 @pytest.mark.parametrize(("together", "kernels"), [(None, 1), (500, 8)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitFunction, SplitPipe
 from splitpipe.deferral import stash
-from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, left, trained
+from tests.helpers.deferring import Call, deferred, drop_in, in_more_ways, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import Nothing, assert_same, assert_transparent, step, twins
 
@@ -81,13 +81,6 @@ def test_a_function_in_a_stage_is_deferred(power: int, way: dict[str, Any]) -> N
 
 
 @in_more_ways
-def test_a_function_called_several_times_with_other_options(way: dict[str, Any]) -> None:
-    layer = Call(lambda x, w, b: Affine.apply(Affine.apply(x, w, b, power=2), w, b, power=3) + Affine.apply(x, w, None),
-                 w=torch.randn(6), b=torch.randn(6))
-    assert set(deferred(trained(layer, torch.randn(7, 6), **way))) == {"1.w", "1.b"}
-
-
-@in_more_ways
 @pytest.mark.parametrize("frozen", ["w", "b"])
 def test_a_frozen_weight_gets_no_gradient(frozen: str, way: dict[str, Any]) -> None:
     layer = affine(Logged)
@@ -95,14 +88,6 @@ def test_a_frozen_weight_gets_no_gradient(frozen: str, way: dict[str, Any]) -> N
     model = trained(layer, torch.randn(7, 6), steps=1, **way)
     assert set(deferred(model)) == {"1.w", "1.b"} - {f"1.{frozen}"}
     assert {needs for _, _, needs in Logged.log} == {(frozen == "b", frozen == "w")}
-
-
-@in_more_ways
-def test_frozen_weights_are_autograds(way: dict[str, Any]) -> None:
-    layers = nn.Sequential(nn.Linear(6, 6), affine(Logged).requires_grad_(False))
-    model = trained(layers, torch.randn(7, 6), **way)
-    assert {"1.1.w", "1.1.b"} <= set(left(model))
-    assert {kind for kind, _, _ in Logged.log} == {"input"}
 
 
 @in_more_ways
@@ -149,8 +134,9 @@ def test_weights_may_be_views_of_parameters_or_computed(
     def turned(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return Affine.apply(x, w.t(), b * 2 if computed else b[1:])
 
-    layer = Call(turned, w=torch.randn(5, 4), b=torch.randn(4 if computed else 5, 5))
-    model = trained(layer, torch.randn(7, 4, 5), **way)
+    # Square, so that a gradient which isn't transposed back is only wrong in its values.
+    layer = Call(turned, w=torch.randn(5, 5), b=torch.randn(5 if computed else 6, 5))
+    model = trained(layer, torch.randn(7, 5, 5), **way)
     assert set(deferred(model)) == (set() if computed else {"1.w", "1.b"})
 
 
@@ -166,16 +152,6 @@ def test_the_halves_run_apart_in_a_stage(checkpoint: str, little: int, monkeypat
     assert halves == (["input", "weight"] * 3 if at_once else ["input"] * 3 + ["weight"] * 3)
 
 
-def test_a_function_in_an_undivided_backward_is_an_ordinary_one() -> None:
-    trained(affine(Logged), torch.randn(7, 6), steps=1, checkpoint="never", backward="autograd")
-    assert [kind for kind, _, _ in Logged.log] == ["input", "weight"] * 4
-
-
-def test_a_function_under_no_grad_in_a_stage_is_an_ordinary_one() -> None:
-    layer = Call(lambda x, w, b: x * torch.no_grad()(Affine.apply)(x, w, b), w=torch.randn(6), b=torch.randn(6))
-    assert deferred(trained(layer, torch.randn(7, 6))) == {}
-
-
 @pytest.mark.parametrize("power", [1, 3])
 def test_gradients_outside_of_a_stage(power: int) -> None:
     def function(*args: Tensor) -> Tensor:
@@ -187,7 +163,7 @@ def test_gradients_outside_of_a_stage(power: int) -> None:
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_gradients_outside_of_a_stage_of_what_requires_them(wanted: tuple[bool, ...]) -> None:
+def test_outside_of_a_stage_only_required_gradients_are_computed(wanted: tuple[bool, ...]) -> None:
     given = [leaf(4, 6), leaf(6), leaf(6)]
     for x, need in zip(given, wanted):
         x.requires_grad_(need)
@@ -246,7 +222,7 @@ GIVEN: dict[str, tuple[str, Callable[..., Any], type[Exception], str]] = {
 
 @in_and_out
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_a_method_gives_wrongly_is_named(name: str, inside: bool) -> None:
+def test_an_invalid_return_value_of_a_method_is_named(name: str, inside: bool) -> None:
     method, gives, error, text = GIVEN[name]
     with pytest.raises(error, match=re.escape(text)) as found:
         run(type("Wrong", (Affine,), {method: staticmethod(gives)}), inside)

@@ -57,7 +57,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 256, 1, bias=False), nn.Tanh(), nn.Conv2d(256, 256, 3, bias=False), nn.Tanh())
 
 
-def test_a_drop_in_pipeline_splits_what_pays() -> None:
+def test_drop_in_splits_a_convolution_if_that_pays() -> None:
     model = assert_transparent(layers().double(), torch.randn(6, 3, 6, 6, dtype=torch.float64), [2, 2], chunks=3,
                                checkpoint="never")
     assert deferred(model) == {"2.weight": "Convolution"}
@@ -74,7 +74,7 @@ def test_a_drop_in_pipeline_on_the_cpu_fills_no_idle_time(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("schedule", "deferring"), [("zb-h1", True), ("1f1b", False)])
-def test_a_schedule_splits_what_fills_idle_time(
+def test_scheduled_splits_a_convolution_if_it_fills_idle_time(
     schedule: str, deferring: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convolution, "_MANY", 2**18)

@@ -35,14 +35,14 @@ def gathered(
 
 @pytest.mark.parametrize(("rows", "together"), [(1, [4]), (8, [3, 1]), (16, [2, 1, 1]), (32, [1, 1, 1, 1])])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_what_takes_no_more_than_its_gradient_waits(
+def test_weight_gradients_wait_if_they_hold_no_more_than_the_gradient(
     checkpoint: str, rows: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stash, "_SMALL", 0)
     assert gathered(checkpoint, rows, monkeypatch) == together
 
 
-def test_on_the_cpu_what_is_small_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_small_weight_gradients_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gathered("never", 64, monkeypatch) == [4]
     assert gathered("never", 128, monkeypatch) == [3, 1]
     assert gathered("always", 64, monkeypatch) == [4]

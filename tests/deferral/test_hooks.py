@@ -12,7 +12,6 @@ from torch.autograd import forward_ad
 
 from tests.helpers.deferring import WAYS, Call, deferred, trained
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import step, twins
 
 
 class Own(Tensor):
@@ -56,31 +55,6 @@ def test_a_call_that_autograd_sees_otherwise_is_its_module(name: str, way: dict[
     function, late, why = CALLS[name]
     model = trained(Call(function, w=torch.randn(6, 6)), torch.randn(7, 6), **way)
     assert [(row.deferred, row.why) for row in model.deferral_report()] == [(late, why)]
-
-
-def test_a_layer_without_hooks_beside_one_with_hooks_is_deferred() -> None:
-    layers = nn.Sequential(Call(hooked, w=torch.randn(6, 6)), nn.Linear(6, 6, bias=False))
-    assert deferred(trained(layers, torch.randn(7, 6), checkpoint="never")) == {"1.1.weight": "Linear"}
-
-
-def test_hooks_around_the_pipeline_are_given_what_layers_save() -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(6, 6)), chunks=3, checkpoint="never")
-    packed: list[Tensor] = []
-
-    def pack(x: Tensor) -> Tensor:
-        packed.append(x)
-        return x
-
-    x = torch.randn(7, 6)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        y = model(x)
-    plain(x).square().sum().backward()
-    y.square().sum().backward()
-    assert not deferred(model)
-    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
-    assert [len(x) for x in packed if x is not model[0].weight] == [3, 3, 1]
-    step(model, x)
-    assert set(deferred(model)) == {"0.weight", "0.bias"}  # Without them.
 
 
 def test_an_input_under_way_is_waited_for() -> None:

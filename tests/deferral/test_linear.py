@@ -98,46 +98,12 @@ def test_a_parameter_both_ways_round_is_deferred(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("frozen", "expected"), [
     ("weight", {"weight": "it is frozen", "bias": "addmm: its weight is frozen"}), ("bias", {"bias": "it is frozen"}),
 ])
-def test_what_is_frozen_gets_no_gradient(frozen: str, expected: dict[str, str], way: dict[str, Any]) -> None:
+def test_frozen_parameters_get_no_gradient(frozen: str, expected: dict[str, str], way: dict[str, Any]) -> None:
     layer = nn.Linear(6, 4)
     layer.get_parameter(frozen).requires_grad_(False)
     model = trained(layer, torch.randn(7, 6), **way)
     assert left(model) == {f"1.{name}": why for name, why in expected.items()}
     assert model[1].get_parameter(frozen).grad is None
-
-
-@in_more_ways
-@pytest.mark.parametrize("function", [
-    F.linear, lambda x, w, b: x @ w + b, lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w),
-    lambda x, w, b: F.linear(x, w.t(), b),
-], ids=["linear", "matmul", "addmm", "transposed"])
-def test_complex_weights_are_autograds(function: Callable[..., Tensor], way: dict[str, Any]) -> None:
-    w, b = torch.randn(6, 6, dtype=torch.complex128), torch.randn(6, dtype=torch.complex128)
-    model = trained(Call(function, w=w, b=b), torch.randn(7, 3, 6, dtype=torch.complex128), **way)
-    assert not deferred(model)
-
-
-@in_more_ways
-def test_one_weight_in_several_functions(way: dict[str, Any]) -> None:
-    """Some have no rule: then autograd gives the gradient, in one sum."""
-    layer = by(lambda x, w: F.linear(x, w) + x @ w + (w @ x.t()).t() + x @ w.t() + x * w.sum(), w=(6, 6))()
-    model = trained(layer, torch.randn(7, 6), **way)
-    assert left(model) == {"1.w": "mm: what it would defer is computed in forward, sum has no rule"}
-
-
-@in_more_ways
-def test_low_rank_updates_are_deferred(way: dict[str, Any]) -> None:
-    layer = by(lambda x, a, b: x @ a.t() @ b.t(), a=(2, 6), b=(4, 2))()
-    assert deferred(trained(layer, torch.randn(7, 6), **way)) == {"1.a": "Linear", "1.b": "Linear"}
-
-
-@in_more_ways
-def test_a_product_of_two_parameters_is_autograds(way: dict[str, Any]) -> None:
-    layer = by(lambda x, w, a, b: F.linear(x, w + b @ a), w=(4, 6), a=(2, 6), b=(4, 2))()
-    assert left(trained(layer, torch.randn(7, 6), **way)) == {
-        "1.w": "add has no rule", "1.a": "mm: its input is a parameter",
-        "1.b": "mm: its input is a parameter",
-    }
 
 
 LEFT_TO_AUTOGRAD: dict[str, tuple[Case, str]] = {
@@ -154,7 +120,7 @@ LEFT_TO_AUTOGRAD: dict[str, tuple[Case, str]] = {
 
 
 @tried(LEFT_TO_AUTOGRAD)
-def test_what_the_rule_refuses_is_autograds(name: str, way: dict[str, Any]) -> None:
+def test_products_that_the_rule_refuses_are_left_to_autograd(name: str, way: dict[str, Any]) -> None:
     (make, shape), why = LEFT_TO_AUTOGRAD[name]
     model = trained(make(), torch.randn(shape), **way)
     rows = model.deferral_report()
@@ -174,7 +140,7 @@ OTHERS: dict[str, tuple[Case, set[str]]] = {
 
 
 @tried(OTHERS)
-def test_what_torch_makes_products_of_is_deferred(name: str, way: dict[str, Any]) -> None:
+def test_functions_that_torch_computes_as_products_are_deferred(name: str, way: dict[str, Any]) -> None:
     (make, shape), autograds = OTHERS[name]
     model = trained(make(), torch.randn(shape), **way)
     assert left(model) == dict.fromkeys(autograds, "addmm has no rule")

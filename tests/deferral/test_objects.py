@@ -1,4 +1,4 @@
-"""What a call leaves that waits for backward."""
+"""What a call leaves that waits for backward, and what that keeps alive."""
 from __future__ import annotations
 
 import gc
@@ -15,7 +15,7 @@ from tests.helpers.deferring import apart as apart
 from tests.helpers.twin import twins
 
 
-def test_what_waits_for_backward_is_no_context() -> None:
+def test_a_forward_leaves_no_context_objects() -> None:
     """Each object that does is one more for the garbage collector to walk."""
     model = SplitPipe(nn.Sequential(nn.Linear(6, 6), nn.Conv1d(6, 6, 1)), [2], devices=["cpu"], chunks=2,
                       checkpoint="never")
@@ -45,3 +45,27 @@ def test_options_are_not_kept(inside: bool) -> None:
     y = module(torch.randn(4, 6, requires_grad=True))
     assert [reference() for reference in alive] == [None]
     y.sum().backward()
+
+
+class Storing(nn.Module):
+    """Keeps its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.layer(x)
+        return self.last
+
+
+def test_a_layer_that_keeps_its_output_does_not_keep_the_model() -> None:
+    layer = Storing()
+    reference = weakref.ref(layer)
+    model = SplitPipe(nn.Sequential(layer, nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    del layer
+    model(torch.randn(4, 4)).sum().backward()
+    del model
+    gc.collect()
+    assert reference() is None

@@ -1,7 +1,6 @@
 """What the report says of every parameter, and how it looks."""
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -69,14 +68,6 @@ def test_the_columns_are_as_wide_as_their_longest_cell() -> None:
     ]
 
 
-def test_a_shared_parameter_has_one_row() -> None:
-    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-    second.weight = first.weight
-    model = pipeline(first, second, nn.Tanh(), balance=[2, 1])
-    step(model, torch.randn(4, 4))
-    assert [found.parameter for found in model.deferral_report()] == ["0.weight"]
-
-
 def used(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return F.linear(x, w) @ w + w.sum() + w.exp().sum() + F.linear(F.linear(x, v.t()), v)
 
@@ -104,7 +95,7 @@ def test_a_row_names_what_its_parameter_is_used_for(name: str) -> None:
     assert [("+ " if row.deferred else "") + row.why for row in model.deferral_report()] == expected
 
 
-def test_what_is_known_before_a_step_and_after_a_forward() -> None:
+def test_the_report_before_a_step_and_after_a_forward() -> None:
     whole = pipeline(nn.Linear(6, 4), Unruled(4), backward="autograd")
     whole[0].bias.requires_grad_(False)
     for _ in range(2):
@@ -136,13 +127,6 @@ def test_a_parameter_that_is_an_input_is_left_to_autograd(kind: type[nn.Paramete
     assert left(model)["0.p"] == "mm: its input is a parameter"
 
 
-def test_what_is_frozen_later_is_frozen_in_the_report() -> None:
-    model = pipeline(nn.Linear(6, 4))
-    step(model, torch.randn(4, 6))
-    model[0].bias.requires_grad_(False)
-    assert left(model) == {"0.bias": "it is frozen"}
-
-
 def test_a_layer_put_in_a_parameters_place_is_seen_for_itself() -> None:
     model = pipeline(nn.Linear(6, 4, bias=False), nn.Tanh())
     step(model, torch.randn(4, 6))
@@ -150,21 +134,6 @@ def test_a_layer_put_in_a_parameters_place_is_seen_for_itself() -> None:
     assert left(model) == {"0.weight": UNSEEN}
     step(model, torch.randn(4, 6))
     assert deferred(model) == {"0.weight": "Linear"}
-
-
-def test_a_layer_in_eval_mode_is_seen() -> None:
-    model = pipeline(nn.Linear(6, 4, bias=False), Unruled(4)).eval()
-    step(model, torch.randn(4, 6))
-    assert [found.why for found in model.deferral_report()] == ["Linear", "sin has no rule"]
-
-
-def test_a_copy_of_the_model_starts_anew() -> None:
-    model = pipeline(nn.Linear(6, 4))
-    step(model, torch.randn(4, 6))
-    other = copy.deepcopy(model)
-    assert set(left(other).values()) == {NOT_YET}
-    step(other, torch.randn(4, 6))
-    assert set(deferred(other)) == {"0.weight", "0.bias"}
 
 
 def test_sightings_of_a_parameter_end_with_it() -> None:

@@ -206,7 +206,7 @@ def test_a_shape_keeps_no_leaf_alive() -> None:
     assert not any(isinstance(x, (Tensor, AccumulateGrad, ref)) for x in known.values())
 
 
-def test_a_value_from_outside_may_replace_what_other_microbatches_make() -> None:
+def test_one_microbatch_may_use_a_value_from_outside() -> None:
     outside: list[Tensor] = []
 
     def inside(net: Choosing, x: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def test_a_node_from_elsewhere_is_not_that_of_a_microbatch() -> None:
     assert shape.match(others, Entered([other, others[0]], more)) is None
 
 
-def test_neither_a_shape_nor_what_is_known_of_owners_keeps_a_leafs_node() -> None:
+def test_shapes_and_owners_keep_no_accumulate_grad_node() -> None:
     """If Python alone kept it, two threads that train models with this leaf could wait for each other."""
     layer = nn.Linear(4, 4)
     first = _get_sequence_nr()

@@ -186,29 +186,6 @@ def test_gradients_are_handed_over_before_earlier_stages_run(nothing_small: None
     assert found[8:10] == ["0.1", "0.0"] and sorted(found[10:]) == ["0.weight", "1.weight"]
 
 
-@pytest.mark.parametrize("stash_limit", [ALL, None, 0])
-@CHECKPOINT
-def test_what_only_b_needs_is_freed_with_b(checkpoint: str, stash_limit: int | None, nothing_small: None) -> None:
-    log: list[Any] = []
-    watched: list[weakref.ref[Buffer]] = []
-    gc.disable()
-    try:
-        layer = Scale(4, "freed", log, only_input=watched)
-        alive: list[int] = []
-        layers = nn.Sequential(layer, nn.Identity())
-        model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint, stash_limit=stash_limit)
-        x = torch.randn(6, 4, requires_grad=True)
-        loss = model(x).sum()
-        x.register_hook(lambda _: alive.append(sum(reference() is not None for reference in watched)))
-        x.register_hook(lambda _: alive.append(log.count(("W", "freed"))))
-        loss.backward()
-        held_back = 3 if checkpoint == "never" and stash_limit == ALL else 0
-        assert alive == [0, 3 - held_back]
-        assert log.count(("W", "freed")) == 3
-    finally:
-        gc.enable()
-
-
 @CHECKPOINT
 def test_nothing_is_alive_after_backward_though_the_loss_is(checkpoint: str) -> None:
     watched: list[weakref.ref[Buffer]] = []
@@ -247,22 +224,7 @@ def test_no_w_runs_of_weights_that_are_not_asked_for(checkpoint: str, stash_limi
     assert [name for kind, name in log if kind == "W"] == ["0.1"] * 3
 
 
-def test_nothing_is_held_back_for_weights_that_are_not_asked_for() -> None:
-    watched: list[weakref.ref[Buffer]] = []
-    alive: list[int] = []
-    gc.disable()
-    try:
-        model = logged([], stages=1, depth=1, chunks=1, checkpoint="never")
-        x = torch.randn(2, 4, requires_grad=True)
-        loss = Gradient.apply(model(x), watched).sum()
-        x.register_hook(lambda _: alive.append(sum(reference() is not None for reference in watched)))
-        torch.autograd.grad(loss, x)
-        assert (len(watched), alive) == (1, [0])
-    finally:
-        gc.enable()
-
-
-def test_what_a_failed_backward_stashed_is_freed_at_once() -> None:
+def test_pending_gradients_of_a_failed_backward_are_freed() -> None:
     failures: list[BaseException] = []
     log: list[Any] = []
     watched: list[weakref.ref[Buffer]] = []
@@ -309,7 +271,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("options", [
     {"checkpoint": "never"}, {"schedule": "zb-h1", "loss_fn": nn.functional.mse_loss},
 ], ids=["drop-in", "zb-h1"])
-def test_what_waits_for_w_and_is_overwritten_is_an_error(options: dict[str, Any], gradient: bool) -> None:
+def test_overwriting_a_pending_gradient_is_an_error(options: dict[str, Any], gradient: bool) -> None:
     model = SplitPipe(nn.Sequential(nn.Linear(4, 4), Residual(gradient)), [1, 1], devices=["cpu"] * 2, chunks=2,
                       **options)
     x = torch.randn(4, 4, requires_grad=True)

@@ -153,7 +153,7 @@ def test_the_side_stream_and_compute_wait_for_each_other(streams: Streams) -> No
     assert all(found() is None for found in alive)
 
 
-def test_what_w_reads_is_held(streams: Streams) -> None:
+def test_tensors_that_w_reads_are_held(streams: Streams) -> None:
     store = stashes(streams.both(), 0)
     stash, weights, grads = Stash(store), made(store, Doing(), torch.ones(2)), [torch.ones(2), torch.ones(2)]
     alive = [weakref.ref(x) for x in grads]
@@ -175,7 +175,7 @@ def test_compute_waits_after_a_failed_backward_too(streams: Streams) -> None:
     assert streams.compute.waited == [("side", 1)]
 
 
-def test_what_is_left_is_of_the_compute_stream(streams: Streams) -> None:
+def test_pending_gradients_belong_to_the_compute_stream(streams: Streams) -> None:
     store, grad, saved = stashes(streams.both(), 2**30), torch.ones(2), torch.ones(2)
     Stash(store).leave([(made(store, Doing(), torch.ones(2)), left(grad, saved, None))], False)
     assert [(x is grad, x is saved, on) for x, on in streams.held] == [
@@ -183,7 +183,7 @@ def test_what_is_left_is_of_the_compute_stream(streams: Streams) -> None:
     ]
 
 
-def test_what_is_computed_early_is_computed_on_the_side_stream(streams: Streams) -> None:
+def test_early_weight_gradients_run_on_the_side_stream(streams: Streams) -> None:
     function, store = Doing(streams), stashes(streams.both(), 0)
     Stash(store).leave([(made(store, function, torch.ones(2)), left(torch.ones(2)))], False)
     assert (function.done, streams.now) == ([(1, "side")], streams.compute)
@@ -215,7 +215,7 @@ def test_flush_comes_last_on_the_side_stream(streams: Streams) -> None:
     assert streams.used == ["compute", "side"]
 
 
-def test_what_is_left_in_a_schedule_is_of_the_compute_stream(streams: Streams) -> None:
+def test_scheduled_pending_gradients_belong_to_the_compute_stream(streams: Streams) -> None:
     ledger, grad = Ledger(Sums(), streams.both(side=False), {0}, lambda *_: None), torch.ones(2)
     weights = ledger.make(None, Doing(), [Weight(torch.ones(2), None, ())])
     ledger.leave(weights, left(grad), 0)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from splitpipe import SplitPipe
-from tests.helpers.deferring import WAYS, Call, Scale, deferred, drop_in, in_more_ways, left, trained, tried
+from tests.helpers.deferring import WAYS, Call, deferred, drop_in, in_more_ways, left, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
-from tests.helpers.scheduled import twins as scheduled
-from tests.helpers.twin import assert_same_tensors, assert_transparent, step
+from tests.helpers.twin import assert_same_tensors, step
 
 PARAMETRISED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(6, 4)), (7, 6)),
@@ -38,17 +37,6 @@ def given(shape: tuple[int, ...]) -> Tensor:
 def test_parametrised_layers_are_their_module(name: str, way: dict[str, Any]) -> None:
     make, shape = PARAMETRISED[name]
     trained(make(), given(shape), **way)
-
-
-def squares(output: Tensor, target: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-@pytest.mark.parametrize("way", [{"checkpoint": "never"}, {"checkpoint": "always"}], ids=["", "checkpointed"])
-def test_a_parametrisation_that_changes_its_buffers_in_forward(way: dict[str, Any]) -> None:
-    # One microbatch: the power iteration moves once a forward, in the module and in the pipeline.
-    layers = nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 4)), nn.Tanh())
-    assert_transparent(layers, torch.randn(7, 6), chunks=1, **way)
 
 
 @pytest.mark.parametrize("way", [*WAYS.values()][:2], ids=[*WAYS][:2])
@@ -94,22 +82,6 @@ def test_a_view_that_an_unruled_node_uses_too_is_autograds(way: dict[str, Any]) 
     assert left(model)["1.w"] == "exp has no rule"
 
 
-class Silent(Scale):
-    """Its weight has no gradient."""
-
-    @staticmethod
-    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return (None,)
-
-
-def test_a_view_without_gradient_leaves_its_parameter_without() -> None:
-    layer = Call(lambda x, w: Silent.apply(x, w.view(-1)), w=torch.randn(6))
-    _, model = scheduled(nn.Sequential(nn.Linear(6, 6), layer), "zb-h1", 2, loss_fn=squares, chunks=3)
-    x = torch.randn(7, 6)
-    model(x, target=x).backward()
-    assert model[1].w.grad is None and model[0].weight.grad is not None
-
-
 COMPUTED: dict[str, Callable[..., Tensor]] = {
     "scaled": lambda x, w: F.linear(x, w * 2),
     "its bias": lambda x, w: F.linear(x, w, w.sum(1)),
@@ -147,14 +119,6 @@ def test_other_weights_are_autograds(name: str, chunks: int) -> None:
     layer = Call(lambda x, w: torch.cat([COMPUTED[name](row[None], w) for row in x]), w=torch.randn(6, 6))
     model = trained(layer, torch.randn(7, 6), chunks=chunks, checkpoint="never")
     assert deferred(model) == {}
-
-
-@drop_in
-def test_a_weight_from_an_earlier_stage_is_autograds(way: dict[str, Any]) -> None:
-    first = Call(lambda x, w: (x, w * 2), w=torch.randn(6, 6))
-    second = Call(lambda p: F.linear(p[0], p[1]))
-    model = assert_transparent(nn.Sequential(first, second), torch.randn(7, 6), chunks=1, **way)
-    assert left(model) == {"0.w": "mul has no rule"}
 
 
 def before(view: Tensor, hook: Callable[[Tensor], None], call: Callable[[], Tensor]) -> Tensor:
@@ -208,14 +172,6 @@ def _gradient(x: Tensor, w: Tensor) -> tuple[Tensor]:
     step(lambda x: F.linear(x, other), x)
     assert other.grad is not None
     return (other.grad,)
-
-
-def test_a_leaf_that_is_no_parameter_has_its_gradient() -> None:
-    w = torch.randn(6, 6).requires_grad_()
-    model = SplitPipe(nn.Sequential(Call(lambda x: F.linear(x, w))), [1], devices=["cpu"], chunks=3)
-    x = torch.randn(7, 6)
-    step(model, x)
-    torch.testing.assert_close(w.grad, *_gradient(x, w))
 
 
 @drop_in

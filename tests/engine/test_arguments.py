@@ -54,16 +54,6 @@ def test_tensors_of_the_batchs_size_are_cut(
     assert [sorted(each, key=str) for each in found] == [sorted(each, key=str) for each in expected]
 
 
-def test_another_tensor_may_have_the_batchs_size() -> None:
-    class Model(Shapes):
-        def forward(self, x: Tensor, table: Tensor) -> Tensor:
-            self.seen.append((len(x), len(table)))
-            return self.two(self.one(table)) + x.sum()
-
-    model = piped(Model(), ["two"], batched={"x": False, "table": True})
-    assert model(torch.randn(5, 4), torch.randn(6, 4)).shape == (6, 4) and model.seen == [(5, 2)] * 3
-
-
 def test_an_object_that_microbatches_can_not_share() -> None:
     class Cache:
         def __init__(self) -> None:
@@ -87,22 +77,3 @@ def test_a_name_that_is_no_arguments_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="batched names 'maks', which the call doesn't have: expected .* 'x', 'mask'"):
         piped(Model(), ["two"], batched={"maks": False})(torch.randn(6, 4), SIX)
-
-
-def test_the_gradient_of_a_whole_argument() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            return {"loss": (self.two(self.one(x * mask) * mask) - labels).square().mean()}
-
-    module = Model()
-    x, labels, grads = torch.randn(6, 4), torch.randn(6, 4), []
-    for model in (module, *(piped(module, ["two"], schedule=name) for name in ("gpipe", "1f1b", "zb-h1"))):
-        mask, given = torch.ones(4, requires_grad=True), x.clone().requires_grad_()
-        model(given, mask, labels=labels)["loss"].backward()
-        grads.append((mask.grad, given.grad))
-    for found in grads[1:]:
-        torch.testing.assert_close(found, grads[0])

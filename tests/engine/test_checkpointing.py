@@ -1,4 +1,4 @@
-"""Checkpointing of blocks beside the module's own, and random numbers in blocks that are run again."""
+"""Random numbers in recomputed blocks."""
 from __future__ import annotations
 
 import threading
@@ -9,29 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from splitpipe import SplitPipe
 from splitpipe.core.rng import RngMode
-from tests.engine.models import CHECKPOINTS, SCHEDULES, Stack, assert_same_step, batch, piped
-
-
-class Own(Stack):
-    """Has gradient checkpointing of its own around each block."""
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
-        x = self.first(x)
-        for layer in self.layers:
-            x = checkpoint(lambda x, layer=layer: layer(x).tanh() * x, x, use_reentrant=False)
-        return {"loss": (self.last(x) - labels).square().mean()}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", CHECKPOINTS)
-def test_the_modules_own_checkpointing_works_under_every_mode(schedule: str, mode: str) -> None:
-    """Rows are sequences: what a linear layer saves of them is a reshaped copy, unlike what torch would save."""
-    arguments = {"x": torch.randn(6, 3, 4), "labels": torch.randn(6, 3, 4)}
-    assert_same_step(Own(), arguments, cuts=["layers.1", "layers.3"], schedule=schedule, checkpoint=mode)
+from tests.engine.models import CHECKPOINTS, SCHEDULES, piped
 
 
 class Masked(nn.Module):
@@ -61,7 +42,7 @@ class Linear(nn.Module):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", [*CHECKPOINTS, "except_last"])
-def test_a_blocks_mask_is_the_same_when_it_is_run_again_and_from_the_first_step_on(schedule: str, mode: str) -> None:
+def test_a_recomputed_block_has_the_same_dropout_mask_in_every_step(schedule: str, mode: str) -> None:
     model = piped(Linear(), ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode)
     x = torch.rand(6, 4) + 0.5
     found = []
@@ -100,29 +81,6 @@ def test_masks_are_the_same_in_every_checkpoint_mode(kind: type[Linear], schedul
             out["loss"].backward()
             found.append(out["y"].detach())
     assert all(torch.equal(each, found[0]) for each in found[1:])
-
-
-class Forked(Masked):
-    """Draws, and leaves the generator as it was."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            mask = torch.rand(x.shape)
-        return x * self.weight * mask
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", [*CHECKPOINTS, "except_last"])
-def test_a_block_that_restores_the_generator_has_the_gradient_of_its_numbers(schedule: str, mode: str) -> None:
-    net = Linear()
-    net.layers[1], net.layers[2] = Forked(), Forked()
-    model = piped(net, ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode)
-    for _ in range(3):
-        model.zero_grad()
-        loss = model(torch.rand(6, 4) + 0.5)["loss"]
-        loss.backward()
-        for layer in model.layers:
-            torch.testing.assert_close((layer.weight * layer.weight.grad).sum(), loss.detach())
 
 
 class Seeded(nn.Module):
@@ -196,7 +154,7 @@ class Late(nn.Module):
         return {"loss": x.sum(1).mean()}
 
 
-def test_a_mask_that_was_drawn_beside_another_stages_draws_is_not_used_again() -> None:
+def test_a_mask_drawn_while_another_stage_drew_is_an_error_in_recomputation() -> None:
     """The first block is halfway through its mask when code of the next stage draws."""
     halfway, drawn = threading.Event(), threading.Event()
     net = Late(lambda: None)
@@ -238,38 +196,6 @@ def test_a_mask_that_was_drawn_beside_another_stages_draws_is_not_used_again() -
         torch.testing.assert_close((weight * weight.grad).sum(), loss.detach())
 
 
-class Views(nn.Module):
-    """Returns two views of one tensor."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x * 2
-        return y[..., :2], y[..., 2:]
-
-
-class Product(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x * y
-
-
-class Written(nn.Module):
-    """Writes to one of two views between the blocks that make and use them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.views, self.product, self.end = nn.Linear(4, 4), Views(), Product(), nn.Linear(2, 4)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
-        one, other = self.views(self.first(x))
-        one.add_(1)
-        return {"loss": (self.end(self.product(one, other)) - labels).square().mean()}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", CHECKPOINTS)
-def test_a_block_may_be_given_views_of_a_tensor_that_was_written_to(schedule: str, mode: str) -> None:
-    assert_same_step(Written(), batch(), cuts=["end"], schedule=schedule, checkpoint=mode)
-
-
 def test_blocks_draw_different_masks() -> None:
     model = piped(Linear(), ["layers.1", "layers.3"], checkpoint="always")
     with torch.no_grad():
@@ -277,17 +203,3 @@ def test_blocks_draw_different_masks() -> None:
             layer.weight.fill_(1.0)
     masks = model(torch.ones(300, 4))["y"].sign()
     assert 0.08 < masks.mean() < 0.18  # All four of them, of which each leaves six of ten.
-
-
-@pytest.mark.parametrize("mode", CHECKPOINTS)
-def test_a_block_may_give_a_class_that_pytree_does_not_know(mode: str) -> None:
-    from tests.helpers.randomized_forwards import Block
-
-    class Model(Stack):
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
-            for layer in self.layers:
-                found = layer(x, style="dataclass")
-                x = found.y + found.x
-            return {"loss": (x - labels).square().mean()}
-
-    assert_same_step(Model(block=lambda: Block(nn.Linear(4, 4))), batch(), cuts=["layers.1"], checkpoint=mode)

@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 @pairwise(way=["append", "replace", "pop", "reverse", "nested"], schedule=SCHEDULES, checkpoint=CHECKPOINTS)
-def test_what_a_block_does_to_a_list_or_dict_its_caller_sees(way: str, schedule: str, checkpoint: str) -> None:
+def test_changes_of_a_list_or_dict_in_a_block_reach_its_caller(way: str, schedule: str, checkpoint: str) -> None:
     assert_same_step(
         Model(way), {"x": torch.randn(6, 4), "labels": torch.randn(6, 4)}, cuts=["blocks.1", "blocks.3"],
         schedule=schedule, checkpoint=checkpoint,

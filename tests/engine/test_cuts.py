@@ -84,20 +84,6 @@ def test_a_block_of_an_earlier_stage_may_be_called_again(schedule: str, checkpoi
     assert_same_step(Again(), batch(), cuts=["layers.1", "layers.3"], schedule=schedule, checkpoint=checkpoint)
 
 
-@pytest.mark.filterwarnings("ignore:.*named in cuts=, but not called")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.thorough
-def test_a_stage_that_no_call_reaches_passes_the_microbatch_on(schedule: str) -> None:
-    class Short(Stack):
-        def forward(self, x: Tensor, labels: Tensor, depth: int = 4) -> dict[str, Tensor]:
-            for layer in [*self.layers][:depth]:
-                x = layer(x).tanh()
-            return {"loss": (x - labels).square().mean(), "y": x}
-
-    for depth in (1, 2, 4):
-        assert_same_step(Short(), {**batch(), "depth": depth}, cuts=["layers.1", "layers.3"], schedule=schedule)
-
-
 def test_hf_device_map_has_every_block_and_layer() -> None:
     cpu = torch.device("cpu")
     module = attach(Stack(), cuts=["layers.2"], devices=["cpu", "cpu"])
@@ -132,40 +118,3 @@ class Alias(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
         found: dict[str, Any] = self.base(x, labels)
         return found
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_module_may_have_another_name_than_that_of_the_cut(schedule: str) -> None:
-    model = assert_same_step(Alias(), batch(), cuts=["base.layers.1", "base.layers.3"], schedule=schedule)
-    assert {model._runtime.stage_of[layer] for layer in model.base.layers} == {0, 1, 2}
-
-
-class Calling(nn.Module):
-    """A block that is given a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, change: Any) -> Tensor:
-        y: Tensor = change(self.layer(x).tanh())
-        return y
-
-
-class Closing(nn.Module):
-    """Hands its blocks functions that hold what earlier stages have made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Calling() for _ in range(4))
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
-        for block in self.blocks:
-            x = block(x, lambda y, kept=x: y + kept * 2)
-        return {"loss": (x - labels).square().mean()}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_functions_among_arguments_may_hold_values(schedule: str) -> None:
-    given = {"x": torch.randn(6, 4, requires_grad=True), "labels": torch.randn(6, 4)}
-    assert_same_step(Closing(), given, cuts=["blocks.1", "blocks.3"], schedule=schedule)

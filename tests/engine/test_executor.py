@@ -171,7 +171,7 @@ def test_by_a_schedule_nothing_is_begun_after_a_failure(parked: bool) -> None:
     assert work.notes == [B10] and B00 not in work.threads and work.ends == [False]
 
 
-def test_a_forward_that_catches_what_stops_it_ends_too() -> None:
+def test_a_forward_that_catches_stopped_ends_too() -> None:
     class Catching(Work):
         def whole(self, i: int, pause: Callable[[], None]) -> None:
             try:
@@ -192,6 +192,20 @@ def test_a_forward_that_catches_what_stops_it_ends_too() -> None:
     with pytest.raises(ValueError, match="on purpose"):
         run(clock_rows(3, [0, 1]), work)
     assert 1 in work.unwound and all(op.stage == 0 for op in work.ended)
+
+
+@PARKED
+def test_an_error_outside_of_ops_stops_all_threads(parked: bool) -> None:
+    class Broken(Work):
+        def failed(self, run: OpRun, error: BaseException) -> None:
+            raise LookupError("of the bookkeeping")
+
+    def does(op: OpRun) -> None:
+        if op == F10:
+            raise ValueError("of an op")
+
+    with pytest.raises(LookupError, match="of the bookkeeping"):
+        run([[F00, B00], [F10, B10]], Broken(2, does), parked=parked)
 
 
 @PARKED

@@ -1,11 +1,8 @@
-"""What fails in a segment reaches the caller with its place, and the model is usable after it."""
+"""Errors in a forward or backward with cuts reach the caller with their place, and the model is usable afterwards."""
 from __future__ import annotations
 
-import copy
 import signal
-import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from splitpipe.engine.forward import MicrobatchForward
 from tests.engine.models import CHECKPOINTS, SCHEDULES, Stack, piped
 from tests.helpers.covering import graded
 from tests.helpers.faults import ERRORS
@@ -86,7 +82,7 @@ def assert_right(plain: nn.Module, model: nn.Module) -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize(("block", "stage", "row"), [(0, 0, 4), (1, 1, 0), (2, 1, 2), (3, 2, 4), (3, 2, 0)])
-def test_what_a_block_raises_has_its_place(
+def test_an_error_in_a_block_names_block_stage_and_microbatch(
     schedule: str, checkpoint: str, first: bool, block: int, stage: int, row: int
 ) -> None:
     plain = Fragile()
@@ -150,60 +146,3 @@ def test_an_error_in_a_recomputation_has_its_place(schedule: str) -> None:
         step(model)
     assert "layers.2" in "\n".join(info.value.__notes__)
     assert_right(plain, model)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.thorough
-def test_an_interrupt_while_microbatches_are_forgotten_leaves_the_model_usable(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, model = pair(schedule=schedule)
-    real = MicrobatchForward.forget
-    for at in range(3):
-        model.inner.between[2] = throwing(ValueError("found"))
-        left = [at]
-
-        def interrupted(walk: MicrobatchForward, left: list[int] = left) -> None:
-            if not left[0]:
-                raise KeyboardInterrupt
-            left[0] -= 1
-            real(walk)
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(MicrobatchForward, "forget", interrupted)
-            step(model)
-        assert_right(plain, model)
-
-
-def test_a_model_that_its_own_block_calls_is_refused() -> None:
-    plain, model = pair()
-    model.layers[1].calls[2] = lambda: model(**GIVEN)
-    with pytest.raises(RuntimeError, match="called by one of its layers"):
-        step(model)
-    assert_right(plain, model)
-
-
-def run_all(*works: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def test_calls_from_several_threads_take_turns() -> None:
-    plain, model = pair()
-    model.zero_grad()
-    run_all(*[lambda: model(**GIVEN)["loss"].backward()] * 3)
-    for _ in range(3):
-        plain(**GIVEN)["loss"].backward()
-    assert_same_tensors(model, plain)
-
-
-def test_two_copies_run_side_by_side() -> None:
-    plain, model = pair(schedule="1f1b")
-    models = [model, copy.deepcopy(model)]
-    run_all(*[partial(step, each) for each in models])
-    step(plain)
-    for each in models:
-        assert_same_tensors(each, plain)

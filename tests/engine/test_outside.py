@@ -1,7 +1,6 @@
-"""What a module's code takes from outside of its call, or computes in other threads."""
+"""Other threads, one tensor in two arguments, and iterators, with cuts."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,46 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
-from tests.helpers.covering import pairwise
-from tests.helpers.twin import assert_same, assert_same_tensors
-
-
-class Scaled(nn.Module):
-    """Code between blocks uses a tensor with a graph that was there before the call."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.stage = stage
-        self.taken: list[Any] = []
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            if number == self.stage:
-                x = x * self.taken[0]
-        return {"loss": (x - labels).square().mean()}
-
-
-@pairwise(computed=[lambda x: x * 2, torch.exp], stage=[0, 1, 2], schedule=SCHEDULES, checkpoint=CHECKPOINTS)
-def test_a_graph_from_before_the_call_is_gone_back_through(
-    checkpoint: str, schedule: str, stage: int, computed: Callable[[Tensor], Tensor]
-) -> None:
-    plain, x, labels = Scaled(stage), torch.randn(6, 4), torch.randn(6, 4)
-    model = piped(plain, ["layers.1", "layers.2"], schedule=schedule, checkpoint=checkpoint)
-    leaves = [torch.ones(4, requires_grad=True) for _ in range(2)]
-    for leaf, each in zip(leaves, (plain, model)):
-        each.taken[:] = [computed(leaf)]  # type: ignore[index, operator]
-    try:
-        model(x, labels)["loss"].backward()
-    except RuntimeError as error:
-        # What the graph has saved is freed by the first microbatch's B, as by any second backward.
-        assert schedule != "gpipe" and computed is torch.exp
-        assert "backward through the graph a second time" in str(error)
-        return
-    plain(x, labels)["loss"].backward()
-    assert_same(leaves[1].grad, leaves[0].grad, "the leaf's gradient")
-    assert_same_tensors(model, plain)
 
 
 class Threaded(nn.Module):

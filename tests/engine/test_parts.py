@@ -12,9 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe import SplitPipe
-from splitpipe.engine.forward import MicrobatchForward
 from tests.helpers.twin import assert_same_tensors, twins
-from tests.promise.layers import Apply
 
 Forward = Callable[["Net", Tensor], Any]
 WHOLE = "the graph of its stage can't be cut out of the surrounding graph"
@@ -214,23 +212,6 @@ def test_a_stage_is_one_node_for_each_microbatch() -> None:
         assert nodes(model(rows())) == expected
 
 
-def long(net: Net, x: Tensor) -> Tensor:
-    """Its weights are few beside what autograd goes through anyway."""
-    x = through(net, x)
-    for _ in range(600):
-        x = x * 0.999
-    return x
-
-
-def test_a_graph_with_hardly_any_weights_stays_whole_and_the_report_says_why() -> None:
-    plain, model = pair(long)
-    for _ in range(3):
-        assert_steps(plain, model)
-        assert not nodes(model(rows()))
-        found = {row.why for row in model.deferral_report() if row.parameter.startswith("blocks")}
-        assert found == {"too few others could be deferred"}
-
-
 def views(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
     y = through(net, x)
     return y, y[:, :2]
@@ -270,12 +251,6 @@ def test_a_graph_that_can_not_be_cut_has_them_as_well(forward: Forward, chunks: 
     assert_steps(plain, model)
 
 
-@pytest.mark.parametrize("given", [lambda each, x: each(x), lambda each, x: x + each.held.scale])
-def test_the_callers_graph_may_lead_to_weights_of_the_module(given: Any) -> None:
-    """B asks for the gradient of one that has no rule, and would go the caller's way to it, too."""
-    assert_steps(*pair(scaled), loss_of=lambda each, x: each(given(each, x)).square().sum())
-
-
 def test_a_forward_that_begins_to_write_to_what_it_has_views_of() -> None:
     """On one device. An error, once."""
     writes = [False]
@@ -303,18 +278,6 @@ def test_the_output_of_one_microbatch_retains_all_its_gradient() -> None:
         torch.testing.assert_close(*found)
 
 
-def test_an_object_in_the_output_may_hold_a_tensor() -> None:
-    class Box:
-        def __init__(self, x: Tensor) -> None:
-            self.x = x
-
-    def loss_of(each: Any, x: Tensor) -> Tensor:
-        y, box = each(x)
-        return y.square().sum() + box.x.tanh().sum()
-
-    assert_steps(*pair(lambda net, x: (y := through(net, x), Box(y * 2)), chunks=1), loss_of=loss_of)
-
-
 def test_hooks_of_a_view_from_before_the_call_are_called_once() -> None:
     turned: list[Tensor] = []
 
@@ -324,35 +287,6 @@ def test_hooks_of_a_view_from_before_the_call_are_called_once() -> None:
         return each(x).square().sum() + turned[0].square().sum()
 
     assert_steps(*pair(lambda net, x: through(net, x @ turned[0])), loss_of=loss_of)
-
-
-def test_computed_parameters_may_retain_their_gradients() -> None:
-    plain, model = pair(through)
-    for _ in range(3):
-        x, found = rows(), []
-        for each in (plain, model):
-            given = {name: parameter.detach().requires_grad_() * 2 for name, parameter in each.named_parameters()}
-            for parameter in given.values():
-                parameter.retain_grad()
-            torch.func.functional_call(each, given, x).square().sum().backward()
-            found.append([parameter.grad for name, parameter in given.items() if "blocks" in name])
-        torch.testing.assert_close(*found)
-
-
-def test_a_weight_that_the_caller_has_computed() -> None:
-    base = torch.rand(4, dtype=torch.float64, requires_grad=True)
-    made: list[Tensor] = []
-
-    def times(net: Net, x: Tensor) -> Tensor:
-        for block in net.blocks:
-            x = block(x).tanh() * made[0]
-        return x
-
-    def loss_of(each: Any, x: Tensor) -> Tensor:
-        made[:] = [base.exp().square()]
-        return each(x).square().sum()
-
-    assert_steps(*pair(times), loss_of=loss_of, leaf=base)
 
 
 def cached(each: Any, x: Tensor) -> Tensor:
@@ -368,48 +302,6 @@ def test_weights_that_microbatches_have_in_common() -> None:
             parametrizations.weight_norm(block)
     assert_steps(plain, model)
     assert_steps(plain, model, loss_of=cached)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
-def test_what_microbatches_have_in_common_may_have_any_number(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of nodes count by thread: that of another thread's may be one of this thread's by chance."""
-    common: list[Tensor] = []
-
-    def shared(net: Net, x: Tensor) -> Tensor:
-        if not common:
-            common.append(net.held.scale.exp())  # type: ignore[operator]
-        return through(net, x * common[0])
-
-    def loss_of(each: Any, x: Tensor) -> Tensor:
-        common.clear()
-        return each(x).square().sum()
-
-    plain, model = pair(shared, checkpoint=checkpoint)
-    maker = MicrobatchForward.maker
-    monkeypatch.setattr(
-        MicrobatchForward, "maker", lambda walk, node, likely=None:
-        0 if type(node).__name__ == "ExpBackward0" else maker(walk, node, likely)
-    )
-    assert_steps(plain, model, loss_of=loss_of)
-
-
-def test_an_output_may_be_written_to() -> None:
-    assert_steps(*pair(lambda net, x: through(net, x) * 3), loss_of=lambda each, x: each(x).mul_(2).square().sum())
-
-
-def test_some_gradients_alone() -> None:
-    plain, model = pair(skips)
-    model(rows())
-    for wanted in ("blocks.0.weight", "blocks.3.bias"):
-        x, found = rows().requires_grad_(), []
-        for each in (plain, model):
-            weight = each.get_parameter(wanted)
-            y = each(x).square().sum()
-            found.append(torch.autograd.grad(y, [x, weight], retain_graph=True) + torch.autograd.grad(y, weight))
-        torch.testing.assert_close(*found)
-        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def assert_same_calls(plain: nn.Module, model: nn.Module, called: list[Any]) -> int:
@@ -454,20 +346,6 @@ def test_the_report_follows_what_forwards_do() -> None:
         assert {row.why for row in model.deferral_report() if row.parameter.startswith("blocks")} == {why}
 
 
-def test_a_hook_may_take_the_gradient() -> None:
-    plain, model = pair(through, checkpoint="always")
-    called: list[str] = []
-    for each in (plain, model):
-        for name, parameter in each.named_parameters():
-            def step(parameter: Tensor, name: str = name) -> None:
-                called.append(name)
-                parameter.grad = None
-
-            parameter.register_post_accumulate_grad_hook(step)
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    assert_same_calls(plain, model, called)
-
-
 @pytest.mark.parametrize("options", [
     {}, {"chunks": 1}, {"backward": "autograd"}, {"schedule": "1f1b", "loss_fn": nn.MSELoss()},
 ], ids=["split", "one microbatch", "autograd", "1f1b"])
@@ -493,31 +371,3 @@ def test_a_write_to_shared_arguments_is_an_error(options: dict[str, Any]) -> Non
     model(made(), made()[:, :2], **target).sum().backward()
     Two.writes = False
     model(base := made(), base[:, :2], **target).sum().backward()
-
-
-@pytest.mark.parametrize("balance", [[1, 1, 1], [2, 1]])
-def test_an_unused_output_of_a_weight_whose_input_is_written_to(balance: list[int]) -> None:
-    class Two(nn.Linear):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-            return x, super().forward(x)
-
-    layers = nn.Sequential(nn.Linear(4, 4), Two(4, 4), Apply(lambda given: (given[0].mul_(2), given[1]))).double()
-    assert_steps(*twins(layers, balance, chunks=2, checkpoint="never"),
-                 loss_of=lambda each, x: each(x)[0].square().sum())
-
-
-def test_what_a_layer_keeps_for_a_later_stage_has_its_gradient() -> None:
-    kept: list[Tensor] = []
-
-    class Keeps(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            kept[:] = [y.exp()]
-            return y.tanh()
-
-    class Uses(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * kept[0]
-
-    # One microbatch: several would find each other's. Each stage's thread counts its nodes from the same number on.
-    assert_steps(*twins(nn.Sequential(Keeps(4, 4), Uses(4, 4)).double(), chunks=1, checkpoint="never"))

@@ -105,28 +105,6 @@ def test_a_mask_in_an_attribute_is_warned_of() -> None:
         made(Three(masked))(torch.randn(8, 4))
 
 
-def test_a_layer_that_a_block_makes_is_no_state() -> None:
-    """Its weight has as many rows as a microbatch by chance."""
-    class Making(Three):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.c(self.b(self.a(x)))
-            return y
-
-    class Lazy(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if not hasattr(self, "layer"):
-                self.layer = nn.Linear(4, 4)
-            y: Tensor = self.layer(x)
-            return y
-
-    net = Making()
-    net.b = Lazy()  # type: ignore[assignment]
-    model = made(net)
-    for _ in range(2):
-        model(torch.randn(8, 4)).sum().backward()
-    assert net.b.layer.weight.grad is not None  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(("net", "says"), [
     (force, "runs backward between blocks"), (view, "written to in place"), (base, "written to in place"),
 ])
@@ -165,7 +143,7 @@ def test_a_sparse_value_with_a_graph_does_not_cross_by_a_schedule() -> None:
     (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "module is a torch.jit.ScriptModule: expected"),
     (nn.ModuleDict({"b": torch.jit.ScriptModule()}), "'b' is a torch.jit.ScriptModule: expected modules whose forward"),
 ])
-def test_what_is_no_module_of_python_is_not_attached(module: Any, words: str) -> None:
+def test_attach_refuses_torchscript_and_other_objects(module: Any, words: str) -> None:
     for cuts in (["b"], None):
         with pytest.raises(TypeError, match=words):
             attach(module, cuts)
@@ -175,30 +153,6 @@ def test_a_sequential_with_a_layer_of_torchscript_is_refused() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(torch.jit.ScriptModule()))
     with pytest.raises(TypeError, match=r"'1\.0' is a torch\.jit\.ScriptModule: expected modules whose forward"):
         SplitPipe(layers, balance=[1, 1], devices=["cpu"] * 2)
-
-
-def odd(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Outputs whose batch is not their first dimension, or that have none."""
-    states = [x]
-    for layer in (net.a, net.b, net.c):
-        states.append(layer(states[-1]))
-    stacked = torch.stack(states)
-    return {
-        "loss": stacked.square().mean(), "stacked": stacked, "weight": net.a.weight,
-        "positions": torch.arange(4), "flat": states[-1].flatten(),
-    }
-
-
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "1f1b"}], ids=str)
-@pytest.mark.parametrize("rows", [8, 7, 2])
-def test_outputs_are_joined_along_the_dimension_of_the_batch(options: dict[str, Any], rows: int) -> None:
-    plain, x = Three(odd), torch.randn(rows, 4)
-    expected = plain(x)
-    model = made(copy.deepcopy(plain), **options)
-    for _ in range(2):
-        found = model(x)
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def hooked(net: Any, x: Tensor) -> dict[str, Tensor]:
@@ -220,79 +174,6 @@ def test_questions_and_hooks_are_about_what_a_value_has_become(schedule: str) ->
     model(x)["loss"].backward()
     for (name, one), other in zip(plain.named_parameters(), model.parameters()):
         torch.testing.assert_close(other.grad, one.grad, msg=lambda text, name=name: f"{name}: {text}")
-
-
-class Scaled(nn.Module):
-    """Writes to one of its arguments, and reads the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        x.mul_(1.5)
-        return self.layer(x).tanh() + residual.tanh()
-
-
-class Twice(Three):
-    """Gives a block one tensor twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.b = Scaled()  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.a(x)
-        y = self.c(self.b(h, h[:]))
-        return {"loss": y.square().mean(), "y": y}
-
-
-def test_writing_to_memory_of_two_arguments_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="shares memory with another value"):
-        made(Twice(), checkpoint="always")(torch.randn(8, 4))
-    plain, x = Twice(), torch.randn(8, 4)
-    model = made(copy.deepcopy(plain), checkpoint="never")
-    plain(x)["loss"].backward()
-    model(x)["loss"].backward()
-    torch.testing.assert_close(model.a.weight.grad, plain.a.weight.grad)
-
-
-class Kept(Three):
-    """Keeps a hidden state in a dict of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[str, Tensor] = {}
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        self.kept["h"] = self.a(x)
-        y = self.c(self.b(self.kept["h"]) + self.kept["h"])
-        return {"loss": y.square().mean(), "y": y}
-
-
-def test_a_hidden_state_in_a_dict_of_the_modules_is_an_error_too() -> None:
-    with pytest.raises(RuntimeError, match="left 'kept', a tensor with a graph"):
-        made(Kept())(torch.randn(8, 4))
-
-
-class Tables(Three):
-    """Has a list of tensors, which it does not change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = [torch.ones(4), torch.ones(4)]
-
-    def forward(self, x: Tensor, turned: bool = False) -> Tensor:
-        y: Tensor = self.c(self.b(self.a(x))) * self.tables[0]
-        return y.t() if turned else y
-
-
-@pytest.mark.filterwarnings("error")
-def test_outputs_that_arguments_turn_are_joined_right() -> None:
-    plain, x = Tables(), torch.randn(8, 4)
-    model = made(copy.deepcopy(plain))
-    for turned in (False, True, False):
-        torch.testing.assert_close(model(x, turned), plain(x, turned))
 
 
 class Two(Three):
@@ -392,7 +273,7 @@ def doubled(net: Any, x: Tensor) -> Tensor:
     (recorded, "left 'state, number 1', a tensor with a graph"),
     (doubled, "another tensor replaces the parameter 'b.weight'"),
 ])
-def test_what_microbatches_would_share_between_two_stages_only_is_an_error(net: Any, says: str, schedule: str) -> None:
+def test_state_shared_between_two_stages_is_an_error(net: Any, says: str, schedule: str) -> None:
     plain = Three(net)
     model = made(plain, schedule=schedule, loss_fn=nn.MSELoss()) if schedule != "gpipe" else made(plain)
     weights = {name: x.clone() for name, x in plain.state_dict().items()}
@@ -427,7 +308,7 @@ def evaluated(net: Any, x: Tensor) -> Tensor:
     (frozen, "changes 'b.bias.requires_grad', 'b.weight.requires_grad', and takes that back after a later stage"),
     (evaluated, "changes 'b.training', and takes that back after a later stage has started"),
 ])
-def test_what_a_forward_sets_for_one_microbatch_is_warned_of(net: Any, says: str) -> None:
+def test_attributes_set_for_one_microbatch_are_warned_of(net: Any, says: str) -> None:
     model, x = made(Three(net)), torch.cat([torch.eye(4), torch.eye(4).flip(0)])
     with pytest.warns(UserWarning, match=says):
         model(x)
@@ -440,5 +321,5 @@ def counted(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_the_same_for_all_microbatches_or_counts_them_is_not() -> None:
+def test_attributes_that_are_equal_or_counters_are_not_warned_of() -> None:
     made(Three(counted))(torch.randn(8, 4))

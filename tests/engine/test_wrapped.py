@@ -67,19 +67,6 @@ def test_a_module_without_a_length_has_none() -> None:
         iter(model)
 
 
-@PLACES
-def test_the_state_is_the_modules_and_goes_both_ways(place: Any) -> None:
-    module = Stack()
-    model = placed(place, copy.deepcopy(module))
-    assert [*model.state_dict()] == [*module.state_dict()]
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in module.named_parameters()]
-    other = Stack()
-    model.load_state_dict(other.state_dict())
-    given = batch()
-    torch.testing.assert_close(model(**given)["y"], other(**given)["y"])
-    module.load_state_dict(model.state_dict())
-
-
 @pairwise(
     place=[SplitPipe, attach], called=[False, True], schedule=SCHEDULES,
     way=[copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
@@ -126,15 +113,6 @@ def test_the_report_names_parameters_as_the_module_does(schedule: str) -> None:
     assert {(row.deferred, row.why) for row in rows.values()} == {(schedule != "1f1b", why)}
 
 
-def test_steps_of_the_modules_own_loss_are_recorded() -> None:
-    model = piped(Stack(), CUTS, schedule="1f1b")
-    model(**batch())["loss"].backward()
-    with model.record() as timeline:
-        for _ in range(2):
-            model(**batch())["loss"].backward()
-    assert timeline.steps == 2 and len(timeline.utilisation) == 3
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_deferred_batch_norm_keeps_the_statistics_of_the_batch(schedule: str) -> None:
     plain = Stack(block=lambda: nn.BatchNorm1d(4))
@@ -147,7 +125,7 @@ def test_deferred_batch_norm_keeps_the_statistics_of_the_batch(schedule: str) ->
     assert model.layers[0].num_batches_tracked == 2
 
 
-def test_a_forward_that_takes_the_pipelines_place_is_warned_of_once() -> None:
+def test_replacing_the_pipelines_forward_warns_once() -> None:
     module, given = Stack(), batch()
     expected = module(**given)["y"]
     model = attach(module, CUTS, devices=["cpu"] * 3, chunks=3)
@@ -158,7 +136,7 @@ def test_a_forward_that_takes_the_pipelines_place_is_warned_of_once() -> None:
     assert len(told) == 1 and told[0].filename == __file__
 
 
-def test_a_forward_around_the_pipelines_is_none_to_warn_of() -> None:
+def test_a_forward_that_wraps_the_pipelines_gives_no_warning() -> None:
     model = attach(Stack(), CUTS, devices=["cpu"] * 3, chunks=3)
     inner = model.forward
     model.forward = lambda *args, **kwargs: inner(*args, **kwargs)["y"]  # type: ignore[method-assign]

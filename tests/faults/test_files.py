@@ -146,28 +146,6 @@ def test_a_checkpoint_of_weights_and_optimizer_goes_on_in_another_pipeline(
     assert_same(resumed_optimizer.state_dict(), optimizer.state_dict(), "optimizer")
 
 
-@KINDS
-def test_checkpoints_move_between_a_pipeline_and_its_module_both_ways(options: dict[str, Any]) -> None:
-    plain, module = layers(), layers()
-    model = piped(module, **options)
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (plain, model)]
-    loss_of(plain.eval()).backward()
-    optimizers[0].step()
-    model.load_state_dict(saved(plain.state_dict(), weights_only=True))
-    optimizers[1].load_state_dict(saved(optimizers[0].state_dict(), weights_only=True))
-    loss_of(model.eval()).backward()
-    optimizers[1].step()
-    again = layers().eval()
-    again.load_state_dict(saved(model.state_dict(), weights_only=True))
-    optimizer = torch.optim.Adam(again.parameters(), lr=0.1)
-    optimizer.load_state_dict(saved(optimizers[1].state_dict(), weights_only=True))
-    optimizers[0].zero_grad()
-    loss_of(plain).backward()
-    optimizers[0].step()
-    assert_same(dict(again.state_dict()), dict(plain.state_dict()), "state")
-    assert_same(optimizer.state_dict(), optimizers[0].state_dict(), "optimizer")
-
-
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
 @KINDS
 def test_assigned_weights_are_the_models_own_and_train(options: dict[str, Any], mmap: bool, tmp_path: Path) -> None:
@@ -182,32 +160,3 @@ def test_assigned_weights_are_the_models_own_and_train(options: dict[str, Any], 
         assert each[0].weight is not each[4].weight
         trained(each.eval())
     assert_same_tensors(model, plain)
-
-
-@KINDS
-def test_wrong_keys_and_shapes_are_told_in_torchs_own_words(options: dict[str, Any]) -> None:
-    plain, model = layers(), piped(layers(), **options)
-    state = dict(plain.state_dict())
-    state["more"] = state.pop("0.bias")
-    state["2.bias"] = torch.zeros(4)
-    texts = []
-    for each in (plain, model):
-        before = copy.deepcopy(each.state_dict())
-        with pytest.raises(RuntimeError) as info:
-            each.load_state_dict(state)
-        texts.append(str(info.value).replace(type(each).__name__, "the module"))
-        if each is model:
-            assert_same(before["0.bias"], each.state_dict()["0.bias"], "what is missing")
-        found = each.load_state_dict({"0.bias": before["0.bias"], "more": torch.ones(1)}, strict=False)
-        assert found.unexpected_keys == ["more"] and "2.bias" in found.missing_keys
-    assert texts[0] == texts[1]
-    assert all(word in texts[0] for word in ('"0.bias"', '"more"', "size mismatch for 2.bias"))
-    loss_of(model).backward()
-
-
-@KINDS
-def test_a_whole_model_is_refused_where_only_weights_are_loaded(options: dict[str, Any]) -> None:
-    model = piped(layers(), **options)
-    loss_of(model).backward()
-    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        saved(model, weights_only=True)

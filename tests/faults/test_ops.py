@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import re
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -82,15 +81,12 @@ class Case:
             leaf.grad = None
         self.loss(module).backward()
 
-    def survives(self, error: type[BaseException], same: bool = True, through: bool = False,
-                 within: AbstractContextManager[object] | None = None) -> BaseException:
+    def survives(self, error: type[BaseException], same: bool = True) -> BaseException:
         """A step that fails with the error, which is given back, and one that works.
 
         Args:
             error: that it raises.
             same: whether the threads stay.
-            through: whether the call may have been through with all, and have failed on its way out.
-            within: what is around the first one.
         """
         for layer in self.model.modules():
             if isinstance(layer, DeferredBatchNorm):
@@ -101,7 +97,7 @@ class Case:
             leaf.grad = grad
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         threads, called = set(threading.enumerate()), True
-        with pytest.raises(error) as caught, within or nullcontext():
+        with pytest.raises(error) as caught:
             loss = self.loss(self.model)
             called = False
             loss.backward()
@@ -112,8 +108,7 @@ class Case:
                 assert not called
                 torch.testing.assert_close(grad, 0.5 + whole)
         if called:
-            unchanged = {buffer.equal(buffers[name]) for name, buffer in self.model.named_buffers()}
-            assert unchanged == {True} or through and unchanged == {False}
+            assert all(buffer.equal(buffers[name]) for name, buffer in self.model.named_buffers())
         assert not same or self.threads <= set(threading.enumerate()) <= threads
         self.trains_on()
         return caught.value
@@ -166,12 +161,6 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def alive() -> int:
-    """How many tensors there are."""
-    gc.collect()
-    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
-
 def error_at(case: Case, place: Place, error: BaseException) -> None:
     """The place raises the error, which the caller has, noted."""
     assert case.fails(place, throws(error), type(error)) is error
@@ -184,17 +173,14 @@ def errors_at(case: Case, places: list[Place]) -> None:
     """Each place fails, in the ways that there are by turns."""
     kinds = {*KINDS, *["loss"] * case.scheduled, *["recomputation"] * (case.model.checkpoint != "never")}
     assert {place.kind for place in case.places} == kinds
-    error_at(case, places[0], ValueError("no"))
-    before = alive()
     for n, place in enumerate(places):
         error_at(case, place, ERRORS[n % len(ERRORS)]("no"))
-    assert alive() <= before, "a failed step has left tensors behind"
 
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name in ("drop-in", "zb-h1") else pytest.mark.thorough) for name in CASES
 ])
-def test_an_error_in_any_kind_of_op_is_raised_in_the_caller_and_the_model_is_as_it_was(name: str) -> None:
+def test_an_error_in_any_kind_of_op_leaves_the_model_unchanged(name: str) -> None:
     """At two places of each kind, in stages and microbatches by turns."""
     case, at = CASES[name](), dict[str, list[Place]]()
     for place in case.places:
@@ -206,7 +192,7 @@ def test_an_error_in_any_kind_of_op_is_raised_in_the_caller_and_the_model_is_as_
     ("drop-in", microbatch, "scatter"), ("drop-in", microbatch, "gather"), ("drop-in", ChainForward, "_taken"),
     ("zb-h1", microbatch, "scatter"), ("zb-h1", ChainForward, "_taken"), ("zb-h1", Exchange, "send"),
 ])
-def test_an_error_between_ops_is_raised_in_the_caller_and_the_model_is_as_it_was(
+def test_an_error_between_ops_leaves_the_model_unchanged(
     name: str, owner: object, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a batch is cut and joined, and where stages send and take."""
@@ -221,7 +207,7 @@ def test_an_error_between_ops_is_raised_in_the_caller_and_the_model_is_as_it_was
 
 
 @pytest.mark.parametrize("name", ["drop-in", "zb-v, always", "1f1b, autograd, always"])
-def test_an_error_where_grad_mode_is_off_is_raised_in_the_caller_and_the_model_works_on(name: str) -> None:
+def test_an_error_without_grad_mode_leaves_the_model_usable(name: str) -> None:
     case, error = CASES[name](), ValueError("no")
     case.fault.arm(Place("forward", 1, 0), throws(error))
     with torch.no_grad(), pytest.raises(ValueError) as caught:
@@ -255,7 +241,7 @@ def test_failed_steps_leave_no_tensor_and_no_thread_behind(name: str, kind: str)
     ("drop-in", {"recomputation": True, "tensor hook": True, "accumulated hook": True, "forward": False}),
     ("1f1b", {"parameter hook": True, "forward": False, "weight": False, "input": False}),
 ])
-def test_an_interrupt_is_raised_in_the_caller_and_the_model_is_as_it_was(name: str, kinds: dict[str, bool]) -> None:
+def test_an_interrupt_leaves_the_model_unchanged(name: str, kinds: dict[str, bool]) -> None:
     case = CASES[name]()
     for n, (kind, same) in enumerate(kinds.items()):
         place = [place for place in case.places if place.kind == kind][-1]

@@ -143,19 +143,3 @@ def test_one_thread_evaluates_without_gradients_while_another_trains(kind: str |
     trained, found = at_once(repeated(lambda: gradients(model)), repeated(evaluated))
     assert_same(trained, [expected] * 20, "gradients")
     assert_same(found, [outputs] * 20, "outputs")
-
-
-@pytest.mark.parametrize("kinds", [(None, None), ("1f1b", "zb-v"), (None, "1f1b")])
-@pytest.mark.thorough
-def test_models_that_share_layers_train_at_once(kinds: tuple[str | None, str | None]) -> None:
-    plain, barrier = layers(), threading.Barrier(2, timeout=60)
-    expected = gradients(plain)
-    models = [piped(plain, kinds[0]), piped(plain, kinds[1], backward="autograd", checkpoint="always")]
-
-    def train(model: SplitPipe) -> list[Any]:
-        return [
-            (barrier.wait(), torch.autograd.grad(loss_of(model), list(model.parameters())))[1] for _ in range(20)
-        ]
-
-    for found in at_once(*(lambda model=model: train(model) for model in models)):
-        assert_same(found, [tuple(expected)] * 20, "gradients")

@@ -124,6 +124,37 @@ class Codebook(nn.Module):
         return x + self.moves[near]
 
 
+class Many(nn.Module):
+    """Parameters in a list and a dict, and one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = nn.ParameterList([torch.randn(6, 6) for _ in range(2)])
+        self.named = nn.ParameterDict({"a": torch.randn(6)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x @ self.several[0] @ self.several[1] @ self.several[0] * self.named["a"]
+        return y
+
+
+class Sum(nn.Module):
+    """Two parameters whose gradients are one memory."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.view = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(2, 3)), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.view(self.a) + self.view(self.b))
+
+
+def tied() -> list[nn.Module]:
+    """The embedding is the head, too."""
+    embedding, head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+    head.weight = embedding.weight
+    return [embedding, nn.Linear(6, 6), nn.Tanh(), head]
+
+
 def rows(*shape: int) -> Callable[[int], Tensor]:
     return lambda size: torch.randn(size, *shape)
 
@@ -208,6 +239,15 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
                               rows(6)),
     "frozen": (lambda: [nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 6),
                         nn.Linear(6, 6).requires_grad_(False)], rows(6)),
+}
+#: Those whose stages share parameters, which are on one device then, and others that are tried on the CPU alone.
+ON_THE_CPU: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = {
+    "tied": (tied, tokens),
+    "embedding bag": (lambda: [nn.EmbeddingBag(11, 6), nn.Linear(6, 6), nn.Tanh()], tokens),
+    "a layer in two places": (lambda: [nn.Linear(6, 6), nn.Tanh()] * 2, rows(6)),
+    "lists of parameters": (lambda: [nn.Linear(6, 6), Many(), nn.Tanh()], rows(6)),
+    "gradients of one memory": (lambda: [nn.Linear(6, 6), Sum(lambda w: w.view(6)), Sum(lambda w: w.t().reshape(6)),
+                                         Sum(torch.flatten)], rows(6)),
 }
 #: Where the batch is not the first dimension: ``batched=``.
 BATCHED: dict[str, Any] = {"time first": 1, "states": {"states": 1}}

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a pipeline: batches that give other microbatches, buffers, skips, and failures."""
+"""DistributedDataParallel around a pipeline: batches that give other microbatches, buffers, and failures."""
 from __future__ import annotations
 
 import copy
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from splitpipe.skip import Namespace, pop, skippable, stash
 from tests.helpers.twin import assert_same_tensors
 from tests.helpers.world import SIZE, World, both
 
@@ -76,31 +75,6 @@ def differently(rank: int, ways: tuple[Way, Way], balances: tuple[list[int], lis
 )
 def test_processes_may_cut_and_schedule_the_module_differently(world: World, ways: tuple[str, str]) -> None:
     world.run(differently, (GRID[ways[0]], GRID[ways[1]]), ([1, 3], [3, 1]))
-
-
-@skippable(stash=["kept"])
-class Keep(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("kept", x)
-        return x.tanh()
-
-
-@skippable(pop=["kept"])
-class Add(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        kept = yield pop("kept")
-        return x + kept
-
-
-@WAYS
-@both
-def test_skips(rank: int, way: Way) -> None:
-    inner, outer = Namespace(), Namespace()
-    module = nn.Sequential(
-        nn.Linear(6, 6), Keep().isolate(outer), nn.Linear(6, 6), Keep().isolate(inner), nn.Linear(6, 6),
-        Add().isolate(inner), Add().isolate(outer), nn.Linear(6, 3),
-    ).double()
-    train(rank, module, way, [3, 5], (5, 7))
 
 
 @WAYS

@@ -309,19 +309,6 @@ def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(ran
         torch.testing.assert_close(whole(p.grad), q.grad)
 
 
-@pytest.mark.thorough
-@both
-def test_a_kept_graph_of_sharded_layers_is_differentiated_again(rank: int) -> None:
-    plain, _, model = trio(layers(), [2, 2], checkpoint="never")
-    x = batch()
-    for each in (model, plain):
-        loss = each(x).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(whole(p.grad), q.grad)
-
-
 WAYS: dict[str, list[Any]] = {
     "how": ["local", "apart"],
     "checkpoint": ["never", "always"],
@@ -539,61 +526,6 @@ def test_each_process_has_a_part_of_the_scores(rank: int, setting: Setting) -> N
         losses = [step(each, entropy, x, y) for each in (model, sharded)]
     torch.testing.assert_close(losses[0], step(plain, entropy, x, y))
     assert_alike(model, plain, sharded)
-
-
-@pytest.mark.thorough
-@TWO
-@both
-def test_sharded_weights_are_frozen_and_evaluated_between_steps(rank: int, setting: Setting) -> None:
-    module = layers()
-    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
-    for each in (sharded, module):
-        shard(each)
-    model = pipeline(module, setting, nn.functional.mse_loss, [2, 2])
-    models = model, plain, sharded
-    for frozen in ("1.up.weight", "bias", "2.", "none"):
-        for each in models:
-            each.zero_grad()
-            for name, parameter in each.named_parameters():
-                parameter.requires_grad_(frozen not in name)
-        x, y = batch()[: 1 + len(frozen) % 7], batch()[: 1 + len(frozen) % 7]
-        for each in models:
-            step(each, nn.functional.mse_loss, x, y)
-        assert_alike(*models)
-        with torch.no_grad():
-            found, expected, _ = [each.eval()(x) for each in models]
-        torch.testing.assert_close(whole(found), expected)
-        for each in models:
-            each.train()
-
-
-@pytest.mark.thorough
-@TWO
-@both
-def test_sharded_layers_run_under_autocast(rank: int, setting: Setting) -> None:
-    module = words().float()
-    sharded = copy.deepcopy(module)
-    for each in (sharded, module):
-        in_sequence(each)
-    model = pipeline(module, setting, entropy, [2, 3])
-    x, y = text()
-    with torch.autocast("cpu", torch.bfloat16):
-        for each in (model, sharded):
-            step(each, entropy, x, y)
-    assert_alike(model, sharded, rtol=0.05, atol=0.02)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("engine", ["split", "autograd"])
-@both
-def test_second_derivatives_are_those_of_the_sharded_module(rank: int, engine: str) -> None:
-    _, sharded, model = trio(layers(), [2, 2], backward=engine, checkpoint="never")
-    x = batch().requires_grad_()
-    for each in (model, sharded):
-        loss = each(x).square().sum()
-        grads = torch.autograd.grad(loss, [x, *each.parameters()], create_graph=True)
-        torch.stack([whole(grad).square().sum() for grad in grads]).sum().backward()
-    assert_alike(model, sharded)
 
 
 class Masked(Mlp):

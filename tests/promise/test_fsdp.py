@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
@@ -38,10 +38,6 @@ def shard(*modules: nn.Module) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for module in modules:
         fully_shard(module, mesh=mesh)
-
-
-def state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def before(rank: int, schedule: str, part: Callable[[nn.Sequential], nn.Module], names: str) -> None:
@@ -103,14 +99,6 @@ def test_a_pipeline_that_fsdp_was_given_afterwards_refuses_to_run(rank: int, sch
     with pytest.raises(TypeError, match=refused):
         model.eval()(x)
     assert not calls and all(parameter.grad is None for parameter in model.parameters())
-
-
-@both
-def test_processes_with_unequal_batches_do_not_wait_for_each_other(rank: int) -> None:
-    model = pipeline(layers())
-    shard(*model)
-    with pytest.raises(TypeError, match="once per microbatch"):
-        model(torch.ones(1 + 2 * rank, 6, dtype=torch.float64))
 
 
 @both

@@ -18,10 +18,10 @@ from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent, twins
-from tests.promise.layers import LAYERS, batched_of
+from tests.promise.layers import LAYERS, ON_THE_CPU, batched_of
 
 AXES: dict[str, list[Any]] = {
-    "name": [*LAYERS],
+    "name": [*LAYERS, *ON_THE_CPU],
     "by": ["balance", "cuts"],
     "way": ["drop-in", ("1f1b", 2), ("zb-h1", 2), ("zb-v", 1)],
     "sizes": [(4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4)],
@@ -37,7 +37,7 @@ def possible(name: str, way: Any, **_: Any) -> bool:
 
 def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **options: Any) -> None:
     """Trains the layers of that name, drop-in or by a schedule, beside their module."""
-    make, value = LAYERS[name]
+    make, value = (LAYERS | ON_THE_CPU)[name]
     size, chunks = sizes
     compare = assert_transparent if way == "drop-in" else partial(scheduled.assert_transparent, name=way[0],
                                                                   devices=way[1])

@@ -1,26 +1,17 @@
 """A block is repeated without collisions, and what it says of its memory holds."""
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Schedule, build, check, simulate
+from splitpipe.schedule import BlockOp, BuildingBlock, Costs, build, check, simulate
 from splitpipe.schedule.op import Kind
 
 
 def one_f_one_b(p: int) -> BuildingBlock:
     ops = [BlockOp("F", i, i) for i in range(p)] + [BlockOp("BW", i, 3 * p - 2 - 2 * i) for i in range(p)]
     return BuildingBlock(ops, range(p), interval=3)
-
-
-def eager(p: int, costs: Costs) -> BuildingBlock:
-    hop = 1 + costs.copy
-    ops = [BlockOp("F", i, i * hop) for i in range(p)]
-    ops += [BlockOp("BW", i, (p - 1) * 6 + 1 - (6 - hop) * i) for i in range(p)]
-    return BuildingBlock(ops, range(p), interval=3, costs=costs)
 
 
 @st.composite
@@ -64,14 +55,6 @@ def test_the_block_of_1f1b_gives_1f1b(p: int, m: int) -> None:
     assert one_f_one_b(p).peak_activations == tuple(range(p, 0, -1))
 
 
-def test_eager_1f1b_hides_copies_at_the_price_of_memory() -> None:
-    costs = Costs(copy=1.5)
-    block = eager(4, costs)
-    assert block.peak_activations == (7, 5, 3, 1)
-    assert block.repeat(8).rows == build("eager-1f1b", 4, 8).rows
-    assert simulate(block.repeat(8), costs).makespan < simulate(build("1f1b", 4, 8), costs).makespan
-
-
 def test_a_collision_names_both_passes_and_the_slot() -> None:
     block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("B", 0, 1), BlockOp("W", 0, 9)], [0], interval=4)
     with pytest.raises(ValueError, match=r"0B0, which starts at 1 .* 0W0, which starts at 9: device 0 .* slot 1 mod"):
@@ -82,11 +65,6 @@ def test_a_pass_across_the_end_of_the_interval_collides_with_one_at_its_start() 
     block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], [0], interval=3)
     with pytest.raises(ValueError, match=r"0BW0, .* collides with 0F0, .* slot 0 modulo the interval of 3"):
         block.repeat(2)
-
-
-def test_passes_of_two_devices_do_not_collide() -> None:
-    ops = [BlockOp("F", 0, 0), BlockOp("F", 1, 1), BlockOp("BW", 1, 2), BlockOp("BW", 0, 4)]
-    check(BuildingBlock(ops, [0, 1], interval=3).repeat(3))
 
 
 def test_a_pass_before_what_it_needs_is_refused_with_both() -> None:
@@ -146,19 +124,6 @@ def test_lifespans_of_all_microbatches_and_stages_count() -> None:
 def test_a_lifespan_of_just_an_interval_counts_once() -> None:
     block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 0.1)], [0], 0.1 + 0.2, Costs(0.1, 0.1, 0.1))
     assert block.peak_activations == (1,)
-
-
-def test_a_tiling_is_a_schedule() -> None:
-    tiling = one_f_one_b(3).repeat(4)
-    assert isinstance(tiling, Schedule)
-    check(tiling)
-    assert replace(tiling, name="mine").name == "mine" and replace(tiling, name="mine") == tiling
-
-
-def test_times_from_below_zero_on_are_fine() -> None:
-    block = one_f_one_b(2)
-    early = replace(block, ops=[one._replace(start=one.start - 7) for one in block.ops])
-    assert early.repeat(3).makespan == block.repeat(3).makespan
 
 
 @settings(max_examples=60)

@@ -62,28 +62,6 @@ def test_two_thirds_of_the_memory_of_1f1b(name: str, peaks: dict[int, float]) ->
     assert {p: max(simulate(build(name, p, 2 * p)).peak_activations) for p in peaks} == peaks
 
 
-@thorough
-@pytest.mark.parametrize("name", BLOCKS)
-def test_no_ops_collide_on_any_number_of_devices(name: str) -> None:
-    for p in range(1, 33):
-        assert build(name, p, 1).microbatches == 1  # Of one block, all collisions are looked for.
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5])
-def test_few_microbatches_take_no_more_memory(name: str, p: int) -> None:
-    most = max(simulate(build(name, p, 2 * p)).peak_activations)
-    for m in range(1, 2 * p):
-        assert max(simulate(build(name, p, m)).peak_activations) <= min(most, m)
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5])
-def test_one_microbatch_goes_through_as_fast_as_it_can(name: str, p: int) -> None:
-    timeline = simulate(build(name, p, 1))
-    assert timeline.makespan == max(timeline.bounds.values())
-
-
 @pytest.mark.parametrize("name", [*BLOCKS, "interleaved-low-memory"])
 def test_microbatches_keep_their_order_in_each_stage(name: str) -> None:
     for m in (3, 8, 21):
@@ -91,12 +69,6 @@ def test_microbatches_keep_their_order_in_each_stage(name: str) -> None:
         for row in schedule.rows:
             for _, ops in groupby(sorted(row, key=lambda op: op[:2]), key=lambda op: op[:2]):
                 assert [op.microbatch for op in ops] == list(range(m))
-
-
-@thorough
-@pytest.mark.parametrize(("name", "idle"), [("v-min", 59.5), ("1f1b-v", 76.5)])
-def test_32_devices_and_100_microbatches(name: str, idle: float) -> None:
-    assert simulate(build(name, 32, 100)).idle == (idle,) * 32
 
 
 @pytest.mark.parametrize(

@@ -225,23 +225,6 @@ def test_a_trace_that_json_has_no_number_for_is_refused(tmp_path: Path) -> None:
         simulate(build("1f1b", 2, 3), Costs(1e306, 1e306, 1e306)).to_chrome_trace(tmp_path / "a.json")
 
 
-def test_times_next_to_nothing_are_drawn_or_refused(tmp_path: Path) -> None:
-    timeline = simulate(build("1f1b", 2, 3), Costs(1e-320, 1e-320, 1e-320))
-    for draw in (lambda: str(timeline), lambda: timeline.to_svg(tmp_path / "a.svg")):
-        try:
-            draw()
-        except ValueError as error:
-            assert "expected" in str(error)
-
-
-def test_a_pass_without_time_runs_where_its_block_says() -> None:
-    ops = [BlockOp("F", 0, 0), BlockOp("B", 0, 1), BlockOp("W", 0, 2)]
-    block = BuildingBlock(ops, placement=[0], interval=2, costs=Costs([1], [1], [0]))
-    tiling = block.repeat(3)
-    assert str(tiling) == "0F0 0B0 0W0 0F1 0B1 0W1 0F2 0B2 0W2"
-    assert tiling.peak_activations == block.peak_activations == (1,)
-
-
 def test_passes_without_time_that_start_at_once_can_run_however_they_are_named() -> None:
     ops = [BlockOp("F", 1, 0), BlockOp("F", 0, 0), BlockOp("BW", 0, 2), BlockOp("BW", 1, 1)]
     tiling = BuildingBlock(ops, placement=[0, 0], interval=2, costs=Costs([0, 0], [1, 1], [0, 0])).repeat(2)

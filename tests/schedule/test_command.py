@@ -68,30 +68,6 @@ def test_every_name_is_drawn(run: Any, name: str) -> None:
     assert run(f"{name} --devices 4 --chunks 12").out == drawn(build(name, 4, 12))
 
 
-def test_costs_are_of_a_whole_device(run: Any) -> None:
-    costs = Costs(3, 4, 2, 0.5)
-    assert run("zb-v --costs 3 4 2 0.5").out == drawn(build("zb-v", 4, 8), costs=costs)
-
-
-@pytest.mark.parametrize(
-    ("line", "schedule"),
-    [
-        ("1f1b --split", build("1f1b", 4, 8, split=True)),
-        ("looped-bfs --stages-per-device 4", build("looped-bfs", 4, 8, stages_per_device=4)),
-    ],
-)
-def test_options_of_a_schedule_go_to_it(run: Any, line: str, schedule: Schedule) -> None:
-    assert run(line).out == drawn(schedule)
-
-
-def test_the_group_goes_to_the_schedule(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def grouped(p: int, m: int, group: int | None = None) -> Schedule:
-        return build("1f1b", p, m + (group or 0))
-
-    monkeypatch.setitem(command.SCHEDULES, "grouped", grouped)
-    assert "4 devices, 11 microbatches" in run("grouped --group 3").out
-
-
 def test_the_width_is_the_terminals_or_as_said(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert run("zb-h1").out == drawn(build("zb-h1", 4, 8), width=60)
@@ -145,11 +121,6 @@ def test_a_search_gets_its_numbers(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     expected = {"memory": 6.0, "stages_per_device": 2, "span": "makespan"}
     assert asked == [(2, 3, Costs(3.0, 4.0, 2.0, 1.0), expected)]
     assert found.code == 0 and "2 devices, 3 microbatches" in found.out
-
-
-def test_a_search_finds(run: Any) -> None:
-    found = run("--search --memory 1 --devices 1 --chunks 2")
-    assert found.code == 0 and "1 device, 2 microbatches" in found.out
 
 
 def test_the_list_has_a_line_a_name(run: Any) -> None:

@@ -124,21 +124,8 @@ def test_bubbles_of_measured_times_are_the_papers(
     assert [round(found[0].bubble, 4), round(found[1].bubble, 4), round(found[2].bubble_longest, 4)] == list(bubbles)
 
 
-def test_eager_1f1b_hides_copies() -> None:
-    costs = Costs(copy=0.5)
-    plain, eager = (simulate(build(name, 4, 32), costs).makespan for name in ("1f1b", "eager-1f1b"))
-    assert eager < plain
-    # Of the copies only those of the first microbatch down and of the last one up are left.
-    assert eager == pytest.approx(simulate(build("eager-1f1b", 4, 32)).makespan + 2 * 3 * 0.5)
-
-
 def test_the_first_microbatches_of_a_schedule_keep_their_order() -> None:
     schedule = build("zb-h1", 3, 6)
     kept = first(schedule, 2)
     assert [op for op in schedule.rows[1] if op.microbatch < 2] == list(kept.rows[1])
     assert first(schedule, 6) is schedule
-
-
-@pytest.mark.parametrize("name", [row[0] for row in SMALL])
-def test_one_device_is_never_idle(name: str) -> None:
-    assert simulate(build(name, 1, 5)).idle == (0,)

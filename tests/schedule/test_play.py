@@ -1,12 +1,9 @@
 """Playing schedules: an order made once gives, at any costs, the times that follow from who waits for whom."""
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 
-import pytest
-
-from splitpipe.schedule import Costs, Op, Schedule, build, names
+from splitpipe.schedule import Costs, Op, Schedule
 from splitpipe.schedule.op import given, needed
 from splitpipe.schedule.play import OpOrder, Times, play
 
@@ -35,32 +32,6 @@ def settled(schedule: Schedule, times: Times, hops: Sequence[float], again: Mapp
         if rounds < 0:
             raise RecursionError("a deadlock")
     return [[starts[op] for op in row] for row in schedule.rows], [[ends[op] for op in row] for row in schedule.rows]
-
-
-@pytest.mark.parametrize("name", names())
-def test_a_course_is_played_at_any_costs(name: str) -> None:
-    schedule, draw = build(name, 4, 8), random.Random(0).random
-    order = OpOrder(schedule)
-    assert order.reached == [len(row) for row in schedule.rows]
-    each = [(0.0, 0.0, 0), (0.3, 0.0, 0), (0.3, 1.0, 0), (0.0, 0.5, 2)]
-    # Where one stage takes much longer, one op too many waited for is seen.
-    for slow, (copy, recompute, uncheckpointed) in [(None, each[0]), *enumerate(each)]:
-        forward, b, w = ([draw() for _ in range(schedule.stages)] for _ in range(3))
-        forward = [100.0 if stage % 4 == slow else time for stage, time in enumerate(forward)]
-        hops = [copy * draw() for _ in range(schedule.stages - 1)]
-        costs = Costs(forward, b, w, hops, recompute, uncheckpointed)
-        times, hops, again = costs.times(schedule), costs.hops(schedule), costs.again(schedule)
-        expected = settled(schedule, times, hops, again)
-        assert order.play(times, hops, again) == play(schedule, times, hops, again) == expected
-        assert order.makespan(times, hops, again) == max(end for row in expected[1] for end in row)
-
-
-@pytest.mark.parametrize("name", names())
-def test_without_hops_copies_take_no_time(name: str) -> None:
-    schedule = build(name, 3, 6)
-    costs = Costs(2, 1, 1)
-    times = costs.times(schedule)
-    assert play(schedule, times) == settled(schedule, times, costs.hops(schedule), {})
 
 
 def test_where_devices_wait_for_each_other_it_has_the_ops_before() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Op, Schedule, Tiling, build, check, simulate
 from splitpipe.schedule.construct.orders import v_placement
-from splitpipe.schedule.construct.reorder import peak, reordered
+from splitpipe.schedule.construct.reorder import reordered
 from splitpipe.schedule.op import Kind
 
 
@@ -64,13 +64,6 @@ def test_what_can_not_get_better_stays_as_it_is() -> None:
     assert reordered(schedule, Costs()) is schedule
 
 
-def test_memory_that_would_help_is_not_taken() -> None:
-    costs = Costs(copy=1)
-    lazy, eager = build("1f1b", 4, 8), build("eager-1f1b", 4, 8)
-    assert simulate(eager, costs).makespan < simulate(lazy, costs).makespan
-    assert simulate(reordered(lazy, costs), costs).peak_activations <= (4, 3, 2, 1)
-
-
 def test_memory_that_is_offered_is_taken_up_to_there() -> None:
     tiling = Tiling((lazy := build("1f1b", 4, 8)).rows, lazy.placement, (), costs := Costs(copy=1)).squeeze()
     makespans = [tiling.reorder(memory).makespan for memory in (0, 1, 3, 5, 7)]
@@ -88,17 +81,6 @@ def test_ops_that_take_nothing_keep_an_order_that_can_run(name: str, costs: Cost
     found = reordered(schedule, costs)
     check(found)
     assert simulate(found, costs).makespan <= simulate(schedule, costs).makespan
-
-
-def test_a_device_without_stages_is_left_alone() -> None:
-    one = build("1f1b", 1, 3)
-    found = reordered(Schedule([[], *one.rows, []], [1]), Costs())
-    assert found.rows == ((), *one.rows, ())
-
-
-def test_the_peak_of_a_row_is_the_most_alive_at_once() -> None:
-    assert [peak(row) for row in build("1f1b", 3, 5).rows] == [3, 2, 1]
-    assert peak([]) == 0
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.data())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitpipe.schedule import Costs, Timeline, build, names, search, simulate
-from splitpipe.schedule.search.period import Period, alive, fits, improved, played
+from splitpipe.schedule.search.period import Period
 from splitpipe.schedule.search.search import finished
 from splitpipe.schedule.search.steady import blocks
 from splitpipe.schedule.search.tighten import tightened
@@ -71,13 +71,6 @@ def test_sixty_four_microbatches_take_less_than_an_exact_period_of_one() -> None
 
 
 @pytest.mark.thorough
-def test_eight_devices_take_little_more_than_the_bound_at_half_the_memory() -> None:
-    timeline = found(8, 32, REAL, 5, 2, seconds=0.5)
-    assert timeline.makespan <= 1.03 * max(timeline.bounds.values())
-    assert max(timeline.peak_activations) <= 5
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("costs", [None, REAL, UNEQUAL, replace(UNEQUAL, copy=0.7), Costs(1, 2, 0, 0.1)])
 @pytest.mark.parametrize("memory", [2, 3, 4.5, None])
 def test_no_schedule_with_a_name_that_fits_is_shorter(costs: Costs | None, memory: float | None) -> None:
@@ -109,17 +102,6 @@ def test_the_same_arguments_give_the_same_schedule() -> None:
     assert one.name == "search"
 
 
-def test_each_device_keeps_to_its_own_cap() -> None:
-    peaks = found(3, 8, memory=[3, 2, 1], stages_per_device=1).peak_activations
-    assert all(peak <= cap for peak, cap in zip(peaks, (3, 2, 1)))
-
-
-@pytest.mark.thorough
-def test_half_a_microbatch_counts_where_a_device_has_two_stages() -> None:
-    assert max(found(4, 8, memory=2.5, stages_per_device=2).peak_activations) == 2.5
-    assert max(found(4, 8, memory=2.5, stages_per_device=1).peak_activations) == 2
-
-
 def test_stages_follow_the_costs() -> None:
     assert found(2, 4, Costs([1] * 6, 1, 1)).schedule.placement == (0, 1, 0, 1, 0, 1)
     assert found(2, 4, Costs([1, 2], 1, 1)).schedule.placement == (0, 1)
@@ -136,12 +118,6 @@ def test_without_a_number_of_stages_one_and_two_are_tried() -> None:
 @pytest.mark.parametrize(("devices", "chunks", "stages"), [(1, 1, 1), (1, 3, 2), (2, 1, 1), (3, 1, 3), (3, 2, None)])
 def test_small_ones_run(devices: int, chunks: int, stages: int | None, memory: float | None) -> None:
     assert found(devices, chunks, None, memory, stages, seconds=0.02).schedule.microbatches == chunks
-
-
-def test_ops_that_take_no_time_run() -> None:
-    assert found(2, 5, Costs(0, 0, 0), 1, 2, seconds=0.05).makespan == 0
-    assert found(2, 3, Costs(0, 0, 0, copy=1), 1, 1, seconds=0.05).makespan == 6
-    assert found(3, 5, Costs(1, 1, 0), 1, 2, seconds=0.05).makespan > 0
 
 
 @pytest.mark.thorough
@@ -188,38 +164,6 @@ def test_words_that_wait_for_each_other_have_no_end() -> None:
 
 def test_a_period_unrolls_to_words_with_its_lags() -> None:
     assert two_devices().unrolled(3) == [[0, 0, 1, 2, 0, 1, 2, 1, 2], [3, 4, 5] * 3]
-
-
-def test_a_longer_period_unrolls_to_the_same_words() -> None:
-    assert two_devices().times(3).unrolled(7) == two_devices().unrolled(7)
-
-
-def test_as_many_are_alive_in_a_period_as_in_its_words() -> None:
-    for _, period in blocks(v_problem(4, 12, 6), tries=5, seed=1):
-        for row, word in zip(period.rows, period.unrolled(12)):
-            assert alive(row, period.lags) == peak(word)
-
-
-def test_a_period_of_one_is_estimated_exactly_from_a_few_microbatches() -> None:
-    problem = v_problem(4, 50, 6)
-    _, period = blocks(problem, tries=1, seed=0)[0]
-    assert played(problem, period.rows, period.lags, 1)[0] == length(problem, period.unrolled(50))
-
-
-def test_blocks_come_with_the_shortest_distance_first() -> None:
-    found = blocks(v_problem(4, 16, 5), tries=3, seed=0)
-    assert [interval for interval, _ in found] == sorted(interval for interval, _ in found)
-    assert all(fits(v_problem(4, 16, 5), period) for _, period in found)
-
-
-@pytest.mark.thorough
-def test_a_longer_period_takes_less_than_any_of_one() -> None:
-    problem = v_problem(4, 64, 5)
-    _, block = blocks(problem, 10, 0)[0]
-    span, one = improved(problem, block, 3_000_000, seed=0)
-    longer, two = improved(problem, one.times(2), 3_000_000, seed=0, heat=0.02)
-    assert longer < span == 690.5
-    assert fits(problem, two)
 
 
 def test_what_is_fixed_stays_and_the_rest_gets_shorter() -> None:

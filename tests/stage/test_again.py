@@ -1,4 +1,4 @@
-"""Recomputations that two threads ask for at once, and stages that make something behind a flag."""
+"""Recomputations for which two threads ask at once, and buffers that move before backward."""
 from __future__ import annotations
 
 import copy
@@ -13,39 +13,9 @@ from torch.autograd import Function
 
 from splitpipe import SplitPipe
 from splitpipe.stage.checkpoint import Frame
-from splitpipe.stage.inventory import Inventory
 from splitpipe.stage.saved import SavedDirectly
 from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors, stages
-
-
-class Table(nn.Module):
-    """Makes its buffer once, behind a flag."""
-
-    def __init__(self, generator: torch.Generator | None = None) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.zeros(0))
-        self.made = False
-        self.generator = generator
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.made:
-            self.table, self.made = torch.ones(6), True
-        if self.generator is not None:
-            x = x * torch.rand(x.shape, generator=self.generator)
-        return x * self.table
-
-
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("own", [False, True])
-def test_a_stage_that_makes_a_buffer_behind_a_flag_has_the_numbers_of_its_forward(own: bool, backward: Any) -> None:
-    layers = [nn.Identity() if own else nn.Dropout(), Table(torch.Generator().manual_seed(1) if own else None)]
-    model = SplitPipe(nn.Sequential(*layers), [2], devices=["cpu"], checkpoint="always", backward=backward)
-    x = torch.ones(64, 6, requires_grad=True)
-    y = model(x)
-    y.sum().backward()
-    # The input and the table are ones: the gradient is what the forward multiplied by, and so is the output.
-    torch.testing.assert_close(x.grad, y.detach())
 
 
 def test_two_threads_that_miss_a_tensor_run_the_stage_once() -> None:
@@ -82,12 +52,6 @@ def test_two_threads_that_miss_a_tensor_run_the_stage_once() -> None:
     assert len(runs) == 1 and len(found) == 2
 
 
-def test_a_buffer_that_is_none_is_no_reason_to_look_again() -> None:
-    inventory = Inventory([("0", nn.InstanceNorm1d(4)), ("1", nn.BatchNorm1d(4))])
-    slots = inventory.slots()
-    assert inventory.buffers(slots).complete and inventory.buffers(slots) is inventory.buffers(inventory.slots())
-
-
 class Square(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -115,13 +79,6 @@ class Both(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()  # Which saves its output.
         return Square.apply(y) + Overwrites.apply(y)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_overwriting_saved_tensors_in_backward_is_an_error(checkpoint: Any) -> None:
-    model = SplitPipe(nn.Sequential(Both()), [1], devices=["cpu"], checkpoint=checkpoint, backward="autograd")
-    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
-        model(torch.ones(4, requires_grad=True)).sum().backward()
 
 
 class Moving(nn.Module):

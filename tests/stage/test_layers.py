@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from splitpipe import DeferredBatchNorm, SplitPipe
-from splitpipe.skip import Namespace
-from tests.helpers.skipping import popping, stashing
+from splitpipe import SplitPipe
 from tests.helpers.twin import assert_same_tensors
 
 CPU = ["cpu"] * 2
@@ -56,32 +53,6 @@ def test_what_changes_between_two_steps_counts_in_the_second(how: str, checkpoin
     assert_same_tensors(model, plain)
 
 
-def test_a_norm_deferred_after_the_first_step() -> None:
-    model = SplitPipe(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), [1, 1], devices=CPU, chunks=2)
-    x = torch.randn(4, 3)
-    model(x)
-    norm: Any = model[0]
-    norm.reset_running_stats()
-    DeferredBatchNorm.convert_deferred_batch_norm(model)
-    model(x)
-    whole = nn.BatchNorm1d(3)
-    whole(x)
-    torch.testing.assert_close(norm.running_var, whole.running_var)
-    assert norm.num_batches_tracked == 1
-
-
-def test_skips_that_are_isolated_after_the_first_step_arrive() -> None:
-
-    give, take = stashing("skip")(lambda x, layer: (x * 2, x)), popping("skip")(lambda x, scale, skip: x + skip)
-    model = SplitPipe(nn.Sequential(give, take), [1, 1], devices=CPU, chunks=2)
-    x = torch.randn(4, 3)
-    torch.testing.assert_close(model(x), 3 * x)
-    namespace, layers = Namespace(), [*model]
-    for layer in layers:
-        layer.isolate(namespace)  # type: ignore[operator]
-    torch.testing.assert_close(model(x), 3 * x)
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_computed_parameters_of_one_call_are_not_kept_after_it(schedule: Any) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -92,23 +63,6 @@ def test_computed_parameters_of_one_call_are_not_kept_after_it(schedule: Any) ->
     del computed
     gc.collect()
     assert gone() is None
-
-
-def test_a_norm_shared_after_the_first_call() -> None:
-    threads = []
-
-    class Norm(nn.BatchNorm1d):
-        def forward(self, x: Tensor) -> Tensor:
-            threads.append(threading.current_thread())
-            return super().forward(x)
-
-    model = SplitPipe(nn.Sequential(Norm(3), Norm(3)), [1, 1], devices=CPU, chunks=2)
-    x = torch.randn(4, 3)
-    for count in 2, 1:
-        threads.clear()
-        model(x)
-        assert len(set(threads)) == count
-        model._modules["1"] = model[0]
 
 
 class Keeping(nn.Module):
@@ -130,7 +84,7 @@ class Keeping(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kept", [lambda y: y.square().mean(), lambda y: y.detach()])
-def test_a_tensor_of_one_microbatch_that_a_layer_keeps_is_logged_once(
+def test_a_layer_attribute_with_one_microbatch_is_logged_once(
     kept: Callable[[Tensor], Any], schedule: str, said: list[str]
 ) -> None:
     model = SplitPipe(nn.Sequential(nn.Sequential(Keeping(kept)), nn.Linear(4, 4)), [1, 1], devices=CPU, chunks=3,
@@ -164,6 +118,6 @@ class Holding(nn.Module):
     Keeping(lambda y: y.square().mean(), listed=True), Keeping(lambda y: y.detach().mean()), Keeping(len), Holding(),
     nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
 ])
-def test_what_a_layer_collects_or_makes_anew_is_not(layer: nn.Module, said: list[str]) -> None:
+def test_lists_and_recomputed_attributes_are_not_logged(layer: nn.Module, said: list[str]) -> None:
     SplitPipe(nn.Sequential(layer, nn.Linear(4, 4)), [1, 1], devices=CPU, chunks=3)(torch.randn(6, 4))
     assert said == []

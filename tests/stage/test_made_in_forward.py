@@ -160,7 +160,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     ("zb-h1", "split", "always"), ("zb-h1", "split", "except_last")])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.thorough
-def test_gradients_through_what_a_forward_assigns(name: str, schedule: Any, backward: Any, checkpoint: Any) -> None:
+def test_gradients_through_assigned_buffers(name: str, schedule: Any, backward: Any, checkpoint: Any) -> None:
     """In the first step and in later ones: losses, gradients and buffers are those of microbatches one by one."""
     dtype = torch.float32 if name in ("an observer", "fake quantization", "all at once") else torch.float64
     torch.set_default_dtype(dtype)
@@ -188,7 +188,7 @@ def test_gradients_through_what_a_forward_assigns(name: str, schedule: Any, back
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_a_stage_that_begins_to_assign_repeats_the_step_once_at_most(backward: Any) -> None:
+def test_beginning_to_assign_buffers_costs_one_repeated_step_at_most(backward: Any) -> None:
     """What plain autograd saves is dropped while the forward runs, if it has never assigned anything."""
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Rescaled())
     plain[1].seen = 20.0

@@ -214,44 +214,6 @@ def test_beginning_to_draw_in_a_checkpoint_is_an_error_once(workers: int) -> Non
     assert all(map(torch.equal, step(), step()))
 
 
-def test_who_recomputes_has_the_turn_until_its_backward_ends() -> None:
-    weight = torch.ones(16, requires_grad=True)
-
-    def later() -> bool:
-        """Whether another thread could draw now."""
-        lock = generator._process_lock.lock
-        free: bool = lock.acquire(timeout=0)
-        if free:
-            lock.release()
-        return free
-
-    seen = {}
-    with ThreadPoolExecutor(1) as pool:
-
-        class Look(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-                ctx.name = name
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-                seen[ctx.name] = pool.submit(later).result()
-                return grad, None
-
-        torch.manual_seed(5)
-        x = checkpoint(lambda t: dropped(t.sin()), Look.apply(X * weight, "after"), use_reentrant=False)
-        y = Look.apply(x, "before").sum()
-        state = torch.default_generator.get_state()
-        with generator.lock_on_recompute(lambda: None):
-            y.backward()
-        assert seen == {"before": True, "after": False} and pool.submit(later).result()
-    assert torch.equal(torch.default_generator.get_state(), state)
-    torch.manual_seed(5)
-    expected = torch.autograd.grad(dropped((X * weight).sin()).sum(), weight)[0]
-    torch.testing.assert_close(weight.grad, expected)
-
-
 def test_a_turn_ends_in_another_thread_than_it_began() -> None:
     begun: list[bool] = []
     one = generator.LockOnRecompute(generator._process_lock, lambda: begun.append(True))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from splitpipe.batch.inputs import of_input
 from splitpipe.batch.reading import Memory
 from splitpipe.core import generator, microbatch, thread_state
 from splitpipe.core.stream import Place
-from splitpipe.skip import skippable, stash
 from splitpipe.stage.call import Activation, begin
 from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.layers import BlockLayers, StageCache
@@ -78,71 +77,6 @@ def test_a_stage_that_starts_to_write_is_an_error_once() -> None:
     torch.testing.assert_close(x.grad, torch.full((2,), 0.5))
 
 
-@dataclass
-class Box:
-    inside: Tensor
-
-
-@skippable(stash=["odd"])
-class Hides(nn.Module):
-    """Gives, or stashes, a tensor in an object that pytree doesn't know."""
-
-    def __init__(self, aside: bool) -> None:
-        super().__init__()
-        self.aside = aside
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("odd", Box(x) if self.aside else x)
-        return x if self.aside else Box(x)
-
-
-@pytest.mark.parametrize(("aside", "words"), [
-    (False, r"the output of layer '0' \(Hides\) holds tensors in a Box"),
-    (True, "the skip 'odd' holds tensors in a Box"),
-])
-def test_a_value_that_cannot_travel_is_refused(aside: bool, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        run(StageCache(), Hides(aside), value=torch.rand(2))
-
-
-@skippable(stash=["aside"])
-class Views(nn.Module):
-    """Two values, of which one shares memory with a part of the skip."""
-
-    def forward(self, x: Tensor) -> Any:
-        y, z = x * 2, x * 3
-        yield stash("aside", (z * 1, z[:1], y * 1))
-        return z, y
-
-
-def test_values_know_which_share_memory() -> None:
-    result = run(StageCache(), Views(), value=torch.rand(2))
-    (skip,) = result.skips.values()
-    assert (result.value.shared, skip.shared) == ({0}, {1})
-
-
-def test_what_arrives_shared_is_shared_still_when_it_leaves() -> None:
-    value = Activation(*microbatch.flatten((torch.rand(2), torch.rand(2)), "the input"), frozenset({0}))
-    assert run(StageCache(), nn.Identity(), value=value).value.shared == {0}
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_batch_written_to_since_is_an_error(own: bool) -> None:
-    """Though a stage keeps a copy."""
-    rows, value = torch.rand(2), torch.rand(2, requires_grad=True)
-    batch = Batch([rows])
-    given = rows.data if own else value * 1
-    y = run(StageCache(), nn.Linear(2, 2), value=given, checkpoint=True, batch=batch).value.leaves[0]
-    batch.close()
-    rows.zero_()
-    if own:
-        with pytest.raises(RuntimeError, match="the batch was modified in place between the forward and its recomputa"):
-            y.sum().backward()
-    else:
-        y.sum().backward()
-        assert value.grad is not None
-
-
 def test_a_recomputation_in_another_thread_has_the_turn(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +112,7 @@ class Sends(nn.Module):
         return (x * x).as_subclass(Late)
 
 
-def test_a_recomputation_waits_for_what_nobody_will_read() -> None:
+def test_recomputation_waits_for_collectives_without_readers() -> None:
     Late.waited.clear()
     result = run(StageCache(), Sends(), value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
     assert result.frame is not None and not Late.waited

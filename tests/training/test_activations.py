@@ -137,7 +137,7 @@ def again(name: str, **options: Any) -> tuple[Schedule, Census]:
 @graded(
     {"backward": ["split", "autograd"], "name": schedule.names()}, essence=[["backward"]], thorough=[["name"]]
 )
-def test_what_a_checkpointed_microbatch_saves_lives_from_b_to_w(name: str, backward: Any) -> None:
+def test_recomputed_activations_live_from_b_to_w(name: str, backward: Any) -> None:
     plan, census = again(name, backward=backward, checkpoint="always")
     assert_alive(census, plan, 0, expected(plan, "B", ("W",)) if backward == "split" else expected(plan, "", ()))
     assert not any(census.count()[0].values()), "what was computed again is freed by the end"

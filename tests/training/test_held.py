@@ -91,45 +91,6 @@ def test_a_loss_kept_from_inside_is_an_error(backward: Any, by_cuts: bool) -> No
 
 
 @BOTH
-def test_a_layer_may_write_to_its_input_late(by_cuts: bool) -> None:
-    writes = [False]
-
-    class Writing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mul_(2) if writes[0] else x * 2
-
-    plain, model = pair(Block(lambda y, block: y * 3), Writing(), Block(), by_cuts=by_cuts)
-    assert_steps(plain, model)
-    writes[0] = True
-    assert_steps(plain, model)
-
-
-class Holder:
-    """An object with a tensor in it, which no pipeline looks into."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-class Opening(nn.Module):
-    """Takes the tensor out of the object."""
-
-    def forward(self, held: Any) -> Any:
-        return held.x * 2 if isinstance(held, Holder) else held * 2
-
-
-@BOTH
-@pytest.mark.parametrize("late", [False, True])
-def test_objects_with_tensors_in_them_keep_their_gradients(late: bool, by_cuts: bool) -> None:
-    holds = [not late]
-    blocks = Block(lambda y, block: Holder(y.tanh()) if holds[0] else y), Opening(), Block()
-    plain, model = pair(*blocks, by_cuts=by_cuts)
-    assert_steps(plain, model)
-    holds[0] = True
-    assert_steps(plain, model)
-
-
-@BOTH
 @pytest.mark.parametrize("late", [False, True])
 def test_a_tensor_that_was_computed_elsewhere_keeps_its_gradient(late: bool, by_cuts: bool) -> None:
     weight = torch.rand(4, dtype=torch.float64, requires_grad=True)
@@ -166,29 +127,6 @@ def test_inputs_of_a_block_of_which_one_is_made_of_the_other() -> None:
     assert_steps(plain, model)
 
 
-@BOTH
-def test_a_loss_of_what_hooks_have_kept_is_an_error(by_cuts: bool) -> None:
-    kept: list[Tensor] = []
-    _, model = pair(Block(), Block(), Block(), by_cuts=by_cuts)
-    inner: Any = model[1]
-    inner.linear.register_forward_hook(lambda module, given, output: kept.append(output))
-    model(rows())
-    kept.clear()
-    y = model(rows())
-    with pytest.raises(RuntimeError, match="backward='autograd'"):
-        (y.square().sum() + torch.cat(kept).sin().sum()).backward()
-
-
-@BOTH
-def test_hooks_that_keep_nothing_leave_the_weights_deferred(by_cuts: bool) -> None:
-    seen: list[torch.Size] = []
-    plain, model = pair(Block(), Block(), Block(), by_cuts=by_cuts)
-    middle: Any = model[1]
-    middle.linear.register_forward_hook(lambda module, given, output: seen.append(output.shape))
-    assert_steps(plain, model)
-    assert [row.why for row in model.deferral_report()] == ["Linear"] * 6
-
-
 def doubled(grad: Tensor) -> Tensor:
     return grad * 2
 
@@ -218,43 +156,6 @@ def test_hooks_of_a_linear_layers_output_change_its_gradients(options: dict[str,
             inside = each is model and "schedule" in options
             (each(x, target=target) if inside else nn.functional.mse_loss(each(x), target)).backward()
         assert_same_tensors(model, plain)
-
-
-@BOTH
-def test_a_hook_between_forward_and_backward_changes_a_weights_gradient(by_cuts: bool) -> None:
-    kept: list[Tensor] = []
-    plain, model = pair(Block(), Block(lambda y, block: kept.append(y) or y.tanh()), Block(), by_cuts=by_cuts)
-    x = rows()
-    for each in (plain, model):
-        y = each(x).square().mean()
-        for inner in [x for x in kept if x.requires_grad]:
-            inner.register_hook(doubled)
-        kept.clear()
-        y.backward()
-    assert_same_tensors(model, plain)
-
-
-@BOTH
-def test_an_earlier_hook_of_what_a_layer_has_kept_changes_its_weights_gradient(by_cuts: bool) -> None:
-    """The node is of an earlier time than the call, which its hook can't change any more."""
-    class Keeping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.linear, self.made = nn.Linear(4, 4), nn.Linear(4, 4), Tensor()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.made.tanh()
-
-    options: dict[str, Any] = {"schedule": "zb-h1", "loss_fn": nn.functional.mse_loss}
-    plain, model = pair(Block(), Keeping(), Block(), by_cuts=by_cuts, **options)
-    for each in (plain, model):
-        inner: Any = each[1]
-        inner.made = inner.linear(inner.first(torch.ones(1, 4, dtype=torch.float64)))
-        inner.made.register_hook(doubled)
-    x, target = rows(), rows()
-    nn.functional.mse_loss(plain(x), target).backward()
-    model(x, target=target).backward()
-    assert_same_tensors(model, plain)
 
 
 @BOTH

@@ -1,7 +1,6 @@
-"""Gradients of what is no parameter of a layer: input, target, what closures hold, what loss functions have."""
+"""Gradients of tensors that are not parameters of a layer: input, target, closures, parameters of the loss function."""
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.core.graph import reserve
-from splitpipe.training import capture
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mean, mlp
 from tests.helpers.twin import Nothing, assert_same
@@ -88,49 +86,6 @@ def leaf(*shape: int, dtype: Any = torch.float64) -> Tensor:
 # Input and target
 
 
-class Join(nn.Module):
-    def forward(self, given: dict[str, Any]) -> Tensor:
-        a, (b, scale), n = given["a"], given["b"], given["n"]
-        y: Tensor = a.sin() * b + scale * a + n
-        return y
-
-
-def nested() -> dict[str, Any]:
-    """Several tensors, one without dimensions, one without gradient, and one that nobody uses."""
-    return {"a": leaf(7, 4), "b": (torch.randn(7, 4), leaf()), "n": 3, "unused": leaf(7, 2), "none": None}
-
-
-def complex_layers() -> list[nn.Module]:
-    return [nn.Linear(4, 4, dtype=torch.complex128), Apply(lambda y: y * y.conj()), Apply(lambda y: y.real),
-            nn.Linear(4, 4)]
-
-
-INPUTS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], Any]]] = {
-    "a leaf": (lambda: [*mlp(4)], lambda: leaf(7, 4)),
-    "several": (lambda: [Join(), *mlp(3)], nested),
-    "complex": (complex_layers, lambda: leaf(7, 4, dtype=torch.complex128)),
-    "unused": (lambda: [Apply(torch.zeros_like), *mlp(3)], lambda: leaf(7, 4)),
-}
-
-
-@WAYS
-@pytest.mark.parametrize("kind", INPUTS)
-def test_gradients_of_the_input(kind: str, way: Way) -> None:
-    make, value = INPUTS[kind]
-    given = value()
-    leaves = [x for x in torch.utils._pytree.tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
-    assert_equal_for(make(), way, *leaves, given=given)
-
-
-@WAYS
-def test_gradients_behind_a_computed_input(way: Way) -> None:
-    x, layer = leaf(7, 4), nn.Linear(4, 4)
-    layers = list(mlp(4))
-    plain, model = nn.Sequential(*copy.deepcopy(layers)), wrapped(layers, way)
-    expected = gradients(mean(plain(layer(x)), 0.25), x, *layer.parameters())
-    assert_same(gradients(model(layer(x), target=0.25), x, *layer.parameters()), expected, "gradients")
-
-
 @WAYS
 def test_gradients_of_the_target(way: Way) -> None:
     target, weight, x = leaf(7, 4), leaf(), leaf(7, 4)
@@ -152,22 +107,6 @@ def test_an_input_that_some_microbatch_does_not_use(way: Way, number: int) -> No
 
 
 # Closures
-
-
-def test_graphs_are_kept_only_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[bool] = []
-    backward = capture._engine_run_backward
-
-    def run(roots: Any, grads: Any, keep: bool, *others: Any, **options: Any) -> Any:
-        kept.append(keep)
-        return backward(roots, grads, keep, *others, **options)
-
-    monkeypatch.setattr(capture, "_engine_run_backward", run)
-    x, held = leaf(7, 4), leaf(4)
-    assert_equal_for(list(mlp(4)), ("zb-v", {}), x, given=x)
-    assert kept and not any(kept)
-    assert_equal_for([*mlp(3), Apply(lambda x: x * held)], ("zb-v", {}), held)
-    assert any(kept)
 
 
 def by_leaf(held: Tensor) -> list[nn.Module]:
@@ -261,16 +200,6 @@ def test_a_leaf_that_some_microbatch_uses_instead_of_a_parameter(way: Way, numbe
 
 
 @WAYS
-def test_hooks_of_a_leaf_that_a_closure_holds_fire_once(way: Way) -> None:
-    fired, held = list[Tensor](), leaf(4)
-    held.register_hook(fired.append)
-    loss = wrapped(by_leaf(held), way)(torch.randn(7, 4), target=0.25)
-    assert not fired and held.grad is None
-    loss.backward()
-    assert_same(fired, [held.grad], "what the hook saw")
-
-
-@WAYS
 def test_parameters_of_a_loss_function(way: Way) -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:
@@ -288,9 +217,3 @@ def test_parameters_of_a_loss_function(way: Way) -> None:
     handles = [parameter.register_hook(lambda _: fired.append("hook")) for parameter in loss_fn.parameters()]
     model(torch.randn(7, 4), target=target).backward()
     assert len(fired) == len(handles) and loss_fn.scale is dict(loss_fn.named_parameters())["scale"]
-
-
-@WAYS
-def test_a_parameter_that_a_loss_function_holds_by_a_closure(way: Way) -> None:
-    scale = nn.Parameter(torch.rand(()))
-    assert_equal_for(list(mlp(4)), way, scale, loss_fn=lambda output, target: scale * mean(output, target))

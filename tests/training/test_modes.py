@@ -14,8 +14,8 @@ from splitpipe import SplitPipe, is_recomputing, schedule
 from splitpipe.schedule import Op, Schedule
 from tests.helpers.covering import graded
 from tests.helpers.deferring import double as double
-from tests.helpers.scheduled import NAMES, assert_transparent, mean, mlp, stages_of, twins
-from tests.helpers.twin import Note, assert_same_tensors
+from tests.helpers.scheduled import assert_transparent, mean, mlp, stages_of, twins
+from tests.helpers.twin import Note
 
 
 class Logged(nn.Module):
@@ -78,39 +78,6 @@ def test_eval_mode_has_gradients_and_no_checkpoints(checkpoint: Any) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@NAMES
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_outputs_are_differentiable_before_and_after_steps(name: str, checkpoint: Any) -> None:
-    plain, model = twins(mlp(2 * stages_of(name) + 1), name, 2, chunks=3, checkpoint=checkpoint)
-    for _ in range(2):
-        x = torch.randn(7, 4, requires_grad=True)
-        found, expected = model(x), plain(x)
-        torch.testing.assert_close(found, expected)
-        losses = mean(plain(x.detach()), 0.25), model(x.detach(), target=0.25)
-        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), x),
-                                   torch.autograd.grad(expected.square().sum(), x))
-        for module, loss in zip((plain, model), losses):
-            (loss + mean(module(x), 1.0)).backward()
-        assert_same_tensors(model, plain)
-
-
-def test_second_derivatives_come_from_outputs() -> None:
-    plain, model = twins(mlp(4), "zb-v", 2, chunks=3, backward="autograd")
-    x = torch.randn(7, 4, requires_grad=True)
-    model(x, target=0.25).backward()
-    for module in (plain, model):
-        module.zero_grad()
-        (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-        grad.square().sum().backward()
-    assert_same_tensors(model, plain)
-
-
-def test_the_loss_of_an_empty_batch_is_nan() -> None:
-    plain, model = twins(mlp(4), "zb-v", 2, loss_fn=F.mse_loss, chunks=3)
-    x = torch.randn(0, 4)
-    assert F.mse_loss(plain(x), x).isnan() and model(x, target=x).isnan()
-
-
 def test_the_sum_over_an_empty_batch_is_zero() -> None:
     plain, model = twins(mlp(4), "zb-v", 2, loss_fn=lambda y, target: (y - target).square().sum(), chunks=3)
     x = torch.randn(0, 4)
@@ -170,24 +137,6 @@ def test_a_schedule_of_ones_own_runs_in_its_order(make: Any, backward: Any) -> N
 def test_interleaved_schedules_take_any_number_of_stages_a_device(balance: list[int]) -> None:
     model = assert_transparent(mlp(6), torch.randn(7, 4), "interleaved-1f1b", 2, balance=balance, chunks=3, steps=1)
     assert model.schedule.stages == len(balance)
-
-
-@pytest.mark.thorough
-def test_stages_that_share_a_buffer_by_every_schedule() -> None:
-    class Shifted(nn.Module):
-        def __init__(self, shift: Tensor) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.register_buffer("shift", shift)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(x) + self.shift
-            return y
-
-    shift = torch.randn(4)
-    for name in schedule.names():
-        layers = nn.Sequential(*[Shifted(shift) for _ in range(2 * stages_of(name))])
-        assert_transparent(layers, torch.randn(5, 4), name, 2, chunks=4, steps=1)
 
 
 class Recomputed(nn.Module):

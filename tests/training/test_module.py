@@ -1,7 +1,6 @@
-"""A SplitPipe with a schedule as an nn.Module: arguments, state, copies, threads, and what torch does to modules."""
+"""A SplitPipe with a schedule as an nn.Module: its arguments, inside another model, in several threads."""
 from __future__ import annotations
 
-import copy
 import threading
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from splitpipe import SplitPipe, attach, schedule
 from tests.helpers.deferring import double as double
@@ -17,10 +15,6 @@ from tests.helpers.scheduled import mlp, stages_of, twins
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 CPU = ["cpu"] * 2
-
-
-def pair(name: str = "zb-v", **options: Any) -> tuple[nn.Sequential, SplitPipe]:
-    return twins(mlp(4), name, 2, loss_fn=F.mse_loss, chunks=3, **options)
 
 
 def batch(rows: int = 7) -> tuple[Tensor, Tensor]:
@@ -44,7 +38,7 @@ def wrap(balance: Any = (1, 1, 1, 1), **options: Any) -> SplitPipe:
          "3 stages: expected 2.*3 rows: expected 2.*8 microbatches: expected 4, the number of chunks"),
     ],
 )
-def test_a_schedule_that_does_not_fit_is_told_what_does(name: Any, balance: Any, text: str) -> None:
+def test_a_schedule_for_other_sizes_is_an_error_that_names_the_right_ones(name: Any, balance: Any, text: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){text}"):
         wrap(balance, schedule=name)
 
@@ -126,56 +120,6 @@ def test_layers_and_parameters_may_be_replaced(way: str, mode: Any) -> None:
 
 
 # What torch does to a model
-
-
-@pytest.mark.parametrize("way", ["reentrant", "early stop", "no early stop"])
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_a_checkpoint_around_a_model_and_what_is_beside_it(name: str, mode: str, way: str) -> None:
-    plain, model = twins(mlp(4), name, 1 if name == "zb-v" else 2, loss_fn=F.mse_loss, chunks=3, checkpoint=mode)
-    given, target = batch()
-    found = []
-    for loss_of in (lambda x: model(x, target=target), lambda x: F.mse_loss(plain(x), target)):
-        x, factor = given.clone().requires_grad_(), torch.tensor(3.0, requires_grad=True)
-
-        def beside(x: Tensor, factor: Tensor = factor, loss_of: Any = loss_of) -> Tensor:
-            loss: Tensor = loss_of((x * factor).tanh()) * factor
-            return loss
-
-        with set_checkpoint_early_stop(way == "early stop"):
-            loss: Any = checkpoint(beside, x, use_reentrant=way == "reentrant")
-            loss.backward()
-        found.append([loss.detach(), x.grad, factor.grad])
-    torch.testing.assert_close(found[0], found[1])
-    assert_same_tensors(model, plain)
-
-
-class Loss(nn.Module):
-    """What a model makes of its input, as a loss for each sample."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        zeros = torch.zeros_like(x)
-        loss = self.model(x, target=zeros) if isinstance(self.model, SplitPipe) else F.mse_loss(self.model(x), zeros)
-        return loss.expand(len(x))
-
-
-@pytest.mark.parametrize("outer", [{}, {"schedule": "1f1b", "loss_fn": F.mse_loss}])
-def test_a_model_in_a_checkpointed_layer_of_another(outer: dict[str, Any]) -> None:
-    plain, model = twins(mlp(4), "1f1b", 2, loss_fn=F.mse_loss, chunks=2)
-    first = nn.Linear(4, 4)
-    other = copy.deepcopy(first)
-    layers = nn.Sequential(first, Loss(model))
-    around = SplitPipe(layers, [1, 1], devices=CPU, chunks=1, checkpoint="always", **outer)
-    x, target = torch.randn(7, 4), torch.randn(7)
-    loss = around(x, target=target) if outer else F.mse_loss(around(x), target)
-    F.mse_loss(nn.Sequential(other, Loss(plain))(x), target).backward()
-    loss.backward()
-    assert_same_tensors(model, plain)
-    assert_same_tensors(first, other)
 
 
 class Inner(nn.Module):

@@ -1,7 +1,6 @@
 """torch's own losses with a schedule: that of the whole batch, whatever is ignored, weighted, smoothed or summed."""
 from __future__ import annotations
 
-import math
 import warnings
 from functools import partial
 from typing import Any
@@ -16,22 +15,8 @@ from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
 
-REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum"])
 CLASSES = 4
 WEIGHT = torch.tensor([0.5, 2.0, 0.25, 1.0], dtype=torch.float64)
-
-
-class Shaped(nn.Module):
-    """Rows of numbers as rows of classes, for targets of some more dimensions."""
-
-    def __init__(self, *more: int) -> None:
-        super().__init__()
-        self.more = more
-
-    def forward(self, x: Tensor) -> Tensor:
-        spread = x.reshape(len(x), CLASSES, *[1] * len(self.more)).expand(-1, -1, *self.more)
-        factor = torch.linspace(0.5, 1.5, math.prod(self.more), dtype=x.dtype).reshape(self.more)
-        return (spread * factor).log_softmax(1)
 
 
 def assert_equal(plain: nn.Module, model: SplitPipe, x: Tensor, y: Any, loss_fn: Any) -> None:
@@ -62,31 +47,6 @@ def test_a_loss_with_the_last_layer_inside() -> None:
         assert_equal(plain, model, x, y, loss_fn)
 
 
-@pytest.mark.parametrize("more", [(3,), (2, 3), (2, 1, 2)])
-@pytest.mark.parametrize("chances", [False, True])
-@REDUCTIONS
-def test_targets_of_more_dimensions(reduction: str, chances: bool, more: tuple[int, ...]) -> None:
-    y = torch.randint(CLASSES, (7, *more))
-    y[:3], y[-1] = 1, 0  # The first microbatch has none that counts.
-    for smoothing in (0.0, 0.1):
-        loss_fn = nn.CrossEntropyLoss(WEIGHT, ignore_index=-100 if chances else 1, label_smoothing=smoothing,
-                                      reduction=reduction)
-        plain, model = twins(nn.Sequential(*mlp(3), Shaped(*more)), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
-        target = torch.rand(7, CLASSES, *more).softmax(1) if chances else y
-        assert_equal(plain, model, torch.randn(7, 4), target, loss_fn)
-
-
-@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
-@pytest.mark.parametrize("make", [
-    lambda: nn.MSELoss(reduction="sum"), lambda: partial(partial(F.mse_loss, reduction="mean"), reduction="sum"),
-    lambda: nn.MSELoss(size_average=False),
-])
-def test_reductions_are_read_as_torch_reads_them(make: Any) -> None:
-    loss_fn = make()
-    plain, model = twins(mlp(4), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
-    assert_equal(plain, model, torch.randn(7, 4), torch.randn(7, 4), loss_fn)
-
-
 def test_a_function_with_the_old_arguments_is_not_understood() -> None:
     loss_fn = partial(F.mse_loss, size_average=False)
     _, model = twins(mlp(4), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
@@ -107,47 +67,8 @@ def test_a_compiled_loss_is_a_mean_over_rows_which_is_said() -> None:
         assert_equal(plain, model, torch.randn(4, 4), torch.tensor([1, 1, 2, 3]), loss_fn)
 
 
-def test_hooks_of_a_loss_see_each_microbatchs_mean() -> None:
-    loss_fn, seen = nn.CrossEntropyLoss(ignore_index=0), []
-    _, model = twins(nn.Sequential(*mlp(3), Shaped()), "1f1b", 2, loss_fn=loss_fn, chunks=3)
-
-    def hook(module: nn.Module, args: Any, found: Tensor) -> None:
-        assert module is loss_fn
-        seen.append(F.cross_entropy(*args, ignore_index=0) == found)
-
-    loss_fn.register_forward_hook(hook)
-    model(torch.randn(6, 4), target=torch.tensor([0, 1, 2, 3, 1, 1])).backward()
-    assert seen == [True] * 3
-
-
 def test_what_torch_takes_for_one_sample() -> None:
     for loss_fn, y in ((F.cross_entropy, torch.rand(6)), (F.multilabel_margin_loss, torch.zeros(6, dtype=torch.long))):
         _, model = twins(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), "1f1b", 2, loss_fn=loss_fn, chunks=3)
         with pytest.warns(UserWarning, match=f"beyond {loss_fn.__name__}"):
             model(torch.randn(6, 4), target=y)
-
-
-@REDUCTIONS
-@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
-def test_rows_that_are_broadcast_are_not_claimed_to_be_exact(reduction: str) -> None:
-    loss_fn = nn.MSELoss(reduction=reduction)
-    _, model = twins(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), "1f1b", 2, loss_fn=loss_fn, chunks=3)
-    with pytest.warns(UserWarning, match="beyond mse_loss"):
-        model(torch.randn(6, 4), target=torch.randn(6))
-    plain, model = twins(mlp(2), "1f1b", 2, loss_fn=loss_fn, chunks=3)
-    assert_equal(plain, model, torch.randn(6, 4), torch.tensor(0.5), loss_fn)
-
-
-def test_weights_of_classes_may_require_grad() -> None:
-    grads = []
-    for scheduled in (False, True):
-        torch.manual_seed(0)
-        weight = WEIGHT.clone().requires_grad_()
-        loss_fn = partial(F.cross_entropy, weight=weight)
-        plain, model = twins(nn.Sequential(*mlp(3), Shaped()), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
-        x, y = torch.randn(7, 4), torch.rand(7, 4)
-        (model(x, target=y) if scheduled else loss_fn(plain(x), y)).backward()
-        grads.append(weight.grad)
-        with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'weight'"):
-            model(x, target=torch.arange(7) % 4)
-    torch.testing.assert_close(*grads)

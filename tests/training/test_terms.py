@@ -58,7 +58,7 @@ def test_the_sum_of_no_terms_is_zero() -> None:
     assert terms.combined([], [1, 1], torch.tensor(5.0)) == 0
 
 
-def test_a_value_is_what_it_was_noted_as() -> None:
+def test_facts_of_a_value_are_those_put() -> None:
     facts, number = Facts(2), torch.tensor(3.0)
     rows = torch.randn(2, 3, requires_grad=True) * 1
     assert facts.of(rows) is ROWS and facts.of("text") is CONSTANT and facts.of(torch.ones(2)) is CONSTANT
