@@ -15,7 +15,7 @@ from splitpipe.schedule import Op, Schedule
 from tests.helpers.covering import graded
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import assert_transparent, mean, mlp, stages_of, twins
-from tests.helpers.twin import Note
+from tests.helpers.twin import Note, assert_same_tensors
 
 
 class Logged(nn.Module):

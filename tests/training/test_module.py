@@ -1,6 +1,7 @@
 """A SplitPipe with a schedule as an nn.Module: its arguments, inside another model, in several threads."""
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -98,7 +99,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("way", ["balance", "cuts", "cuts, drop-in"])
 def test_layers_and_parameters_may_be_replaced(way: str, mode: Any) -> None:
     plain: Any
-    plain, model = pair(checkpoint=mode)
+    plain, model = twins(mlp(4), "zb-v", 2, loss_fn=F.mse_loss, chunks=3, checkpoint=mode)
     if way != "balance":
         plain = Chain(plain)
         how: Any = {} if way == "cuts, drop-in" else {"schedule": "1f1b", "loss_fn": F.mse_loss}
