@@ -359,8 +359,9 @@ def cut(
                 return list[Flat](found), [{**own} for own in numbers]
         whole = whole or not seen.isdisjoint(each.nodes)
         seen |= each.nodes
-    for i in range(min(run.call.checkpointed, len(forwards)) if seen and not whole else 0):
-        whole = whole or not seen.isdisjoint(reached(map(_edge, _values(found[i][0], numbers[i]))).nodes)
+    if seen and not whole:  # All at once, since they lead to the same nodes of parameters.
+        kept = [x for i in range(min(run.call.checkpointed, len(forwards))) for x in _values(found[i][0], numbers[i])]
+        whole = not seen.isdisjoint(reached(map(_edge, kept)).nodes)
     outputs, made = list[Flat](found), [{**each} for each in numbers]
     for stage in run.stages:
         stage.facts.whole = whole
