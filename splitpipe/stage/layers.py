@@ -230,7 +230,9 @@ def code_layers(blocks: Blocks, homes: Homes, places: Sequence[Place]) -> ModelL
             elif called in blocks.opened and (homes.stage_of.get(called) == index or called in homes.written):
                 layers.append((blocks.opened[called], _without_children(called)))
         stages.append(StageLayers(index, place, layers, known))
-    return ModelLayers(stages, Structure(blocks.module.children(), blocks.module))
+    made = ModelLayers(stages, Structure(blocks.module.children(), blocks.module))
+    made.compiled = made.compiled or is_compiled(blocks.module)
+    return made
 
 
 def _without_children(module: nn.Module) -> nn.Module:

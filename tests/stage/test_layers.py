@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from splitpipe import SplitPipe
+from splitpipe.core.stream import Place
+from splitpipe.partition.blocks import Blocks
+from splitpipe.partition.homes import Homes
+from splitpipe.stage.layers import code_layers
 from tests.helpers.twin import assert_same_tensors
 
 CPU = ["cpu"] * 2
@@ -121,3 +125,9 @@ class Holding(nn.Module):
 def test_lists_and_recomputed_attributes_are_not_logged(layer: nn.Module, said: list[str]) -> None:
     SplitPipe(nn.Sequential(layer, nn.Linear(4, 4)), [1, 1], devices=CPU, chunks=3)(torch.randn(6, 4))
     assert said == []
+
+
+def test_a_compiled_module_counts_as_compiled_around_its_blocks() -> None:
+    module = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), backend="eager")
+    blocks, places = Blocks(module, []), [Place(torch.device("cpu"))]
+    assert code_layers(blocks, Homes(places, module), places).compiled
