@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitpipe.loss.counts import Count
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, of_row, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
-from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
+from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
+
+A_COUNT = "a number that counts rows"
 
 
 def in_place(name: str) -> bool:
@@ -25,6 +28,8 @@ def before(facts: Facts, name: str, args: Sequence[Any]) -> Sequence[Any]:
         _keep_value(facts, args[0])
     if name in DIVISIONS and len(args) == 2:
         below = args[DIVISIONS[name]]
+        if isinstance(below, Count) and below.plain == 0:
+            return [1 if x is below else x for x in args]
         made = number_of(facts, below)
         count = isinstance(made, Number) and made.least is None and any(t.kind is not A_CONSTANT for t in made.terms)
         if count and below.numel() == 1 and not below.requires_grad:  # x / 0 becomes x / 1: see ``terms``.
@@ -53,7 +58,7 @@ def _counted(facts: Facts, values: Sequence[Any], row: Row, divided: bool) -> bo
     """True if a row's value is divided by a number of the batch, or multiplied by its inverse."""
     sums = Number((term(0.0, SUM),), frozenset([row.row]))
     ask = facts.divisor if divided else facts.factor
-    return any(ask(float(x), sums) is not None for x in values if not isinstance(x, Tensor) and x)
+    return any(ask(float(x), sums) not in (None, NONE) for x in values if not isinstance(x, Tensor) and x)
 
 
 def single(made: Number, out: Tensor, name: str) -> Made:
@@ -81,6 +86,8 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
     alpha = kwargs.get("alpha", 1)
     if len(given) != 2 or kwargs.keys() - {"other", "alpha"}:
         return facts.other(name, given, out)
+    if any(isinstance(x, Count) for x in given):
+        return Unknown(A_COUNT)
     signs = [1.0, float(alpha)]
     if "sub" in name:
         signs = [-float(alpha), 1.0] if name.endswith("rsub__") or name == "rsub" else [1.0, -float(alpha)]
@@ -124,10 +131,16 @@ def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out:
 
 def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     if len(args) == 2:
+        x, count = args if isinstance(args[1], Count) else args[::-1]
+        if isinstance(count, Count):
+            made_of = number_of(facts, x)
+            if isinstance(made_of, Unknown):
+                return made_of
+            return _by_divisor(made_of, count.divisor, out, name) if count.inverse else Unknown(A_COUNT)
         row = one_row([facts.of(x) for x in args])
         if row is not None and not _counted(facts, args, row, False):
             return row
-        made = [number_of(facts, x) for x in args]
+        made = [number_of(facts, x) if isinstance(facts.of(x), Row) else facts.share(x) for x in args]
         for one, other, x, y in ((*made, *args), (*made[::-1], *args[::-1])):
             found = _product(facts, name, one, other, x, y, out)
             if found is not None:
@@ -138,6 +151,8 @@ def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
 def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, out: Tensor) -> Made | None:
     if isinstance(one, Unknown):
         return one
+    if one is ROWS and facts.least(y):
+        return Share(NONE, True)
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
         if isinstance(one, Number) and undivided(one) and not isinstance(y, Tensor) and y:
             divisor = facts.factor(float(y), one)
@@ -197,12 +212,19 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     row = one_row(plain)
     if row is not None and not _counted(facts, [below], row, True):
         return row
-    if plain[0] is ROWS and not isinstance(below, Tensor) and facts.is_length(float(below)):
-        return Share(Divisor(float(below)), True)
     made, by = number_of(facts, above), number_of(facts, below)
     for each in (made, by):
         if isinstance(each, Unknown):
             return each
+    if isinstance(above, Count):
+        return Unknown(A_COUNT)
+    if isinstance(below, Count):
+        return Unknown(A_COUNT) if below.inverse else _by_divisor(made, below.divisor, out, name)
+    if made is ROWS and not isinstance(below, Tensor):
+        length = Divisor(float(below)) if facts.is_length(float(below)) else facts.count(float(below))
+        length = NONE if facts.least(below) else length
+        if length is not None:
+            return Share(length, True)
     if by is CONSTANT and isinstance(made, (Number, Stack)):
         divisor = None
         if isinstance(made, Number) and undivided(made) and not isinstance(below, Tensor):
@@ -219,8 +241,10 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 def _by_number(made: Made, by: Number, out: Tensor, name: str) -> Made:
     divisor = divided(by)
-    if divisor is None:
-        return _mean_by_mean(made, by, out, name)
+    return _mean_by_mean(made, by, out, name) if divisor is None else _by_divisor(made, divisor, out, name)
+
+
+def _by_divisor(made: Made, divisor: Divisor, out: Tensor, name: str) -> Made:
     if isinstance(made, Number):
         return _over(made, divisor, out, name)
     return Share(divisor, made is not CONSTANT) if made in (CONSTANT, ROWS) or isinstance(made, Row) else Unknown(name)
@@ -257,7 +281,8 @@ def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
 def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Sums and means, over some dimensions or all."""
     x, mean = args[0], "mean" in name
-    made, dims = facts.of(x), args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    made = facts.of(x) if mean else facts.share(x)
+    dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     if isinstance(made, Number):
         return made if x.numel() == 1 else single(made, out, name)
     if isinstance(made, Stack):

@@ -9,8 +9,9 @@
     Stack           it is several numbers: torch.stack([one, other])
     Unknown         rows met other rows (x.std(0)), or a number went through a nonlinear function (sqrt)
 
-A Python number (len(x), x.shape[0], n.item()) is recognised by its value: a sum divided by it is a mean. This fails for
-code that has read such a number, and divides a sum by an equal one with another meaning.
+A sum that is divided by a Python number may be a mean. What n.item() returns knows what it counts (``counts``); other
+numbers (len(x), x.shape[0], int(n)) are recognised by their value. This fails for code that has read such a number, and
+divides a sum by an equal one with another meaning.
 """
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
-from splitpipe.loss.terms import BEFORE, SUM, Divisor, Number, Term, Unknown, divided
+from splitpipe.loss.terms import BEFORE, NONE, SUM, Divisor, Number, Term, Unknown, divided
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 
 
@@ -91,6 +92,7 @@ class Facts:
         self._lengths: set[int] = set()
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they count.
         self.statistics: dict[float, str] = {}  # Other numbers that Python has read, and the functions they come from.
+        self.zero = False  # Whether Python may have taken 1 in place of a count of 0: max(n, 1).
         self._host = False  # Whether Python has read numbers of unknown meaning.
         self.asked = 0  # How many numbers and conditions Python has read, on which later code may depend.
         self.condition = ""  # A condition on a number that Python has evaluated.
@@ -106,6 +108,13 @@ class Facts:
 
     def of(self, x: Any) -> Made:
         """What a value consists of."""
+        made = self.share(x)
+        if isinstance(made, Share) and made.divisor is NONE:
+            return ROWS if made.rows else CONSTANT
+        return made
+
+    def share(self, x: Any) -> Made:
+        """What a value consists of, including that it was divided by a number that may be max(n, 1)."""
         if not isinstance(x, Tensor):
             return CONSTANT
         found = self._made.get(id(x))
@@ -209,16 +218,22 @@ class Facts:
             x.shape[axis] in (1, self.rows) for x in both for _, axis in sizes if axis != self.axis(x)
         )
 
-    def read(self, value: Any, made: Made) -> None:
-        """Records a number that Python has read from a tensor."""
+    def read(self, value: Any, made: Made, plain: bool) -> None:
+        """Records a number that Python has read from a tensor; if it is ``plain``, it doesn't report its use."""
         self.asked += 1
         divisor = divided(made) if isinstance(made, Number) else None
         if divisor is not None:
             self._counts.append((float(value), divisor))
+            self.zero = self.zero or plain and value == 0
         elif made is not CONSTANT:
             self._host = True
             if type(value) is float and not value.is_integer() and not isinstance(made, Row):
                 self.statistics[value] = made.function if isinstance(made, Unknown) else "item"
+
+    def count(self, value: float) -> Divisor | None:
+        """What a Python number counts that equals one read from a tensor; small ones have other meanings, too."""
+        known = [divisor for count, divisor in self._counts if value > 4 and math.isclose(value, count, rel_tol=1e-6)]
+        return known[0] if known and value not in self._given else None
 
     def compared(self, made: Number, name: str, other: Any) -> Made:
         """The result of comparing a number with another one."""
@@ -234,6 +249,7 @@ class Facts:
         made = self.of(x)
         if made is ROWS and x.dim():
             axis = self.axis(x)
+            self.zero = self.zero or x.shape[axis] == 0
             self._shapes.add((x.shape[axis], *x.shape[:axis], *x.shape[axis + 1 :]))
             if length:
                 self._lengths.add(x.shape[0])
@@ -250,6 +266,8 @@ class Facts:
             return Divisor(value)
         said = Unknown("a sum divided by a number that may be a count")
         known = [(count, divisor) for count, divisor in self._counts if math.isclose(value, count, rel_tol=1e-6)]
+        if self.least(value):
+            return said if known or self.counts(value) else NONE
         if known:
             return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
         if self.counts(value):
@@ -262,6 +280,8 @@ class Facts:
         0.1 may be 1 / 10 for two rows of five elements, but is more often a weight, like other numbers with one or two
         digits.
         """
+        if self.least(value):
+            return NONE
         if value < 0:
             found = self.factor(-value, made)
             return _negative(found) if isinstance(found, Divisor) else found
@@ -284,6 +304,10 @@ class Facts:
             return False
         of_rows = bool(self._shapes) and self.rows > 1 and value >= self.rows and value % self.rows == 0
         return of_rows or any(count > 1 and value > count and not value % count for count, _ in self._counts)
+
+    def least(self, value: object) -> bool:
+        """True if a number may be max(n, 1) where the count n is 0."""
+        return self.zero and type(value) in (int, float) and value == 1
 
     def is_length(self, value: float) -> bool:
         """True if a number is the length of a tensor that was read."""

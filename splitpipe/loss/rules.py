@@ -108,6 +108,8 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
             return Unknown("an index of rows")  # Not arange(len(x)), nor found in the batch.
     if made is ROWS and first is None and x.dim():
         facts.turn(out, axis + 1)
+    if made is ROWS and isinstance(first, Tensor) and first.dtype == torch.bool and axis == 0 and out.dim():
+        facts.turn(out, 0)
     if made is ROWS and number and axis and out.dim() == x.dim() - 1:
         facts.turn(out, axis - 1)
     return facts.other(name, [x, *tensors((index,))], out)
@@ -119,6 +121,15 @@ def _picks(facts: Facts, index: Any) -> bool:
         return facts.of(index) is CONSTANT and (index.dtype != torch.bool or bool(made_by(facts, index)))
     values: Any = index.tolist() if hasattr(index, "tolist") else index  # NumPy's.
     return isinstance(values, (list, range)) and not any(isinstance(each, bool) for each in values)
+
+
+def _places(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """The places of values that aren't 0: one line each."""
+    if isinstance(out, Tensor):
+        facts.turn(out, 0)
+    for x in tensors((out,)):
+        facts.put(x, facts.other(name, args[:1], x))
+    return None
 
 
 def _set(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -240,7 +251,7 @@ def _truth(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 
 def _read(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    facts.read(out if isinstance(out, (int, float)) else 0, facts.of(args[0]))
+    facts.read(out if isinstance(out, (int, float)) else 0, facts.of(args[0]), name != "item")
     return None
 
 
@@ -350,7 +361,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (divide, f"reciprocal {' '.join(DIVISIONS)}"),
     (reduce, "sum mean nansum count_nonzero"),
     (matmul, "matmul __matmul__ __rmatmul__ mm mv bmm linear cdist dot vdot inner"),
-    (_index, "__getitem__"), (_set, "__setitem__"),
+    (_index, "__getitem__"), (_places, "nonzero argwhere"), (_set, "__setitem__"),
     (_apart, "unbind split chunk tensor_split"),
     (_together, "stack cat concat concatenate hstack vstack"),
     (_along, " ".join(_ALONG)),

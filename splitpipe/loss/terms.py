@@ -41,6 +41,19 @@ class Divisor:
         """The divisor in the microbatch."""
         return _at_least(self.count if _zero(self.more) else self.count + self.more, self.least)
 
+    def shifted(self, by: float) -> Divisor:
+        """The divisor plus a number."""
+        return replace(self, more=self.more + by, least=None if self.least is None else self.least + by)
+
+    def times(self, by: float) -> Divisor:
+        """The divisor times a positive number."""
+        least = None if self.least is None else self.least * by
+        return Divisor(self.count * by, self.more * by, least, self.source)
+
+
+#: Where a count that Python has read is 0: the 1 of max(n, 1), unless other microbatches divide by 1, too.
+NONE = Divisor(0.0, least=1.0)
+
 
 @dataclass(frozen=True, eq=False)
 class Term:
@@ -132,7 +145,9 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
     columns = [list(column) for column in zip(*kept)]
     for k, column in enumerate(columns):
         dividing = [term for term in column if term.divisor is not None]
-        if dividing and len(dividing) < len(column):
+        if any(term.kind is SUM for term in column) and all(term.divisor is NONE for term in dividing):
+            column = columns[k] = [replace(t, kind=SUM, divisor=None) if t.divisor is NONE else t for t in column]
+        elif dividing and len(dividing) < len(column):
             # max(n, 1) is the plain number 1 if n is 0: nothing counts there.
             if not all(term.divisor is not None or _nil(term.value) for term in column):
                 return None

@@ -307,7 +307,9 @@ class Reduction:
         found: list[Amount | None] = []
         for term in each:
             here = None if term.divisor is None else term.divisor.here
-            if isinstance(here, Tensor):
+            if term.divisor is terms.NONE:
+                found.append(1.0)  # Like a sum, which it may be.
+            elif isinstance(here, Tensor):
                 found.append(self._power(here) if single else torch.where(here == 0, sum(self._rows), here * grown))
             else:
                 found.append(None if here is None else here * grown or 1.0)

@@ -704,6 +704,8 @@ PENALTIES: Table = {
     "mean of a weight": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.1 * own[0].square().mean()),
     "by hand": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum() + 0.01 * squares(own)),
     "clamped": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum().clamp(min=1) + 0.01 * squares(own)),
+    "max of int": ("tokens", lambda o, t, own: each(o, t).sum() / max(int((t != IGNORED).sum()), 1) + 0.01 * squares(
+        own)),
     "times a weight": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) * own[-1].sum().exp()),
     "weighted times a weight": ("some", lambda o, t, own: own[-1][0].exp() * F.cross_entropy(o, t, WEIGHT)),
     "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),

@@ -1,0 +1,89 @@
+"""Counts that Python reads: n.item(), int(n), len(x); in some microbatches, they are 0."""
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.promise.losses import Loss
+from tests.promise.test_losses import CHUNKS, EVEN, UNEVEN, WAYS, assert_close, backward, batch, made
+
+
+def positives(t: Tensor) -> Tensor:
+    return (t > 0).sum()
+
+
+def with_a_metric(o: Tensor, t: Tensor) -> Tensor:
+    """A count is read that has no part in the loss."""
+    found = [(o.argmax(1) == t.argmax(1)).sum().item()]
+    return (o - t).square().sum() / len(o) + 0 * len(found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
+    ways: list[Loss] = [
+        # All elements over the number of some.
+        lambda o, t: (o - t).square().sum() / max(1, int(positives(t))),
+        lambda o, t: (o - t).square().sum() / max(1, positives(t).item()),
+        lambda o, t: (o - t).square().sum() / (positives(t).item() or 1),
+        lambda o, t: (o - t).square().sum() / max(positives(t).item() / 2, 1),
+        lambda o, t: (o - t).square().sum() / (positives(t).item() + 1e-6),
+        lambda o, t: (o - t).square().sum() * (1 / max(1, positives(t).item())),
+        lambda o, t: (o - t).square().sum() / max(1, len(o[t > 0])),
+        lambda o, t: (o - t).square().sum() / max(1, (t > 0).nonzero().shape[0]),
+        lambda o, t: ((o - t).square() / max(1, positives(t).item())).sum(),
+        lambda o, t: ((o - t).square() * (1 / max(1, positives(t).item()))).sum(),
+        lambda o, t: ((o - t).square() / 2).sum() / max(1, int(positives(t))),
+        lambda o, t: sum(1.0 * ((o - t).square().sum() / max(1, positives(t).item())) for _ in range(2)),
+        # Here, 1 isn't a count.
+        lambda o, t: torch.stack([1.0 * x.sum() for x in (o - t).abs()]).mean() * (int(positives(t)) >= 0),
+        lambda o, t: F.mse_loss(1.0 * o, t / 1) + 0 * int(positives(t)),
+        lambda o, t: 1.0 * (o - t).square().sum() / 1 + 0 * int(positives(t)),
+        with_a_metric,
+        # Selected elements.
+        lambda o, t: o[t > 0].square().sum() / max(1, int((t > 0).sum())),
+        lambda o, t: o[t > 0].square().mean() if (t > 0).any() else o.sum() * 0,
+        lambda o, t: o[t > 0].square().mean() if (t > 0).any() else o.new_zeros(()),
+        lambda o, t: (o * (t > 0)).square().sum() / (t > 0).sum().clamp(min=1),
+    ]
+    for loss in ways:
+        plain, model, expected, found = made(way, loss)
+        for rows in (UNEVEN, EVEN):
+            x, y = batch("flat", rows)
+            y = y.abs()
+            y[:3] = -1
+            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
+def test_a_count_that_python_reads_is_a_number_like_others() -> None:
+    told: list[Any] = []
+
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        n, half = (t > -9).sum().item(), ((t > -9).sum() / 2).item()
+        told.append([
+            n, pickle.loads(pickle.dumps(n)), copy.deepcopy([half]), json.dumps({"n": n, "half": half}), f"{n:3d} {n}",
+            {n: 1}[int(n)], list(range(n)), [1] * n, n + 1, 1 + n, n - 1, 2 * n, n / 2, 60 / n, n // 2, -n, n**2, n + n,
+            half - n, n == 10, n != 10, n < 11, n <= 10, n > 10, n >= 10, bool(n), math.sqrt(n),
+            np.float64(2) * n, Fraction(1, 2) + n,
+            torch.zeros(n).sum(), torch.arange(20)[:n].sum(), (torch.ones(2) * n).sum(), (n - torch.ones(2)).sum(),
+        ])
+        return F.mse_loss(o, t)
+
+    *_, expected, found = made("sequential", loss)
+    x, y = torch.randn(EVEN, 3).double(), torch.randn(EVEN, 5).double()
+    found(x, y)
+    expected(x[:2], y[:2])
+    *traced, plain = told
+    assert len(traced) == CHUNKS
+    for values in traced:
+        assert values == plain
+        assert type(values[1]) is int and type(values[2][0]) is float
