@@ -64,6 +64,64 @@ def test_a_layer_that_takes_anothers_place_is_the_one_that_runs(
     assert_same(copy.deepcopy(model)(x), plain(x), "output of a copy")
 
 
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+
+class Tracked(nn.Module):
+    """Uses a tensor that isn't a parameter."""
+
+    weight = torch.ones(4, requires_grad=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("where", ["balance", "cuts"])
+def test_a_layer_that_does_what_none_did_before_is_noticed(
+    where: str, schedule: str, backward: str, inside: bool
+) -> None:
+    for layer in (nn.ReLU(inplace=True), Scaled(), nn.Dropout(0.0), Tracked()):
+        module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2))
+        plain, x, y = copy.deepcopy(module), torch.randn(6, 4), torch.randn(6, 2)
+        how: dict[str, Any] = {"cuts": ["1"]} if where == "cuts" else {"balance": [1, 1]}
+        loss_fn = None if schedule == "gpipe" else F.mse_loss
+        model = SplitPipe(
+            module, devices=["cpu", "cpu"], chunks=2, schedule=schedule, loss_fn=loss_fn, checkpoint="always",
+            backward=backward, **how,
+        )
+        for step in range(4):
+            if step == 2:
+                for each in (module, plain):
+                    new = copy.deepcopy(layer)
+                    each[0] = nn.Sequential(each[0][0], new, each[0][2]) if not inside else each[0]
+                    each[0][1] = new
+            model.zero_grad()
+            plain.zero_grad()
+            F.mse_loss(plain(x), y).backward()
+            (model(x, target=y) if loss_fn else F.mse_loss(model(x), y)).backward()
+            assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("where", ["balance", "cuts"])
+def test_facts_about_layers_outlive_evaluation(where: str) -> None:
+    how: dict[str, Any] = {"cuts": ["2"]} if where == "cuts" else {"balance": [2, 2]}
+    model = SplitPipe(made(), devices=["cpu", "cpu"], chunks=2, schedule="1f1b", loss_fn=F.mse_loss, **how)
+    x, y = torch.randn(6, 4), torch.randn(6, 2)
+    found = []
+    for _ in range(3):
+        model(x, target=y)
+        found.append([{**cache.facts} for cache in model._runtime._resources.caches])
+        with torch.no_grad():
+            model(x)
+    assert all(known.items() <= later.items() for before, after in zip(found, found[1:]) for known, later in zip(
+        before, after))
+
+
 def test_more_or_fewer_layers_in_the_original_are_an_error_at_the_next_call() -> None:
     x = torch.randn(6, 4)
     for change in (lambda module: module.append(nn.Tanh()), lambda module: module.pop(1)):

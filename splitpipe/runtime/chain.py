@@ -51,7 +51,7 @@ class ChainRuntime(Runtime):
         self._memory = Memory()
         self._joiner = Joiner()
         self._known: list[nn.Module] = []  # The layers that have been placed.
-        self._layers: tuple[Sequence[Named], ModelLayers] | None = None
+        self._layers: tuple[Sequence[Any], ModelLayers] | None = None
         self._attributes = Attributes()
 
     def __deepcopy__(self, memo: object) -> ChainRuntime:
@@ -96,15 +96,13 @@ class ChainRuntime(Runtime):
             undo()
             raise
 
-    def _by_stage(self, layers: Sequence[Named]) -> ModelLayers:
+    def _by_stage(self, layers: Sequence[Named], objective: nn.Module | None = None) -> ModelLayers:
         """The layers by stage; with a schedule, the loss is the last one."""
-        known = self._layers
-        if known is not None and known[0] == layers and known[1].structure.same():
+        known, key = self._layers, (*layers, objective)
+        if known is not None and known[0] == key and known[1].same():
             return known[1]
-        start, end = self._spans[-1]
-        spans = self._spans if self._trainer is None else [*self._spans[:-1], (start, end + 1)]
-        found = chain_layers(layers, spans, self._resources.places)
-        self._layers = (layers, found) if found.lasting else None
+        found = chain_layers(layers, self._spans, self._resources.places, objective)
+        self._layers = (key, found) if found.lasting else None
         return found
 
     def _stage(self, call: Call, layers: ModelLayers, j: int, pending: PendingStore | None) -> Block:
@@ -214,7 +212,7 @@ class ChainRuntime(Runtime):
         def loss() -> Tensor:
             objective = self._objective_of(loss_fn)
             self._compiler.compile(layer for _, layer in layers)
-            found = self._by_stage([*layers, ("loss_fn", objective)])
+            found = self._by_stage(layers, objective)
             division, targets = self._divided(input, target)
             assert targets is not None
             call = self._call(division, inner, found, training)

@@ -157,6 +157,10 @@ class Structure:
         found = self._look()
         return len(found) == len(self._found) and all(map(is_, found, self._found))
 
+    def code(self) -> list[Any]:
+        """The modules, their classes and their forwards, but not their parameters."""
+        return [*self.modules, *self._found[: 3 * len(self.modules)]]
+
     def buffers(self) -> list[Tensor]:
         """All buffers, as they are now."""
         return [x for table in self._buffers for x in table.values() if x is not None]
@@ -169,11 +173,11 @@ class Structure:
         modules = self.modules
         return [
             *map(type, modules),
+            *[module._compiled_call_impl for module in modules],
+            *[vars(module).get("forward") for module in modules],
             *chain.from_iterable([table.values() for table in self._tables]),
             *chain.from_iterable([module._modules.values() for module in modules]),
             *chain.from_iterable([module._parameters.values() for module in modules]),
-            *[module._compiled_call_impl for module in modules],
-            *[vars(module).get("forward") for module in modules],
             *[namespace for module in self._skippable for namespace, _ in (*module.stashable(), *module.poppable())],
         ]
 
@@ -181,19 +185,28 @@ class Structure:
 class ModelLayers:
     """The layers of all stages of a model, which has this structure, and facts that follow from them."""
 
-    def __init__(self, stages: Sequence[StageLayers], structure: Structure) -> None:
+    def __init__(
+        self, stages: Sequence[StageLayers], structure: Structure, objective: Structure | None = None
+    ) -> None:
         self.stages = stages
         self.structure = structure
+        self._objective = objective
+        modules = structure.modules if objective is None else [*structure.modules, *objective.modules]
         #: The layers of blocks that are recomputed separately, by block and stage.
         self.blocks: dict[tuple[nn.Module, int], BlockLayers] = {}
         #: True if there is a BatchNorm with statistics of the whole batch.
-        self.collects = any(isinstance(module, DeferredBatchNorm) for module in structure.modules)
+        self.collects = any(isinstance(module, DeferredBatchNorm) for module in modules)
         #: True if a parameter or buffer is a DTensor.
         self.sharded = sharded(layer for stage in stages for _, layer in stage.layers)
         #: True if a module is compiled.
-        self.compiled = any(map(is_compiled, structure.modules))
+        self.compiled = any(map(is_compiled, modules))
         #: False if parameters are computed: these belong to one call, and keep their graph alive.
         self.lasting = not any([stage.computed for stage in stages])
+        self._with_loss: tuple[nn.Module, Structure, ModelLayers] | None = None
+
+    def same(self) -> bool:
+        """True if the modules, and those of the loss, are still the same."""
+        return self.structure.same() and (self._objective is None or self._objective.same())
 
     def parts(self) -> list[list[nn.Module]]:
         """The layers of each stage, without their names."""
@@ -201,21 +214,31 @@ class ModelLayers:
 
     def with_loss(self, objective: nn.Module) -> ModelLayers:
         """The same, with the loss as the last stage's last layer."""
-        made = copy(self)
+        known = self._with_loss
+        if known is not None and known[0] is objective and known[1].same():
+            return known[2]
+        made, structure = copy(self), Structure([objective])
         last = made.stages[-1]
         own = Known.of(objective.named_parameters("loss_fn"))
-        known = Known({**own.names, **last.names}, last.identities | own.identities, last.computed)
-        loss = StageLayers(last.index, last.place, [*last.layers, ("loss_fn", objective)], known)
+        both = Known({**own.names, **last.names}, last.identities | own.identities, last.computed)
+        loss = StageLayers(last.index, last.place, [*last.layers, ("loss_fn", objective)], both)
         made.stages = [*made.stages[:-1], loss]
+        self._with_loss = objective, structure, made
         return made
 
 
-def chain_layers(layers: Sequence[Named], spans: Sequence[tuple[int, int]], places: Sequence[Place]) -> ModelLayers:
-    """The layers of an nn.Sequential, divided at ``spans``."""
-    parts = [layers[start:end] for start, end in spans]
+def chain_layers(
+    layers: Sequence[Named], spans: Sequence[tuple[int, int]], places: Sequence[Place],
+    objective: nn.Module | None = None,
+) -> ModelLayers:
+    """The layers of an nn.Sequential, divided at ``spans``; the loss, if there is one, is the last stage's last."""
+    parts = [list(layers[start:end]) for start, end in spans]
+    if objective is not None:
+        parts[-1].append(("loss_fn", objective))
     skips = crossing(parts)
     stages = [BlockLayers(j, place, part, skips) for j, (place, part) in enumerate(zip(places, parts))]
-    return ModelLayers(stages, Structure(layer for _, layer in layers))
+    structure = Structure(layer for _, layer in layers)
+    return ModelLayers(stages, structure, None if objective is None else Structure([objective]))
 
 
 def code_layers(blocks: Blocks, homes: Homes, places: Sequence[Place]) -> ModelLayers:

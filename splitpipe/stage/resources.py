@@ -7,6 +7,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from operator import is_
+from typing import Any
 
 from splitpipe.core import stream
 from splitpipe.core.rng import RngMode
@@ -30,15 +32,21 @@ class Resources:
         self._rows = rows
         self._pool: Pool | None = None
         self._pooled: list[int] = []  # The worker of each stage when the threads were started.
+        self._code: list[Any] = []  # The modules and forwards that the caches' facts are about.
         self._placed: weakref.ref[ModelLayers] | None = None  # The layers for which the workers were chosen.
         self._routes: Routes | None = None
         self._doubting = False
         self.named = NamedStreams()
 
     def find_workers(self, layers: ModelLayers) -> None:
-        """Chooses the worker of each stage."""
+        """Chooses the worker of each stage, and forgets what other modules' runs have shown."""
         # A model may be sharded, or a layer compiled or put into two stages, after its first forward.
         if self._placed is None or self._placed() is not layers:
+            code = layers.structure.code()
+            if len(code) != len(self._code) or not all(map(is_, code, self._code)):
+                for cache in (*self.caches, *self.block_caches):
+                    cache.facts.clear()
+                self._code = code
             parts = layers.parts()
             placing.verify_graphs(parts, self.places)
             self.workers = placing.workers(parts, self.places, self._rows)
