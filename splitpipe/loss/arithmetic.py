@@ -251,17 +251,25 @@ def _by_divisor(made: Made, divisor: Divisor, out: Tensor, name: str) -> Made:
 
 
 def _mean_by_mean(made: Made, by: Number, out: Tensor, name: str) -> Made:
-    """For means over the same number of elements, the quotient is that of the sums."""
-    means = [each for each in (made, by) if isinstance(each, Number) and len(each.terms) == 1]
-    counts = [t.divisor.here for each in means for t in each.terms if t.kind is MEAN and t.divisor is not None]
-    one = by.terms[0]
-    if len(counts) < 2 or isinstance(counts[0], Tensor) or isinstance(counts[1], Tensor) or counts[0] != counts[1]:
+    """For means over the same number of elements, the quotient is that of the sums: x / (m + e) is nx / (nm + ne)."""
+    above = made.terms if isinstance(made, Number) and made.least is None else ()
+    below = [t for t in by.terms if t.kind is MEAN]
+    constants = [t for t in by.terms if t.kind is A_CONSTANT and t.divisor is None]
+    means = [t for t in (*above, *below) if t.kind is MEAN and t.divisor is not None and t.divisor.more == 0]
+    counts = {None if isinstance(t.divisor.here, Tensor) else t.divisor.here for t in means}  # type: ignore[union-attr]
+    if len(above) != 1 or len(below) != 1 or len(means) < 2 or len(below) + len(constants) < len(by.terms) or (
+        len(counts) > 1 or None in counts
+    ):
         return Unknown(name)
-    total = divided(Number((replace(one, kind=SUM, divisor=None, factor=one.factor * counts[1]),)))
+    many: Any = counts.pop()
+    kinds = {MEAN: SUM, A_CONSTANT: A_CONSTANT}
+    sums = [replace(t, kind=kinds[t.kind], divisor=None, factor=t.factor * many) for t in by.terms]
+    total = divided(Number(tuple(sums), least=None if by.least is None else by.least * many))
     if total is None:
         return Unknown(name)
-    many = torch.where(total.here == 0, counts[1], 1.0) if isinstance(total.here, Tensor) else 1.0
-    return Number((term(out * many, MEAN, total, means[0].terms[0].function),))
+    total = replace(total, count=total.count + total.more, more=0.0)  # Both grow with the rows.
+    scale = torch.where(total.here == 0, many, 1.0) if isinstance(total.here, Tensor) else 1.0
+    return Number((term(out * scale, MEAN, total, above[0].function),))
 
 
 def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:

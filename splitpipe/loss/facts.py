@@ -181,7 +181,7 @@ class Facts:
             if not self.asked and 0 < len(made.rows) < self.rows:
                 return Unknown("a part of the rows")
             if changed or made.least is not None:
-                return Unknown("an in-place function")
+                return Unknown("an in-place function" if changed else "clamp")
             return replace(made, asked=self.asked) if self.asked else made
         return made if isinstance(made, Unknown) else Unknown("div")
 

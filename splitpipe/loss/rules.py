@@ -82,6 +82,16 @@ def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], 
     return made
 
 
+def _finite(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
+    """The same values with 0 in place of NaN, as where nothing counts."""
+    made, nan = _same(facts, name, args, kwargs, out), args[1] if len(args) > 1 else kwargs.get("nan")
+    if not isinstance(made, Number) or nan:
+        return made
+    return replace(made, terms=tuple([
+        t if t.divisor is None else replace(t, divisor=replace(t.divisor, safe=True)) for t in made.terms
+    ]))
+
+
 def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     x, index = args[0], args[1]
     made, first = facts.of(x), index[0] if isinstance(index, tuple) and index else index
@@ -210,7 +220,7 @@ def _clamp(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     numbers = [each for each, plain in zip(made, read) if isinstance(each, Number) and not plain]
     bounds = [x for x, each, plain in zip(given, made, read) if each is CONSTANT or plain]
     plain = len(given) == 2 and not kwargs.keys() - {"min", "other"}
-    if plain and len(numbers) == len(bounds) == 1 and undivided(numbers[0]):
+    if plain and len(numbers) == len(bounds) == 1 and numbers[0].least is None:
         return replace(numbers[0], least=bounds[0])
     return _along(facts, name, args, kwargs, out)
 
@@ -352,8 +362,9 @@ def _along(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 _COMPARISONS = frozenset("lt gt le ge __lt__ __gt__ __le__ __ge__ less greater less_equal greater_equal".split())
 _GROUPS: list[tuple[Rule, str]] = [
     (_same, "float to double half bfloat16 type type_as clone detach squeeze "
-            "contiguous requires_grad_ nan_to_num nan_to_num_ cpu cuda alias long int"),
-    (_expanded, "expand expand_as broadcast_to repeat tile"), (_fitted, "broadcast_tensors"),
+            "contiguous requires_grad_ cpu cuda alias long int"),
+    (_finite, "nan_to_num nan_to_num_"), (_fitted, "broadcast_tensors"),
+    (_expanded, "expand expand_as broadcast_to repeat tile"),
     (_reshaped, "view reshape view_as reshape_as flatten unflatten ravel"), (einsum, "einsum"),
     (_unsqueeze, "unsqueeze"), (negative, "neg negative neg_ negative_ __neg__"),
     (add, "add add_ __radd__ __iadd__ __add__ sub sub_ subtract subtract_ __sub__ __isub__ rsub __rsub__"),

@@ -35,6 +35,7 @@ class Divisor:
     more: Amount = 0.0
     least: Amount | None = None
     source: object = None  # The number from which it was made.
+    safe: bool = False  # True if the quotient is 0 where the divisor is 0: nan_to_num.
 
     @property
     def here(self) -> Amount:
@@ -48,7 +49,7 @@ class Divisor:
     def times(self, by: float) -> Divisor:
         """The divisor times a positive number."""
         least = None if self.least is None else self.least * by
-        return Divisor(self.count * by, self.more * by, least, self.source)
+        return replace(self, count=self.count * by, more=self.more * by, least=least)
 
 
 #: Where a count that Python has read is 0: the 1 of max(n, 1), unless other microbatches divide by 1, too.
@@ -232,6 +233,7 @@ def whole(column: Sequence[Term]) -> Amount | None:
     largest = max(divisors, key=lambda divisor: divisor.least is not None)
     more = next((divisor.more for divisor in divisors if not _zero(divisor.more)), 0.0)
     count = count if _zero(more) else count + _moved(more, device)
+    count = divided_by(count) if any(divisor.safe for divisor in divisors) else count
     return _at_least(count, _moved(largest.least, device))
 
 

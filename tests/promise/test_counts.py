@@ -44,6 +44,9 @@ def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
         lambda o, t: ((o - t).square() * (1 / max(1, positives(t).item()))).sum(),
         lambda o, t: ((o - t).square() / 2).sum() / max(1, int(positives(t))),
         lambda o, t: sum(1.0 * ((o - t).square().sum() / max(1, positives(t).item())) for _ in range(2)),
+        # A mean over the mean of a mask.
+        lambda o, t: ((o - t).square() * (t > 0)).mean() / ((t > 0).double().mean() + 1e-3),
+        lambda o, t: ((o - t).square() * (t > 0)).mean() / (t > 0).double().mean().clamp(min=1e-3),
         # Here, 1 isn't a count.
         lambda o, t: torch.stack([1.0 * x.sum() for x in (o - t).abs()]).mean() * (int(positives(t)) >= 0),
         lambda o, t: F.mse_loss(1.0 * o, t / 1) + 0 * int(positives(t)),
@@ -61,6 +64,23 @@ def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
             x, y = batch("flat", rows)
             y = y.abs()
             y[:3] = -1
+            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_that_is_0_where_nothing_counts_is_so_for_the_batch(way: str) -> None:
+    ways: list[Loss] = [
+        lambda o, t: o[t > 0].square().mean().nan_to_num(),
+        lambda o, t: (o * (t > 0)).sum() / max(1, (t > 0).sum().item()),
+        lambda o, t: (o * (t > 0)).mean() / ((t > 0).double().mean() + 1e-3),
+        lambda o, t: (o * (t > 0)).mean() / (t > 0).double().mean().clamp(min=1e-3),
+    ]
+    for loss in ways:
+        plain, model, expected, found = made(way, loss)
+        for some in (True, False):
+            x, y = batch("flat", UNEVEN)
+            y[:] = -1
+            y[3, 1] = 1 if some else -1
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
