@@ -80,13 +80,13 @@ def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * torch.rand(1) if self.draws else x * 1
 
-    layer, found = Late(), runtime()
-    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), True)
+    own, found = layers(Late(), nn.Identity()), runtime()
+    found.forward(own, torch.rand(2, 2), True)
     assert modes(found) == [RngMode.NONE, RngMode.NONE]
-    layer.draws = True
-    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), True)
+    own[0][1].draws = True
+    found.forward(own, torch.rand(2, 2), True)
     assert set(modes(found)) == {RngMode.DOUBTED}
-    found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), True)
+    found.forward(own, torch.rand(2, 2), True)
     assert modes(found) == [RngMode.EXCLUSIVE, RngMode.NONE]
 
 

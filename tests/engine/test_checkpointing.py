@@ -137,12 +137,23 @@ def test_runs_that_find_out_how_outputs_are_joined_leave_a_modules_generator() -
         assert torch.equal(net.generator.get_state(), expected.get_state())
 
 
+class Drawing(nn.Module):
+    """Draws a mask by a function that may be changed."""
+
+    def draw(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(x)
+
+
 class Late(nn.Module):
     """Code between blocks begins to draw, beside a block that draws."""
 
     def __init__(self, stage: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Masked(), nn.Identity()])
+        self.layers[0].dropout = Drawing()
         self.begun = False
         self.stage = stage
 
@@ -174,7 +185,7 @@ def test_a_mask_drawn_while_another_stage_drew_is_an_error_in_recomputation() ->
     def waits() -> None:
         halfway.wait(60)
 
-    net.layers[0].dropout.forward = dropped
+    net.layers[0].dropout.draw = dropped
     net.stage = waits
     real = F.dropout
 
@@ -186,7 +197,7 @@ def test_a_mask_drawn_while_another_stage_drew_is_an_error_in_recomputation() ->
 
     with mock.patch.object(F, "dropout", dropout), pytest.raises(RuntimeError, match="drew other random numbers"):
         model(x)["loss"].backward()
-    net.layers[0].dropout.forward = lambda x: F.dropout(x, 0.4)
+    del net.layers[0].dropout.draw
     net.stage = lambda: None
     for _ in range(2):
         model.zero_grad()
