@@ -59,7 +59,8 @@ def attach(
             gradients and Adam states fill the same share of its device's free memory, or, with ``sample``, so that the
             stages take the same time.
         devices: one per stage. Default: those of the model's ``hf_device_map``; without one, all accelerators; without
-            any, two stages on the CPU. This and all arguments below are as for SplitPipe.
+            any, the CPU for every stage (two stages, without ``cuts``). This and all arguments below are as for
+            SplitPipe.
         chunks: number of microbatches. Default: four per device.
         checkpoint: which microbatches have their blocks recomputed in backward.
         deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch.
@@ -68,7 +69,7 @@ def attach(
             without it, from the field ``loss`` of the module's output.
         loss_fn: ``loss_fn(output, target)``, called if the model is called with ``target=``.
         grad_scaler: the training loop's ``torch.amp.GradScaler``, for a schedule under float16 autocast.
-        stash_limit: the number of bytes that a stage may keep for postponed weight gradients.
+        stash_limit: the number of bytes that a stage may keep for deferred weight gradients.
         batched: how arguments and ``target`` are split, by name: True, False, a dimension, ``"rows"`` (a list with one
             entry per row), or a nesting of these. Default: tensors whose first dimension has the batch size, which is
             that of the first tensor, and lists of that length.

@@ -42,8 +42,8 @@ class DeferredBatchNorm(_BatchNorm):
 
     In a SplitPipe, running statistics are updated at the end of each forward pass, whatever the number of microbatches.
     A layer used on its own updates them after every ``chunks`` forwards; switching between train and eval restarts the
-    count. A layer that is used at several places of a model is updated once for each place, as nn.BatchNorm is, but
-    only once in all in a SplitPipe inside another SplitPipe.
+    count. A layer that is used in several places of a model is updated once for each place, as nn.BatchNorm is, but
+    only once overall in a SplitPipe inside another SplitPipe.
 
     Args:
         num_features: channels, the second dimension of the input ``(N, C, ...)``.

@@ -43,7 +43,7 @@ class SplitPipe(Shell):
     Args:
         module: an nn.Sequential, or any other module, which runs its own forward. The layers of a Sequential take and
             return a tensor, or any nesting of tuples, lists, dicts and namedtuples with tensors and other values in it.
-            They are moved to their stage's device now; parameters of other modules, in the first call.
+            They are moved to their stage's device now; parameters of other modules are, in the first call.
         balance: for an nn.Sequential, the number of layers of each stage. Default, if ``cuts`` isn't given either:
             stages whose weights, gradients and Adam states fill the same share of their device's free memory, or, with
             ``sample``, stages that take the same time. For other modules, cuts are then chosen as by
@@ -63,12 +63,12 @@ class SplitPipe(Shell):
             separates W from B, it decides when weight gradients are computed.
         stash_limit: how many bytes of layer inputs and output gradients a stage may keep for its weight gradients.
             Above this limit, weight gradients are computed earlier, those that keep the most memory first. With
-            checkpointing, nothing is kept while a microbatch is recomputed. Default: as many bytes per weight as its
-            gradient takes, which an unsplit backward would need at that time, plus, on an accelerator, a sixteenth of
-            its memory. (On the CPU, W runs alone.)
+            checkpointing, nothing is kept while a microbatch is recomputed. Default: for each weight, as many bytes as
+            its gradient takes, which autograd would need by then; and, on an accelerator, a sixteenth of its memory.
         schedule: a name from ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` with the same numbers
-            of stages and microbatches. All but ``"gpipe"`` run backward inside the forward, and so need ``loss_fn``.
-            For a schedule with several stages per device, the balance has one number for each of its stages.
+            of stages and microbatches. All but ``"gpipe"`` run backward inside the forward, and so need ``loss_fn``
+            or, with ``cuts``, the field ``loss`` of the module's output. For a schedule with several stages per device,
+            the balance has one number for each of its stages.
         loss_fn: ``loss_fn(output, target)`` returns a number. It is traced while it is computed, so that the loss is
             that of the whole batch for sums and means over any count. Or it returns a pair (total, count); the loss is
             then the sum of totals divided by the sum of counts.
@@ -261,15 +261,15 @@ class SplitPipe(Shell):
     def record(self) -> AbstractContextManager[Recording]:
         """Records the training steps of a ``with`` block, as a timeline that can be read after it.
 
-        Steps are calls that ran backward with a schedule and completed. Stages on the CPU are timed by the host's
-        clock, others by their streams. No device is waited for before the block ends.
+        Steps are completed calls that computed a loss and its gradients. Stages on the CPU are timed by the host's
+        clock, others by their streams. The host waits for the devices only at the end of the block.
 
         Returns:
             a context manager that yields the timeline: ``print`` shows the bottleneck, ``to_html`` draws the timeline
             above the planned one, and ``costs()`` returns what ``schedule.simulate`` and ``schedule.search`` need.
 
         Raises:
-            RuntimeError: on entry, if the model has no ``loss_fn`` or is being recorded already.
+            RuntimeError: on entry, if the model has neither a schedule nor a ``loss_fn``, or is being recorded already.
 
         Example:
             >>> layers = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)

@@ -38,12 +38,12 @@ def balance_by_time(
 def balance_by_time(
     partitions: int, module: nn.Module, sample: object, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int] | list[str]:
-    """Chooses the stages of which the slowest is as fast as possible.
+    """Chooses stages so that the slowest one takes as little time as possible.
 
     Each layer of an nn.Sequential is run forward and backward, in train mode, as a copy. The copies are made one at a
     time, so no device has to hold the whole model. Any other module is trained as a whole copy, with the split
     backward, and may be cut at each call of a repeated block (children of one module, of one class, such as the layers
-    of a transformer). Then the stages are chosen so that the largest sum of times is as small as possible.
+    of a transformer).
 
     The model, its gradients and buffers, the sample and the random state stay as they are. The user's hooks don't run.
     Autocast applies if it is on around the call.
@@ -113,7 +113,7 @@ def balance_by_size(
     partitions: int, module: nn.Module, input: object, *, chunks: int = 1, param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[int] | list[str]:
-    """Chooses the stages of which the fullest holds as little memory as possible.
+    """Chooses stages so that the fullest one takes as little memory as possible.
 
     Copies are run on one microbatch, and the model may be cut, as in ``balance_by_time``. A stage holds the tensors
     that autograd saves for backward (a storage counts for the first layer or block that saves it; the model's input

@@ -4,7 +4,7 @@ Inside a stage of a pipeline, the halves run separately: ``backward_input`` when
 ``backward_weight`` when there is time. Anywhere else, it is an ordinary autograd function, and one half runs after the
 other.
 
-Tensors that only the first half needs are freed after it. So there are two ways to save, with a backward for each.
+Tensors that only the first half needs are freed after it, so there are two methods to save tensors with, one per half.
 """
 from __future__ import annotations
 

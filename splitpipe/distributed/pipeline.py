@@ -34,12 +34,12 @@ class Pipeline(nn.Module):
 
     It uses torch.distributed.pipelining, with one process per row of the schedule, which may be any of
     ``splitpipe.schedule.names()``. It contains only this process's layers, with the same names as in the unwrapped
-    module. So the state dicts of all processes together are the module's state dict, and each process can also load
-    that.
+    module. So the state dicts of all processes together are the module's state dict, and each process can load its part
+    of that.
 
-    Parameter hooks fire once per microbatch, as in gradient accumulation. If the loss doesn't depend on any output of a
-    stage, the gradients of the parameters before it are zeros instead of None, because the processes agree only once on
-    what they send.
+    Parameter hooks fire once per microbatch, as in gradient accumulation. If the loss doesn't depend on the output of a
+    stage, gradients up to that stage are zeros instead of None, because the processes agree only once on what they
+    send.
 
     All processes must build it in the same way, from the same module with the same values (the same seed, or a
     checkpoint), and call ``step`` with the same batch.

@@ -71,8 +71,8 @@ def plan(
     module may be too large for any single device. Any other module is measured as a copy, with a cut at each call of a
     repeated block (children of one module, of one class, such as the layers of a transformer), on one device, or, if
     that has too little memory, on all of its kind. Then combinations of cuts, schedules, numbers of microbatches and
-    checkpointing are simulated, and the shortest step that fits into the memory of every device is chosen. The module,
-    its gradients and buffers, the batch and the random state stay as they are.
+    checkpointing are simulated, and the one with the shortest step that fits into the memory of every device is chosen.
+    The module, its gradients and buffers, the batch and the random state stay as they are.
 
     Args:
         module: the model.
@@ -80,9 +80,8 @@ def plan(
             module that isn't an nn.Sequential, the arguments of a call: keyword arguments in a dict, positional ones in
             a tuple.
         target: the batch's target for ``loss_fn``, with as many rows.
-        loss_fn: as for ``SplitPipe``. Without it, the plan is for drop-in, where autograd runs backward after all
-            forwards; but if a module that isn't an nn.Sequential returns a ``loss`` for the sample, the plan has a
-            schedule.
+        loss_fn: as for ``SplitPipe``. Without it, the plan is without a schedule (drop-in: backward runs after all
+            forwards), unless a module that isn't an nn.Sequential returns a ``loss`` for the sample.
         devices: as for ``SplitPipe``, each once. The CPU may be repeated: once for each stage that runs at the same
             time. Default: all accelerators that torch finds, or else two stages on the CPU, which the plan mentions.
             Devices that are too slow to help are left out. A ``torch.Stream`` isn't accepted, since the plan is for
@@ -95,12 +94,12 @@ def plan(
         optimizer_state: bytes that the optimizer keeps per byte of parameters: 2 for Adam, 1 for SGD with momentum, 0
             for plain SGD.
         compile: as for ``SplitPipe``. If layers may be compiled, they are measured both ways, and the plan uses the
-            faster way. They are compiled again for each number of chunks, so give few.
+            faster way. They are compiled again for each number of chunks, so pass few of these.
         seconds: roughly how long to measure. Slow layers take longer, and compilation takes additional time.
         progress: whether to show what is being measured as a bar on standard error. Default: if that is a terminal.
 
     Returns:
-        The plan, for ``print(plan)``, ``plan.apply(module)``, ``SplitPipe(module, **plan.arguments())``.
+        The plan: see ``print(plan)``, ``plan.apply(module)`` and ``SplitPipe(module, **plan.arguments())``.
 
     Raises:
         DoesNotFitError: no plan fits into the memory. The message lists how many bytes are missing on which device. It

@@ -46,12 +46,12 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which each device runs its ops. It says nothing about time: see ``simulate``.
+    """The order in which each device runs its ops. It has no times: see ``simulate``.
 
     Args:
         rows: the ops of each device, in order.
         placement: the device of each stage.
-        name: for pictures and messages. It doesn't matter for equality.
+        name: for pictures and messages. Schedules that differ only in their names are equal.
 
     Raises:
         TypeError: ``rows`` isn't a list of lists of Ops, ``placement`` isn't a list of ints, or ``name`` isn't a

@@ -23,7 +23,7 @@ class TimedSchedule:
     """A schedule with the times of its ops, in the unit of the costs.
 
     Attributes:
-        schedule: the schedule that was played.
+        schedule: the schedule that was simulated, or recorded.
         spans: one row per device, in order.
         bytes: the bytes that activations take; None if unknown.
     """

@@ -46,7 +46,7 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """A module whose ``forward`` may stash and pop. It wraps the decorated ``module``; only ``skippable`` makes it.
+    """A module whose ``forward`` may stash and pop. ``skippable`` makes it; it wraps the decorated ``module``.
 
     Raises:
         RuntimeError: in a call, a skip that it pops wasn't stashed, or ``forward`` didn't follow its declared names. It
