@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.counts import Count
+from splitpipe.loss.counts import counted
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, of_row, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
@@ -28,11 +28,12 @@ def before(facts: Facts, name: str, args: Sequence[Any]) -> Sequence[Any]:
         _keep_value(facts, args[0])
     if name in DIVISIONS and len(args) == 2:
         below = args[DIVISIONS[name]]
-        if isinstance(below, Count) and below.plain == 0:
+        count = counted(facts, below)
+        if count is not None and not count.plain:
             return [1 if x is below else x for x in args]
         made = number_of(facts, below)
-        count = isinstance(made, Number) and made.least is None and any(t.kind is not A_CONSTANT for t in made.terms)
-        if count and below.numel() == 1 and not below.requires_grad:  # x / 0 becomes x / 1: see ``terms``.
+        total = isinstance(made, Number) and made.least is None and any(t.kind is not A_CONSTANT for t in made.terms)
+        if total and below.numel() == 1 and not below.requires_grad:  # x / 0 becomes x / 1: see ``terms``.
             guarded = torch.where(below == 0, torch.ones_like(below), below)
             return [guarded if x is below else x for x in args]
     return args
@@ -86,7 +87,7 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
     alpha = kwargs.get("alpha", 1)
     if len(given) != 2 or kwargs.keys() - {"other", "alpha"}:
         return facts.other(name, given, out)
-    if any(isinstance(x, Count) for x in given):
+    if any(counted(facts, x) is not None for x in given):
         return Unknown(A_COUNT)
     signs = [1.0, float(alpha)]
     if "sub" in name:
@@ -131,8 +132,10 @@ def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out:
 
 def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     if len(args) == 2:
-        x, count = args if isinstance(args[1], Count) else args[::-1]
-        if isinstance(count, Count):
+        x, count = args[0], counted(facts, args[1])
+        if count is None:
+            x, count = args[1], counted(facts, args[0])
+        if count is not None:
             made_of = number_of(facts, x)
             if isinstance(made_of, Unknown):
                 return made_of
@@ -216,10 +219,11 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     for each in (made, by):
         if isinstance(each, Unknown):
             return each
-    if isinstance(above, Count):
+    if counted(facts, above) is not None:
         return Unknown(A_COUNT)
-    if isinstance(below, Count):
-        return Unknown(A_COUNT) if below.inverse else _by_divisor(made, below.divisor, out, name)
+    count = counted(facts, below)
+    if count is not None:
+        return Unknown(A_COUNT) if count.inverse else _by_divisor(made, count.divisor, out, name)
     if made is ROWS and not isinstance(below, Tensor):
         length = Divisor(float(below)) if facts.is_length(float(below)) else facts.count(float(below))
         length = NONE if facts.least(below) else length

@@ -99,6 +99,11 @@ class _FloatCount(Count, float):
     pass
 
 
+def counted(facts: Facts, x: object) -> Count | None:
+    """The number as one that counts this microbatch's rows: one that another call has kept is a plain one."""
+    return x if isinstance(x, Count) and x.facts() is facts else None
+
+
 def counting(facts: Facts, value: Any, made: object) -> Any:
     """The number that Python has read from a tensor: a Count if the tensor counts rows."""
     divisor = divided(made) if isinstance(made, Number) and type(value) in (int, float) else None

@@ -84,6 +84,21 @@ def test_a_loss_that_is_0_where_nothing_counts_is_so_for_the_batch(way: str) -> 
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
+def test_a_count_from_an_earlier_call_is_a_constant() -> None:
+    kept = [3.0]
+    plain, model, expected, found = made("sequential", lambda o, t: (o - t).square().sum() / kept[0])
+    reader = made("sequential", lambda o, t: (o - t).square().sum() / read(t))[3]
+
+    def read(t: Tensor) -> Any:
+        kept[0] = (t > -9).sum().item()
+        return kept[0]
+
+    x, y = batch("flat", UNEVEN)
+    reader(x, y)
+    assert type(kept[0]) not in (int, float)
+    assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
 def test_a_count_that_python_reads_is_a_number_like_others() -> None:
     told: list[Any] = []
 
