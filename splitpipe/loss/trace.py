@@ -90,8 +90,7 @@ class Trace(TorchFunctionMode):
             call = torch_losses.read(func, args, kwargs)
             made = [] if call is None else [facts.of(x) for x in call.tensors]
             rest = [] if call is None else [facts.of(x) for x in tensors(call.given.values())]
-            weights = [] if call is None else [facts.of(x) for x in tensors((call.weights,))]
-        plain = all(each is ROWS or is_constant(each) for each in rest) and all(map(is_constant, weights))
+        plain = all(each is ROWS or is_constant(each) for each in rest)
         if call is None or ROWS not in made or not plain:
             out = func(*args, **kwargs)
             with DisableTorchFunction():

@@ -205,6 +205,8 @@ def accumulated(start: Callable[[], Any]) -> Loss:
 AROUND: Table = {
     "lambda": ("some", lambda o, t: F.cross_entropy(o, t)),
     "lambda of keywords": ("some", lambda o, t: F.cross_entropy(input=o, target=t)),
+    "literal class weights": ("some", lambda o, t: F.cross_entropy(
+        torch.cat([o, -o[:, :1]], 1), t, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).double(), label_smoothing=0.1)),
     "lambda of a module": ("some", lambda o, t: nn.CrossEntropyLoss()(o, t)),
     "lambda of tokens": ("tokens", lambda o, t: F.cross_entropy(o.reshape(-1, o.size(-1)), t.reshape(-1))),
     "class": ("tokens", Criterion()),
