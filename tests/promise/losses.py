@@ -328,6 +328,10 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
 HAND: Table = {
     "index by where": ("some", lambda o, t: F.cross_entropy(
         o[torch.where(t != IGNORED)[0]], t[torch.where(t != IGNORED)[0]])),
+    "index_select by where": ("some", lambda o, t: F.cross_entropy(*[
+        x.index_select(0, (t != IGNORED).nonzero().view(-1)) for x in (o, t)])),
+    "gather by where": ("some", lambda o, t: (lambda rows: F.cross_entropy(
+        o.gather(0, rows.expand(-1, CLASSES)), t.gather(0, rows[:, 0])))((t != IGNORED).nonzero())),
     "mask by index": ("tokens", masked_by_index),
     "mask of ones": ("classes", lambda o, t: (F.cross_entropy(o, t, reduction="none") * torch.ones(
         len(o)).double()).sum() / torch.ones(len(o)).double().sum()),
