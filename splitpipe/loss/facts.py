@@ -94,6 +94,8 @@ class Facts:
         self._host = False  # Whether Python has read numbers of unknown meaning.
         self.asked = 0  # How many numbers and conditions Python has read, on which later code may depend.
         self.condition = ""  # A condition on a number that Python has evaluated.
+        #: Python's numbers that functions got after it had read others: all microbatches should have the same ones.
+        self.figures: list[Any] = []
 
     def put(self, x: Tensor, made: Made) -> None:
         """Records what a tensor consists of."""
@@ -173,8 +175,24 @@ class Facts:
                 return Unknown("a part of the rows")
             if changed or made.least is not None:
                 return Unknown("an in-place function")
-            return replace(made, asked=self.asked) if self.asked else made
+            return replace(made, asked=self.asked, figures=tuple(self.figures)) if self.asked else made
         return made if isinstance(made, Unknown) else Unknown("div")
+
+    def figure(self, values: Sequence[Any], out: Tensor) -> None:
+        """Records the numbers of Python's among a function's arguments, but for counts and those of single rows."""
+        if isinstance(self.of(out), Row):
+            return
+        for value in values:
+            if isinstance(value, float) and value and math.isfinite(value):
+                both = value, 1 / value
+                counts = [count for count, _ in self._counts for x in both if math.isclose(count, x, rel_tol=1e-6)]
+                if not counts and not any(math.isclose(x, round(x), rel_tol=1e-6) for x in both):
+                    self.figures.append(value)
+            elif not isinstance(value, Tensor) and out.is_floating_point():
+                found = value.tolist() if hasattr(value, "tolist") else value  # NumPy's.
+                whole = self.of(out) is CONSTANT if self.rows > 1 else out.numel() > 1  # Not one for each row.
+                if whole and isinstance(found, list) and not any(True for _ in tensors(found)):
+                    self.figures.append(repr(found))
 
     def other(self, name: str, given: Sequence[Any], out: Tensor) -> Made:
         """The result of a function without a rule: taken as computed for each row separately, if it has rows."""

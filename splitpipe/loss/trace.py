@@ -48,6 +48,9 @@ class Trace(TorchFunctionMode):
             for x in args:
                 if type(x) is float and x in self.facts.statistics:
                     self.facts.put(out, Unknown(self.facts.statistics[x]))
+        if self.facts.asked and isinstance(out, Tensor):
+            with DisableTorchFunction():
+                self.facts.figure([*args, *given.values()], out)
         return out
 
     def _called(self, name: str, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:

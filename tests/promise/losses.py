@@ -549,7 +549,25 @@ def written(o: Tensor, t: Tensor) -> Tensor:
     return found.sum()
 
 
+def balanced(o: Tensor, t: Tensor) -> Tensor:
+    ones = t.sum().item()
+    return F.binary_cross_entropy_with_logits(o, t, pos_weight=torch.tensor([(t.numel() - ones + 0.5) / (ones + 0.5)]))
+
+
+def centred(o: Tensor, t: Tensor) -> Tensor:
+    values = t[:, 0].tolist()
+    return F.mse_loss(o - sum(values) / len(values), t)
+
+
+def by_frequency(o: Tensor, t: Tensor) -> Tensor:
+    counts = np.bincount(t.numpy(), minlength=CLASSES)
+    return F.cross_entropy(o, t, weight=torch.as_tensor((len(t) + 1) / (counts + 1)))
+
+
 SAID: Table = {
+    "weights that NumPy computes": ("classes", by_frequency),
+    "a weight from a count": ("binary", balanced),
+    "a mean that Python computes": ("flat", centred),
     "multiplied by a keyword": ("flat", lambda o, t: torch.mul((o - t).square().mean(), other=2.0)),
     "divided with an option": ("flat", lambda o, t: torch.div((o - t).square().sum(), 3.0, rounding_mode=None)),
     "added with an option": ("flat", lambda o, t: torch.add((o - t).square().sum(), o.sum(), alpha=2, out=None)),
