@@ -43,8 +43,8 @@ class Enter(Identity):
         raise RuntimeError(
             "a gradient arrived at a stage's input on a path that the pipeline doesn't know, and earlier stages would "
             "lose it. Something ran backward through a tensor from inside, such as a loss that a layer keeps, or code "
-            "between blocks passed an earlier stage's tensor to an autograd.Function, which belongs into a module of "
-            "its own. Expected every term of the loss in the model's output or in loss_fn(output, target), layers that "
+            "between blocks passed an earlier stage's tensor to an autograd.Function, which belongs into a block. "
+            "Expected every term of the loss in the model's output or in loss_fn(output, target), layers that "
             "don't call backward(), and, between stages, tensors in nestings of tuple, list, dict or namedtuple, not "
             "inside other objects; or, without a schedule, backward='autograd'."
         )

@@ -132,6 +132,12 @@ class Shell(Resident):
         else:
             super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if self.inner is None or name in vars(self):
+            super().__delattr__(name)
+        else:
+            delattr(self.inner, name)
+
     def __len__(self) -> int:
         return len(self._modules) if self.inner is None else len(cast(Sized, self.inner))
 

@@ -151,6 +151,8 @@ def test_an_attribute_that_the_module_has_is_set_there(place: Any) -> None:
     assert (module.scale, module.table, model.other) == (3.0, None, 4.0)
     model.table = nn.Linear(4, 4)
     assert module.table is model.table is model.get_submodule("table")
+    del model.scale, model.table, model.other
+    assert not any(hasattr(each, name) for each in (model, module) for name in ("scale", "table", "other"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
