@@ -152,8 +152,8 @@ class SplitPipe(Shell):
             balance = balance_of(module, cuts) if plain else None
         if cuts is not None and balance is None:
             forward = piped(module, cuts, given, batched=batched, sample=sample)
-            self.wrap(module, forward)
             self._runtime = forward.runtime
+            self.wrap(module, forward)
         else:
             layers = verified(module)
             if balance is None:

@@ -42,10 +42,11 @@ class Enter(Identity):
             return
         raise RuntimeError(
             "a gradient arrived at a stage's input on a path that the pipeline doesn't know, and earlier stages would "
-            "lose it. Something ran backward through a tensor from inside, such as a loss that a layer keeps. "
-            "Expected every term of the loss in the model's output or in loss_fn(output, target), layers that don't "
-            "call backward(), and, between stages, tensors in nestings of tuple, list, dict or namedtuple, not inside "
-            "other objects; or, without a schedule, backward='autograd'."
+            "lose it. Something ran backward through a tensor from inside, such as a loss that a layer keeps, or code "
+            "between blocks passed an earlier stage's tensor to an autograd.Function, which belongs into a block. "
+            "Expected every term of the loss in the model's output or in loss_fn(output, target), layers that "
+            "don't call backward(), and, between stages, tensors in nestings of tuple, list, dict or namedtuple, not "
+            "inside other objects; or, without a schedule, backward='autograd'."
         )
 
 

@@ -215,6 +215,8 @@ ATTRIBUTES = [
     Attribute(Function._backward_cls, "_forward_cls", "to find the package's own nodes in a graph"),
     Attribute(forward_ad, "_current_level", "to raise an error inside forward-mode AD"),
     Attribute(nn.Module, "_apply", "to change the dtype of all tensors, and not their devices"),
+    Attribute(nn.Module, "_save_to_state_dict", "to save a wrapped module as its class does"),
+    Attribute(nn.Module, "_load_from_state_dict", "to load a wrapped module as its class does"),
     Attribute(nn.Module, "_compiled_call_impl", "to find modules compiled in place, and to intercept calls"),
     Attribute(nn.Module, "_call_impl", "to call a block whose calls are intercepted"),
     Attribute(_MODULE, "_modules", _STATE),

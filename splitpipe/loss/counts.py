@@ -1,16 +1,19 @@
-"""Python numbers that count rows: what ``n.item()`` returns while a microbatch's code is traced.
+"""Numbers that Python reads from the batch, or computes from those.
 
-They remember what they count when they are multiplied, divided or shifted, so that a loss divided by n / 2, or
-multiplied by 1 / n, is traced as a mean. Other functions, such as int(n) and round(n), make plain numbers of them.
+What ``n.item()`` returns remembers what it counts when it is multiplied, divided or shifted, so that a loss divided by
+n / 2, or multiplied by 1 / n, is traced as a mean. Other functions, such as int(n) and round(n), make plain numbers.
 """
 from __future__ import annotations
 
+import math
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from splitpipe.loss.facts import Facts
+from torch import Tensor
+
+from splitpipe.loss.facts import CONSTANT, Facts, Row, tensors
 from splitpipe.loss.terms import Divisor, Number, divided
 
 Change = Callable[[float], "tuple[Divisor, bool] | None"]
@@ -114,3 +117,27 @@ def _count(facts: weakref.ref[Facts], value: int | float, divisor: Divisor, inve
     count: Count = _IntCount(value) if isinstance(value, int) else _FloatCount(value)
     count.plain, count.divisor, count.inverse, count.facts = value, divisor, inverse, facts
     return count
+
+
+def note_figures(facts: Facts, values: Iterable[Any], out: Tensor) -> None:
+    """Records Python's numbers among a function's arguments that were made after it had read others from the batch.
+
+    Not those that count, which differ between microbatches, nor those of single rows.
+    """
+    made = facts.of(out)
+    if isinstance(made, Row):
+        return
+    for value in values:
+        if isinstance(value, float):
+            whole = not value or not math.isfinite(value) or any(map(_is_whole, (value, 1 / value)))
+            if not whole and counted(facts, value) is None and not facts.is_count(value):
+                facts.figures.append(value)
+        elif not isinstance(value, Tensor) and out.is_floating_point():
+            found = value.tolist() if hasattr(value, "tolist") else value  # NumPy's.
+            several = made is CONSTANT if facts.rows > 1 else out.numel() > 1  # Not one for each row.
+            if several and isinstance(found, list) and not any(True for _ in tensors(found)):
+                facts.figures.append(repr(found))
+
+
+def _is_whole(value: float) -> bool:
+    return math.isclose(value, round(value), rel_tol=1e-6)

@@ -96,6 +96,8 @@ class Facts:
         self._host = False  # Whether Python has read numbers of unknown meaning.
         self.asked = 0  # How many numbers and conditions Python has read, on which later code may depend.
         self.condition = ""  # A condition on a number that Python has evaluated.
+        #: Python's numbers that functions got after it had read others: all microbatches should have the same ones.
+        self.figures: list[Any] = []
 
     def put(self, x: Tensor, made: Made) -> None:
         """Records what a tensor consists of."""
@@ -182,8 +184,12 @@ class Facts:
                 return Unknown("a part of the rows")
             if changed or made.least is not None:
                 return Unknown("an in-place function" if changed else "clamp")
-            return replace(made, asked=self.asked) if self.asked else made
+            return replace(made, asked=self.asked, figures=tuple(self.figures)) if self.asked else made
         return made if isinstance(made, Unknown) else Unknown("div")
+
+    def is_count(self, value: float) -> bool:
+        """True if a number is one that was read and counts, or the inverse of one."""
+        return any(math.isclose(count, x, rel_tol=1e-6) for count, _ in self._counts for x in (value, 1 / value))
 
     def other(self, name: str, given: Sequence[Any], out: Tensor) -> Made:
         """The result of a function without a rule: taken as computed for each row separately, if it has rows."""

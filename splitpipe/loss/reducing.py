@@ -77,6 +77,7 @@ class Reducer:
             if columns is not None:
                 whole = _counted(columns) if not like.is_floating_point() else terms.combined(columns, rows, like)
                 partly = next(filter(None, map(terms.not_understood, numbers)), "")
+                partly = partly or terms.differing([made.figures for made in numbers])
                 if partly:
                     self._told.warn(partly, AS_FUNCTION)
                 if whole is not None:

@@ -300,10 +300,12 @@ def _couples(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _selected(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Some entries along a dimension: if it is that of the rows, it may be any of them."""
+    """Some entries along a dimension: if it is that of the rows, it may be any of them, unless found in the batch."""
     x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    index = args[2] if len(args) > 2 else kwargs.get("index")
     if facts.of(x) is ROWS and x.dim() and isinstance(dim, int) and dim % x.dim() == facts.axis(x):
-        return Unknown("a part of the rows" if name == "narrow" else name)
+        if name == "narrow" or facts.of(index) is not ROWS:
+            return Unknown("a part of the rows" if name == "narrow" else name)
     return facts.other(name, list(tensors([*args, *kwargs.values()])), out)
 
 

@@ -76,13 +76,14 @@ class Number:
     """A sum of terms.
 
     ``rows``: the rows whose individual numbers were added up in it. A number with a minimum can only be a divisor.
-    ``asked``: how many conditions Python had read in the end.
+    ``asked``: how many conditions Python had read in the end. ``figures``: see ``Facts.figures``.
     """
 
     terms: tuple[Term, ...]
     rows: frozenset[int] = frozenset()
     least: Amount | None = None
     asked: int = 0
+    figures: tuple[Any, ...] = ()
 
     def scaled(self, factor: float) -> Number:
         """The number times a factor."""
@@ -116,6 +117,12 @@ def not_understood(made: Number | Unknown | None) -> str:
     if isinstance(made, Unknown):
         return made.function
     return next((term.function for term in made.terms if term.unknown), "") if made is not None else ""
+
+
+def differing(figures: Sequence[tuple[Any, ...]]) -> str:
+    """What Python has computed from microbatches, given the figures of each; empty if they are the same."""
+    alike = len({len(found) for found in figures}) > 1 or len({*figures}) < 2  # Else they met other conditions.
+    return "" if alike else "a number that Python has computed from the batch"
 
 
 def divided(number: Number) -> Divisor | None:

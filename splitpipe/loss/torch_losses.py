@@ -48,11 +48,6 @@ class LossCall:
     tensors: Sequence[Tensor]
 
     @property
-    def weights(self) -> Any:
-        """The class weights, which are the same for all rows."""
-        return self.given.get("weight") if self.of_classes else None
-
-    @property
     def of_classes(self) -> bool:
         """Whether the second dimension has classes, if there are two."""
         return self.name in _COUNTED or self.name.startswith("multi")

@@ -17,7 +17,7 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
 from splitpipe.loss.arithmetic import before
-from splitpipe.loss.counts import counting
+from splitpipe.loss.counts import counting, note_figures
 from splitpipe.loss.facts import ROWS, Facts, is_constant, tensors, term
 from splitpipe.loss.positions import MAKERS, note
 from splitpipe.loss.rules import LOOKED_AT, RULES
@@ -49,6 +49,9 @@ class Trace(TorchFunctionMode):
             for x in args:
                 if type(x) is float and x in self.facts.statistics:
                     self.facts.put(out, Unknown(self.facts.statistics[x]))
+        if self.facts.asked and isinstance(out, Tensor):
+            with DisableTorchFunction():
+                note_figures(self.facts, [*args, *given.values()], out)
         return out
 
     def _called(self, name: str, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
@@ -93,8 +96,7 @@ class Trace(TorchFunctionMode):
             call = torch_losses.read(func, args, kwargs)
             made = [] if call is None else [facts.of(x) for x in call.tensors]
             rest = [] if call is None else [facts.of(x) for x in tensors(call.given.values())]
-            weights = [] if call is None else [facts.of(x) for x in tensors((call.weights,))]
-        plain = all(each is ROWS or is_constant(each) for each in rest) and all(map(is_constant, weights))
+        plain = all(each is ROWS or is_constant(each) for each in rest)
         if call is None or ROWS not in made or not plain:
             out = func(*args, **kwargs)
             with DisableTorchFunction():

@@ -102,6 +102,7 @@ class TracedBlock:
             with DisableTorchFunction():
                 self._made = [(trace.facts.of(x), trace.facts.turned(x)) for x in tensors((value,))]
                 facts.condition = facts.condition or trace.facts.condition
+                facts.figures += trace.facts.figures
         return value
 
     def note(self, value: Any) -> None:

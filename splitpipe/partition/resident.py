@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence, Sized
-from typing import Any, NoReturn, cast, overload
+from functools import wraps
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from typing_extensions import Self
 from splitpipe.core.stream import Place
 from splitpipe.core.torch_private import _parse_to
 from splitpipe.schedule.plurals import counted
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Resident(nn.Module):
@@ -25,8 +28,10 @@ class Resident(nn.Module):
             y = fn(x)
             return y if y.device == x.device else x.to(y.dtype)
 
-        nn.Module._apply(self, at_home, recurse)
+        self._apply_all(at_home, recurse)
         return self
+
+    _apply_all: Callable[..., Any] = nn.Module._apply
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Converts parameters and buffers to a dtype or memory format, as nn.Module's does.
@@ -65,8 +70,35 @@ class Resident(nn.Module):
         )
 
 
+def _by_inner(method: F) -> F:
+    """That method of nn.Module; of a module with cuts its own, because its class may have changed it."""
+
+    @wraps(method)
+    def found(self: Shell, *args: Any, **kwargs: Any) -> Any:
+        inner = self.inner
+        if inner is None:
+            return method(self, *args, **kwargs)
+        value = getattr(inner, method.__name__)(*args, **kwargs)
+        return self if value is inner else value
+
+    return cast(F, found)
+
+
 class Shell(Resident):
     """A module whose forward may be another module's, run as a pipeline."""
+
+    train = _by_inner(nn.Module.train)
+    eval = _by_inner(nn.Module.eval)
+    apply = _by_inner(nn.Module.apply)
+    requires_grad_ = _by_inner(nn.Module.requires_grad_)
+    zero_grad = _by_inner(nn.Module.zero_grad)
+    parameters = _by_inner(nn.Module.parameters)
+    named_parameters = _by_inner(nn.Module.named_parameters)
+    state_dict = _by_inner(nn.Module.state_dict)
+    load_state_dict = _by_inner(nn.Module.load_state_dict)
+    _save_to_state_dict = _by_inner(nn.Module._save_to_state_dict)
+    _load_from_state_dict = _by_inner(nn.Module._load_from_state_dict)
+    _apply_all = _by_inner(nn.Module._apply)
 
     def wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Wraps a module: its parameters, buffers, children and hooks become this one's, too."""
@@ -91,6 +123,20 @@ class Shell(Resident):
             if self.inner is None:
                 raise
             return getattr(self.inner, name)  # config, generate, save_pretrained
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner, own = self.inner, name in vars(self) or hasattr(type(self), name)
+        there = not own and inner is not None and (name in vars(inner) or hasattr(type(inner), name))
+        if there:
+            setattr(inner, name, value)  # Its forward reads it there.
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self.inner is None or name in vars(self):
+            super().__delattr__(name)
+        else:
+            delattr(self.inner, name)
 
     def __len__(self) -> int:
         return len(self._modules) if self.inner is None else len(cast(Sized, self.inner))

@@ -87,7 +87,7 @@ class Objective(nn.Module):
             input: the dimensions of the batch in the input's tensors, which the output may have too.
             target: those in the target's tensors.
         """
-        self._rows = rows
+        self._rows, self._figures = rows, ()  # The first loss has none so far.
         self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (input, target))
         self._compiled = is_compiled(self.loss_fn)
         self._traces = self.reduction is None and len(rows) > 1 and not self._compiled
@@ -160,7 +160,9 @@ class Objective(nn.Module):
             made: Number | Unknown | None = Unknown("a compiled function") if unknown else None
         else:
             made = trace.number(found) or Unknown("loss_fn")
-        where = terms.not_understood(made)
+        figures: tuple[Any, ...] = getattr(made, "figures", ())
+        self._figures = self._figures or figures
+        where = terms.not_understood(made) or terms.differing([self._figures, figures])
         if where:
             self._told.warn(where, AS_PAIR if self._pairs else "another loss_fn")
         if made is None:

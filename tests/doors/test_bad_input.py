@@ -35,7 +35,9 @@ FREE = {
     "SplitFunction.backward_weight": "of the user's own",
     "SplitFunction.accumulate": "for those who override it",
     "SplitFunction.pays": "for those who override it",
-    "SplitPipe.train": "nn.Module's",
+    **{f"SplitPipe.{name}": "nn.Module's" for name in (
+        "train", "apply", "requires_grad_", "zero_grad", "parameters", "named_parameters", "state_dict",
+        "load_state_dict")},
     "SplitPipe.wrap": "for the constructor",
     "SplitPipe.to": "nn.Module's; a device is refused, see test_pipe",
     "SplitPipe.cpu": "refused, see test_pipe",

@@ -101,6 +101,60 @@ def test_training_mode_is_one_however_it_is_set(place: Any) -> None:
     assert not model.training
 
 
+class Frozen(Stack):
+    """Changes what nn.Module's methods do, and keeps a tensor and a number that aren't in its state."""
+
+    def __init__(self) -> None:
+        super().__init__(block=lambda: nn.BatchNorm1d(4))
+        self.scale, self.table = 1.0, torch.ones(1)
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.layers.eval()
+        return self
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.last.parameters(recurse)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Frozen:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.table = fn(self.table)
+        return self
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+@PLACES
+@pytest.mark.parametrize("inside", [False, True])
+def test_methods_that_its_class_has_changed_are_the_modules(place: Any, inside: bool) -> None:
+    model = placed(place, Frozen())
+    module = model if place is attach else model.inner
+    outer = nn.ModuleDict({"model": model}) if inside else model
+    assert outer.eval().train() is outer and model.training and not module.layers[0].training
+    state = outer.state_dict()
+    assert [*state] == [f"model.{name}" if inside else name for name in Frozen().state_dict()]
+    module.scale = 2.0
+    outer.load_state_dict(state)
+    assert outer.double() is outer and (module.scale, module.table.dtype) == (1.0, torch.float64)
+    assert [*model.parameters()] == [*model.last.parameters()]
+
+
+@PLACES
+def test_an_attribute_that_the_module_has_is_set_there(place: Any) -> None:
+    model = placed(place, Frozen())
+    module = model if place is attach else model.inner
+    model.scale, model.table, model.other = 3.0, None, 4.0
+    assert (module.scale, module.table, model.other) == (3.0, None, 4.0)
+    model.table = nn.Linear(4, 4)
+    assert module.table is model.table is model.get_submodule("table")
+    del model.scale, model.table, model.other
+    assert not any(hasattr(each, name) for each in (model, module) for name in ("scale", "table", "other"))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_report_names_parameters_as_the_module_does(schedule: str) -> None:
     model = piped(Stack(), CUTS, schedule=schedule)

@@ -205,6 +205,8 @@ def accumulated(start: Callable[[], Any]) -> Loss:
 AROUND: Table = {
     "lambda": ("some", lambda o, t: F.cross_entropy(o, t)),
     "lambda of keywords": ("some", lambda o, t: F.cross_entropy(input=o, target=t)),
+    "literal class weights": ("some", lambda o, t: F.cross_entropy(
+        torch.cat([o, -o[:, :1]], 1), t, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).double(), label_smoothing=0.1)),
     "lambda of a module": ("some", lambda o, t: nn.CrossEntropyLoss()(o, t)),
     "lambda of tokens": ("tokens", lambda o, t: F.cross_entropy(o.reshape(-1, o.size(-1)), t.reshape(-1))),
     "class": ("tokens", Criterion()),
@@ -326,6 +328,10 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
 HAND: Table = {
     "index by where": ("some", lambda o, t: F.cross_entropy(
         o[torch.where(t != IGNORED)[0]], t[torch.where(t != IGNORED)[0]])),
+    "index_select by where": ("some", lambda o, t: F.cross_entropy(*[
+        x.index_select(0, (t != IGNORED).nonzero().view(-1)) for x in (o, t)])),
+    "gather by where": ("some", lambda o, t: (lambda rows: F.cross_entropy(
+        o.gather(0, rows.expand(-1, CLASSES)), t.gather(0, rows[:, 0])))((t != IGNORED).nonzero())),
     "mask by index": ("tokens", masked_by_index),
     "mask of ones": ("classes", lambda o, t: (F.cross_entropy(o, t, reduction="none") * torch.ones(
         len(o)).double()).sum() / torch.ones(len(o)).double().sum()),
@@ -543,7 +549,25 @@ def written(o: Tensor, t: Tensor) -> Tensor:
     return found.sum()
 
 
+def balanced(o: Tensor, t: Tensor) -> Tensor:
+    ones = t.sum().item()
+    return F.binary_cross_entropy_with_logits(o, t, pos_weight=torch.tensor([(t.numel() - ones + 0.5) / (ones + 0.5)]))
+
+
+def centred(o: Tensor, t: Tensor) -> Tensor:
+    values = t[:, 0].tolist()
+    return F.mse_loss(o - sum(values) / len(values), t)
+
+
+def by_frequency(o: Tensor, t: Tensor) -> Tensor:
+    counts = np.bincount(t.numpy(), minlength=CLASSES)
+    return F.cross_entropy(o, t, weight=torch.as_tensor((len(t) + 1) / (counts + 1)))
+
+
 SAID: Table = {
+    "weights that NumPy computes": ("classes", by_frequency),
+    "a weight from a count": ("binary", balanced),
+    "a mean that Python computes": ("flat", centred),
     "multiplied by a keyword": ("flat", lambda o, t: torch.mul((o - t).square().mean(), other=2.0)),
     "divided with an option": ("flat", lambda o, t: torch.div((o - t).square().sum(), 3.0, rounding_mode=None)),
     "added with an option": ("flat", lambda o, t: torch.add((o - t).square().sum(), o.sum(), alpha=2, out=None)),
