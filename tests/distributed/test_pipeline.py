@@ -153,9 +153,25 @@ def test_a_process_that_is_killed_makes_the_others_end_with_an_error(world: Worl
     world.lose(bereft, name)
 
 
+class First(nn.Module):
+    """Keeps its first value, in a buffer that was None, and in one that was not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean() + 1
+            self.register_buffer("other", self.mean * 2)
+        return x * self.mean + self.other
+
+
+@pytest.mark.parametrize("what", ["buffers that change", "buffers that layers make"])
 @both
-def test_finding_out_the_shapes_leaves_buffers_alone(rank: int) -> None:
-    module = nn.Sequential(nn.Embedding(9, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+def test_finding_out_the_shapes_leaves_buffers_alone(rank: int, what: str) -> None:
+    kind, count = (First, 2) if what == "buffers that layers make" else (lambda: nn.BatchNorm1d(6), 3)
+    module = nn.Sequential(nn.Embedding(9, 6), kind(), nn.Linear(6, 6), kind()).double()
     plain = copy.deepcopy(module)
     model = Pipeline(module, [2, 2], chunks=2, schedule="1f1b", loss_fn=nn.MSELoss(), device="cpu")
     for _ in range(2):
@@ -163,6 +179,7 @@ def test_finding_out_the_shapes_leaves_buffers_alone(rank: int) -> None:
         model.step(x, y)
         for rows in x.chunk(2):
             plain(rows)
+    assert len(list(model.buffers())) == count
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, plain.get_buffer(name))
 
@@ -468,34 +485,6 @@ def test_a_loss_has_parameters_and_takes_any_output(rank: int, name: str) -> Non
     if rank == SIZE - 1:
         torch.testing.assert_close(loss_fn.scale.grad, plain[1].scale.grad)
         torch.testing.assert_close(module[1].weight.grad, plain[0][1].weight.grad)
-
-
-class First(nn.Module):
-    """Keeps its first value, in a buffer that was None, and in one that was not there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mean is None:
-            self.mean = x.detach().mean() + 1
-            self.register_buffer("other", self.mean * 2)
-        return x * self.mean + self.other
-
-
-@both
-def test_finding_out_the_shapes_makes_no_buffers(rank: int) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), First(), First(), nn.Linear(6, 6)).double()
-    plain = copy.deepcopy(module)
-    model = Pipeline(module, [2, 2], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
-    x = torch.randn(8, 6, dtype=torch.float64)
-    model.step(x, x)
-    for rows in x.chunk(2):
-        plain(rows)
-    assert len(list(model.buffers())) == 2
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, plain.get_buffer(name))
 
 
 @both
