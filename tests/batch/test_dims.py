@@ -36,14 +36,6 @@ def transformer() -> nn.Sequential:
 
 
 @SIZES
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("batched", [1, -2])
-def test_a_transformer_that_takes_the_length_first(batched: int, checkpoint: str, rows: int, chunks: int) -> None:
-    options = {"batched": batched, "chunks": chunks, "checkpoint": checkpoint}
-    assert_transparent(transformer(), torch.randn(LENGTH, rows, WIDTH), **options)
-
-
-@SIZES
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_states_of_an_rnn_have_the_batch_second(batch_first: bool, rows: int, chunks: int) -> None:
     x = torch.randn(rows, LENGTH, WIDTH) if batch_first else torch.randn(LENGTH, rows, WIDTH)
