@@ -33,13 +33,6 @@ def layers() -> nn.Sequential:
     return module.double()
 
 
-class Two(nn.Module):
-    """Gives a tuple, or takes one."""
-
-    def forward(self, x: Any) -> Any:
-        return x[0] * x[1] if isinstance(x, tuple) else (x.sin(), x.cos())
-
-
 def small(module: nn.Module | None = None, **more: Any) -> Pipeline:
     """Of two layers, in two stages."""
     given = {"chunks": 2, "loss_fn": nn.MSELoss(), "device": "cpu", **more}
@@ -86,8 +79,9 @@ def test_every_schedule_gives_the_loss_and_gradients_of_the_module(rank: int, na
 @pytest.mark.thorough
 @both
 def test_skips_to_the_next_stage_and_tuples_are_sent(rank: int, name: str) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), Stash(), nn.Linear(6, 6), Two(), Two(), Pop(), nn.Linear(6, 2)).double()
-    assert_trained_alike(rank, module, [4, 3], name)
+    give, take = Apply(lambda x: (x.sin(), x.cos())), Apply(lambda x: x[0] * x[1])
+    module = nn.Sequential(nn.Linear(6, 6), Stash(), nn.Linear(6, 6), give, take, Pop(), nn.Linear(6, 2))
+    assert_trained_alike(rank, module.double(), [4, 3], name)
 
 
 @both
@@ -246,11 +240,6 @@ def test_a_loss_that_is_no_mean_is_an_error(world: World) -> None:
     world.lose(unfit)
 
 
-class Odd(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x, "odd"
-
-
 @pytest.mark.parametrize("name", ["gpipe", "zb-h1", "v-half"])
 @both
 def test_evaluating_is_forward_alone_between_steps_and_before(rank: int, name: str) -> None:
@@ -275,7 +264,7 @@ def test_evaluating_is_forward_alone_between_steps_and_before(rank: int, name: s
 def test_values_that_can_not_be_sent_are_an_error_that_names_the_stage() -> None:
     leaving: Any = [(None, "skip")]
     with pytest.raises(TypeError, match=r"stage 3: its output holds a str.*splitpipe\.SplitPipe"):
-        Part([("0", Odd())], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
+        Part([("0", Apply(lambda x: (x, "odd")))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
     with pytest.raises(TypeError, match=r"stage 3: the skip 'skip' is a NoneType"):
         Part([("0", nn.Linear(2, 2))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
 
@@ -467,15 +456,11 @@ class Learned(nn.Module):
         return nn.functional.mse_loss(output["value"] * self.scale, target)
 
 
-class Named(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return {"value": x, "name": "x"}
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @both
 def test_a_loss_has_parameters_and_takes_any_output(rank: int, name: str) -> None:
-    module, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), Named()).double(), Learned()
+    named = Apply(lambda x: {"value": x, "name": "x"})
+    module, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), named).double(), Learned()
     plain = copy.deepcopy(nn.Sequential(module, loss_fn))
     model = Pipeline(module, [1, 2], chunks=CHUNKS, schedule=name, loss_fn=loss_fn, device="cpu")
     for _ in range(2):
