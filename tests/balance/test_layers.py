@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -233,30 +234,21 @@ def test_layers_with_tensors_made_by_autograd_are_copied(run: Run) -> None:
     assert len(module[2].last) == 1
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_on_whatever_mode_the_caller_is_in(run: Run, mode: Any) -> None:
+@pytest.mark.parametrize(("mode", "asked", "expected"), [
+    pytest.param(torch.no_grad, lambda layer, x: x.requires_grad, True, id="with gradients"),
+    pytest.param(torch.inference_mode, lambda layer, x: x.requires_grad, True, id="with gradients, in inference mode"),
+    pytest.param(partial(torch.autocast, "cpu", torch.bfloat16), lambda layer, x: x.dtype, torch.bfloat16,
+                 id="under the caller's autocast"),
+    pytest.param(nullcontext, lambda layer, x: layer.training, True, id="in train mode"),
+])
+def test_layers_are_measured(run: Run, mode: Any, asked: Any, expected: object) -> None:
     log = Log()
     with mode():
-        record = Record(log, lambda layer, x: x.requires_grad)
-        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), record)
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(Record(log, asked))).eval()
+        before = torch.is_grad_enabled()
         run(module, torch.ones(2, 2))
-        assert not torch.is_grad_enabled()
-    assert set(log) == {True}
-
-
-def test_autocast_of_the_caller_does_its_work(run: Run) -> None:
-    log = Log()
-    module = nn.Sequential(nn.Linear(2, 2), Record(log, lambda layer, x: x.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        run(module, torch.ones(2, 2))
-    assert set(log) == {torch.bfloat16}
-
-
-def test_layers_are_measured_in_train_mode(run: Run) -> None:
-    log = Log()
-    module = nn.Sequential(nn.Sequential(Record(log, lambda layer, x: layer.training))).eval()
-    run(module, torch.ones(1))
-    assert set(log) == {True}
+        assert torch.is_grad_enabled() is before
+    assert set(log) == {expected}
     assert not any(part.training for part in module.modules())
 
 

@@ -223,15 +223,6 @@ def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(
     assert max(timeline.peak_activations) <= devices
 
 
-@pytest.mark.thorough
-def test_the_longest_span_gets_shorter_than_any_schedules_with_a_name() -> None:
-    costs = Costs(18.522, 18.086, 9.337, 0.601)
-    found = simulate(search(4, 12, costs, memory=8, stages_per_device=1, seconds=1, span="longest"), costs)
-    named = [simulate(build(name, 4, 12), costs).longest for name in ("1f1b", "zb-h1", "zb-h2")]
-    assert max(found.work) <= found.longest < min(named) - 1
-    assert max(found.peak_activations) <= 8
-
-
 @pytest.mark.parametrize(("name", "options"), [("zb-h2", {}), ("zb-v", {}), ("gpipe", {"split": True}), ("v-half", {})])
 def test_the_length_of_words_is_the_span_that_a_simulation_finds(name: str, options: dict[str, bool]) -> None:
     schedule = build(name, 4, 6, **options)
