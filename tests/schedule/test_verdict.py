@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,10 +61,17 @@ def test_equal_stages_have_no_bottleneck() -> None:
     assert "unbalanced" not in str(recording)
 
 
-def test_one_device_has_nothing_to_wait_for() -> None:
-    remarks = recorded(played("gpipe", 1, 3)).remarks
-    assert remarks == ("One step was recorded.", "There is one device, which computes 100% of the step.",
-                       "Of the step's 9 ms, a device computes 9 ms on average.")
+@pytest.mark.parametrize(("timeline", "copies", "remarks"), [
+    (played("gpipe", 1, 3), (), ("There is one device, which computes 100% of the step.",
+                                 "Of the step's 9 ms, a device computes 9 ms on average.")),
+    (played("gpipe", 2, 2, Costs(0, 0, 0)), ((0, 3.0),), (
+        "No stage is the bottleneck: the devices compute 0% of the step.",
+        "Of the step's 0 ms, a device computes 0 ms on average.")),
+], ids=["of one device", "without time"])
+def test_where_nothing_is_lost_no_loss_is_named(timeline: Timeline, copies: Any, remarks: tuple[str, ...]) -> None:
+    recording = Recording(timeline.schedule)
+    recording.add(Step(timeline.spans, copies, (None,) * timeline.schedule.devices))
+    assert recording.remarks == ("One step was recorded.", *remarks)
 
 
 def test_losses_stand_in_their_order() -> None:
@@ -130,14 +138,6 @@ def test_printed_it_starts_as_other_timelines_do() -> None:
 
 def titles(page: str) -> list[str]:
     return [each["title"] for each in page_data(page)["schedules"]]
-
-
-def test_a_step_that_takes_no_time_is_shown() -> None:
-    timeline = played("gpipe", 2, 2, Costs(0, 0, 0))
-    recording = Recording(timeline.schedule)
-    recording.add(Step(timeline.spans, ((0, 3.0),), (None, None)))
-    assert recording.remarks[1:] == ("No stage is the bottleneck: the devices compute 0% of the step.",
-                                     "Of the step's 0 ms, a device computes 0 ms on average.")
 
 
 def test_a_page_has_the_step_above_the_plan_with_its_remarks(tmp_path: Path) -> None:
