@@ -1,6 +1,7 @@
 """Balance, cuts, devices and chunks that are left out are chosen."""
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -131,10 +132,13 @@ def test_a_sample_has_stages_take_the_same_time(sample: Any) -> None:
 
 
 @SAMPLES
-@pytest.mark.parametrize(("make", "cuts"), [(Stack, "['layers."), (lambda: layers(2), "['1']")])
+@pytest.mark.parametrize(("make", "cuts"), [
+    (Stack, r"layers\.[123]|last"),  # Which of them, a loaded machine may measure in any way.
+    (lambda: layers(2), "1"),
+])
 def test_a_sample_of_a_module_gives_cuts_by_time(make: Any, cuts: str, sample: Any, said: list[str]) -> None:
     splitpipe.attach(make(), sample=sample)
-    assert f"chosen: cuts={cuts}" in said[0]
+    assert re.match(rf"chosen: cuts=\['({cuts})'\]", said[0])
 
 
 def test_unequal_devices_get_unequal_stages(monkeypatch: pytest.MonkeyPatch) -> None:
