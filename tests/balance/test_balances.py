@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from splitpipe.balance.balances import balance_by_size, balance_by_time
 from tests.balance.test_layers import Work
 from tests.balance.test_layers import clock as clock
-from tests.helpers.copied import Clock
+from tests.helpers.copied import Clock, Log
+from tests.promise.layers import Apply
 
 pytestmark = pytest.mark.usefixtures("clock", "no_accelerator")
 CHOICES = [balance_by_time, balance_by_size]
@@ -59,30 +60,14 @@ def test_the_scale_weighs_parameters_against_activations() -> None:
     assert balance_by_size(2, module, input, param_scale=100) == [4, 2]
 
 
-def test_the_scale_counts_a_parameter_and_its_gradient_unless_told() -> None:
-    assert inspect.signature(balance_by_size).parameters["param_scale"].default == 2.0
-
-
-def test_the_first_microbatch_is_what_runs() -> None:
-    seen: list[Any] = []
-    module = nn.Sequential(Save(1, (seen,)))
-    for rows, chunks, expected in [(8, 1, 8), (8, 4, 2), (7, 4, 2), (2, 5, 1)]:
-        balance_by_size(1, module, torch.arange(rows * 3.0).view(rows, 3), chunks=chunks)
-        assert torch.equal(seen.pop(), torch.arange(expected * 3.0).view(expected, 3))
-
-
-def test_what_has_no_rows_goes_into_the_microbatch_whole() -> None:
-    seen: list[Any] = []
-
-    class Look(nn.Module):
-        def forward(self, x: Any) -> Any:
-            seen.append(x)
-            return x
-
-    batch = torch.ones(4, 2), {"scale": torch.tensor(3.0), "mode": "text"}
-    balance_by_size(1, nn.Sequential(Look()), batch, chunks=2)
+@pytest.mark.parametrize(("rows", "chunks", "expected"), [(8, 1, 8), (8, 4, 2), (7, 4, 2), (2, 5, 1)])
+def test_the_first_microbatch_is_what_runs_with_all_that_has_no_rows(rows: int, chunks: int, expected: int) -> None:
+    seen = Log()
+    x = torch.arange(rows * 3.0).view(rows, 3)
+    module = nn.Sequential(Apply(lambda value: (seen.append(value), value)[1]))
+    balance_by_size(1, module, (x, {"scale": torch.tensor(3.0), "mode": "text"}), chunks=chunks)
     [(first, second)] = seen
-    assert first.shape == (2, 2) and second["scale"].item() == 3.0 and second["mode"] == "text"
+    assert torch.equal(first, x[:expected]) and second == {"scale": torch.tensor(3.0), "mode": "text"}
 
 
 def test_a_sample_is_timed_whole(clock: Clock) -> None:
@@ -107,6 +92,7 @@ def test_what_is_optional_goes_by_name(choose: Any) -> None:
         assert (places, names) == (["partitions", "module", "sample"], ["timeout", "device"])
     else:
         assert (places, names) == (["partitions", "module", "input"], ["chunks", "param_scale", "device"])
+        assert inspect.signature(choose).parameters["param_scale"].default == 2.0  # A parameter and its gradient.
 
 
 def test_all_faults_are_told_together() -> None:

@@ -5,6 +5,9 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,7 +26,7 @@ from tests.helpers.twin import Failing
 from tests.promise.layers import Apply
 
 CPU = torch.device("cpu")
-MEASURES = ["times", "sizes"]
+Run = Callable[[nn.Sequential, object], list[float]]
 
 
 class TurnBack(torch.autograd.Function):
@@ -90,32 +93,26 @@ def sizes(module: nn.Sequential, input: object, param_scale: float = 0.0) -> lis
     return layers.sizes(whole(module, input), 1, param_scale, CPU)
 
 
-def run(measure: str, module: nn.Sequential, sample: object) -> list[float]:
+@pytest.fixture(params=[times, sizes])
+def run(request: pytest.FixtureRequest) -> Run:
     """Each measurement for tests of what both have in common."""
-    return times(module, sample) if measure == "times" else sizes(module, sample)
+    found: Run = request.param
+    return found
 
 
 def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-def test_a_time_is_that_of_forward_and_backward(clock: Clock) -> None:
-    module = nn.Sequential(Work(clock, 1.0, backward=2.0), Work(clock, 4.0, backward=8.0))
-    assert times(module, leaf(1), timeout=40) == [3.0 + TICK, 12.0 + TICK]
-
-
-def test_the_first_run_warms_up_and_does_not_count(clock: Clock) -> None:
-    assert times(nn.Sequential(Work(clock, 50.0, 1.0)), leaf(1), timeout=1.5) == [1.0 + TICK]
-
-
-def test_a_time_is_the_median_of_the_runs(clock: Clock) -> None:
-    module = nn.Sequential(Work(clock, 1.0, 3.0, 2.0, 64.0, 2.5, 2.25))
-    assert times(module, leaf(1), timeout=73.0) == [2.5 + TICK]
-
-
-def test_without_time_left_the_first_run_counts(clock: Clock) -> None:
-    module = nn.Sequential(Work(clock, 8.0, 5.0), Work(clock, 7.0, 6.0))
-    assert times(module, leaf(1), timeout=1.0) == [5.0 + TICK, 7.0 + TICK]
+@pytest.mark.parametrize(("works", "timeout", "expected"), [
+    pytest.param([((1.0,), 2.0), ((4.0,), 8.0)], 40, [3, 12], id="forward and backward"),
+    pytest.param([((50.0, 1.0), 0.0)], 1.5, [1], id="not of the first run, which warms up"),
+    pytest.param([((1.0, 3.0, 2.0, 64.0, 2.5, 2.25), 0.0)], 73, [2.5], id="the median of the runs"),
+    pytest.param([((8.0, 5.0), 0.0), ((7.0, 6.0), 0.0)], 1, [5, 7], id="without time left, of the first run"),
+])
+def test_a_time_is_that_of(clock: Clock, works: Any, timeout: float, expected: list[float]) -> None:
+    module = nn.Sequential(*(Work(clock, *forward, backward=backward) for forward, backward in works))
+    assert times(module, leaf(1), timeout) == [time + TICK for time in expected]
 
 
 def test_runs_stop_once_the_timeout_is_over(clock: Clock) -> None:
@@ -151,67 +148,47 @@ def test_every_run_is_given_the_same_input(clock: Clock) -> None:
     assert len(log) > 2 and set(map(tuple, log)) == {(2.0, 2.0)}
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_values_of_any_nesting_pass_from_layer_to_layer(measure: str) -> None:
+def test_values_of_any_nesting_pass_from_layer_to_layer(run: Run) -> None:
     log = Log()
     module = nn.Sequential(
         Apply(lambda x: [x[0] * 2, {"name": "text", "x": (x[1]["y"], None)}]),
         Apply(lambda x: Pair(x[0], {"x": x[1]["x"][0], "name": x[1]["name"], 3: 7})),
         Record(log),
     )
-    run(measure, module, (leaf(2), {"y": torch.arange(3), "none": None}))
+    run(module, (leaf(2), {"y": torch.arange(3), "none": None}))
     assert isinstance(log[0], Pair)
     assert log[0].left.requires_grad and not log[0].right["x"].requires_grad
     assert log[0].right["name"] == "text" and log[0].right[3] == 7 and log[0].right["x"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_packed_sequences_pass_between_layers(measure: str) -> None:
+def test_packed_sequences_pass_between_layers(run: Run) -> None:
     pack = Apply(lambda x: nn.utils.rnn.pack_padded_sequence(x, [3, 1], batch_first=True))
     first = Apply(lambda outputs: outputs[0])
-    assert len(run(measure, nn.Sequential(pack, nn.LSTM(2, 2), first, nn.GRU(2, 2)), leaf(2, 3, 2))) == 4
+    assert len(run(nn.Sequential(pack, nn.LSTM(2, 2), first, nn.GRU(2, 2)), leaf(2, 3, 2))) == 4
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_integers_in_and_no_gradient_out_are_fine(measure: str) -> None:
+def test_integers_in_and_no_gradient_out_are_fine(run: Run) -> None:
     module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), Apply(lambda x: x.argmax(-1)), nn.Identity())
-    assert len(run(measure, module, torch.tensor([[1, 2], [3, 4]]))) == 4
+    assert len(run(module, torch.tensor([[1, 2], [3, 4]]))) == 4
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_layer_may_work_in_place_on_its_input(measure: str, requires_grad: bool) -> None:
-    sample = torch.tensor([-1.0, 1.0], requires_grad=requires_grad)
-    run(measure, nn.Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True)), sample)
-    assert sample.tolist() == [-1.0, 1.0] and sample._version == 0
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_skips_reach_the_layer_that_pops_them(measure: str) -> None:
+def test_skips_reach_the_layer_that_pops_them(run: Run) -> None:
     outer = Namespace()
     module = nn.Sequential(
         Stash().isolate(outer), Stash(), nn.Sequential(Pop(), Stash()), nn.ReLU(), Pop(), Pop().isolate(outer),
         nn.Sequential(Stash(), Pop()),  # Its own.
     )
-    assert len(run(measure, module, leaf(2))) == 7
+    assert len(run(module, leaf(2))) == 7
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_skip_is_gone_once_popped(measure: str) -> None:
-    with pytest.raises(RuntimeError, match="weren't stashed") as caught:
-        run(measure, nn.Sequential(Stash(), Pop(), Pop()), leaf(2))
-    assert "layer 2" in caught.value.__notes__[-1]
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_skips_carry_whether_they_require_grad_and_any_nesting(measure: str) -> None:
+def test_skips_carry_whether_they_require_grad_and_any_nesting(run: Run) -> None:
     def take(x: Tensor, scale: Tensor, skip: Any) -> Tensor:
         log.append((x.requires_grad, skip["a"][0].requires_grad, skip["a"][1], skip["b"].tolist()))
         return skip["a"][0]
 
     log = Log()
     give = stashing("skip")(lambda x, layer: ({"a": [x * 2, None], "b": torch.arange(2)}, x.detach()))
-    run(measure, nn.Sequential(give, nn.Identity(), popping("skip")(take)), leaf(2))
+    run(nn.Sequential(give, nn.Identity(), popping("skip")(take)), leaf(2))
     assert set(map(repr, log)) == {repr((False, True, None, [0, 1]))}
 
 
@@ -221,25 +198,22 @@ def test_the_backward_of_a_stashed_value_is_timed(clock: Clock) -> None:
     assert times(module, leaf(1), timeout=40)[0] == 4.0 + TICK
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_module_may_stand_in_two_places(measure: str) -> None:
+def test_a_module_may_stand_in_two_places(run: Run) -> None:
     layer = nn.Linear(3, 3)
-    assert len(run(measure, nn.Sequential(layer, nn.ReLU(), layer), leaf(2, 3))) == 3
+    assert len(run(nn.Sequential(layer, nn.ReLU(), layer), leaf(2, 3))) == 3
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_lazy_layers_are_initialised_on_the_copy_only(measure: str) -> None:
+def test_lazy_layers_are_initialised_on_the_copy_only(run: Run) -> None:
     module = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
-    run(measure, module, leaf(3, 7))
+    run(module, leaf(3, 7))
     assert module[0].has_uninitialized_params() and module[1].has_uninitialized_params()
     assert type(module[0]) is nn.LazyLinear and type(module[1]) is nn.LazyBatchNorm1d
     module(leaf(3, 5))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.thorough
-def test_layers_with_tensors_made_by_autograd_are_copied(measure: str) -> None:
+def test_layers_with_tensors_made_by_autograd_are_copied(run: Run) -> None:
     class Cache(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -256,37 +230,25 @@ def test_layers_with_tensors_made_by_autograd_are_copied(measure: str) -> None:
     module(leaf(2, 3))
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(module)
-    run(measure, module, leaf(2, 3))
+    run(module, leaf(2, 3))
     assert len(module[2].last) == 1
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_on_whatever_mode_the_caller_is_in(measure: str, mode: Any) -> None:
+@pytest.mark.parametrize(("mode", "asked", "expected"), [
+    pytest.param(torch.no_grad, lambda layer, x: x.requires_grad, True, id="with gradients"),
+    pytest.param(torch.inference_mode, lambda layer, x: x.requires_grad, True, id="with gradients, in inference mode"),
+    pytest.param(partial(torch.autocast, "cpu", torch.bfloat16), lambda layer, x: x.dtype, torch.bfloat16,
+                 id="under the caller's autocast"),
+    pytest.param(nullcontext, lambda layer, x: layer.training, True, id="in train mode"),
+])
+def test_layers_are_measured(run: Run, mode: Any, asked: Any, expected: object) -> None:
     log = Log()
     with mode():
-        record = Record(log, lambda layer, x: x.requires_grad)
-        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), record)
-        run(measure, module, torch.ones(2, 2))
-        assert not torch.is_grad_enabled()
-    assert set(log) == {True}
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_autocast_of_the_caller_does_its_work(measure: str) -> None:
-    log = Log()
-    module = nn.Sequential(nn.Linear(2, 2), Record(log, lambda layer, x: x.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        run(measure, module, torch.ones(2, 2))
-    assert set(log) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_layers_are_measured_in_train_mode(measure: str) -> None:
-    log = Log()
-    module = nn.Sequential(nn.Sequential(Record(log, lambda layer, x: layer.training))).eval()
-    run(measure, module, torch.ones(1))
-    assert set(log) == {True}
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(Record(log, asked))).eval()
+        before = torch.is_grad_enabled()
+        run(module, torch.ones(2, 2))
+        assert torch.is_grad_enabled() is before
+    assert set(log) == {expected}
     assert not any(part.training for part in module.modules())
 
 
@@ -299,9 +261,8 @@ def state(module: nn.Sequential) -> list[Any]:
     return [values, grads, parts, hooks]
 
 
-@pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("failing", [False, True])
-def test_the_model_and_its_gradients_stay_as_they_are(measure: str, failing: bool) -> None:
+def test_the_model_and_its_gradients_stay_as_they_are(run: Run, failing: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3, bias=False))
     model[0].bias.requires_grad_(False)
     model[2].eval()
@@ -311,59 +272,49 @@ def test_the_model_and_its_gradients_stay_as_they_are(measure: str, failing: boo
         model.append(Apply(lambda x: x @ torch.ones(7)))
     before = state(model)
     try:
-        run(measure, model, leaf(4, 3))
+        run(model, leaf(4, 3))
     except RuntimeError:
         assert failing
     assert state(model) == before
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_the_sample_and_its_gradient_stay_as_they_are(measure: str) -> None:
+def test_the_sample_and_its_gradient_stay_as_they_are_though_layers_work_in_place(run: Run) -> None:
     sample = leaf(2, 3)
-    made = sample * 2
+    made, plain = sample * 2, torch.ones(2, 3)
     sample.grad = torch.ones(2, 3)
-    before = sample.tolist(), sample._version, made._version
-    run(measure, nn.Sequential(Apply(lambda x: x[0].mul_(x[1])), nn.Linear(3, 3)), (sample, made))
-    assert (sample.tolist(), sample._version, made._version) == before
+    before = sample.tolist(), sample._version, made._version, plain._version
+    first = Apply(lambda x: x[0].mul_(x[1]).add_(x[2].mul_(2)))
+    run(nn.Sequential(first, nn.ReLU(inplace=True), nn.Linear(3, 3)), (sample, made, plain))
+    assert (sample.tolist(), sample._version, made._version, plain._version) == before
     assert sample.grad.tolist() == torch.ones(2, 3).tolist()
     made.sum().backward()
 
 
-@pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("failing", [False, True])
-def test_the_random_state_stays_as_it_is(measure: str, failing: bool) -> None:
-    module = nn.Sequential(nn.Dropout(), nn.LazyLinear(3), Apply(lambda x: 1 / 0 if failing else x))
-    sample = leaf(2, 3)
-    before = torch.get_rng_state()
-    try:
-        run(measure, module, sample)
-    except ZeroDivisionError:
-        assert failing
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_generator_of_the_layers_own_stays_as_it_is(measure: str) -> None:
+def test_the_random_state_and_that_of_a_generator_of_the_layers_own_stay_as_they_are(run: Run, failing: bool) -> None:
     layer = Record(Log(), lambda layer, x: torch.rand(1, generator=layer.generator))
     layer.generator = torch.Generator()
-    before = layer.generator.get_state()
-    run(measure, nn.Sequential(layer), torch.ones(1))
-    assert layer.log and torch.equal(layer.generator.get_state(), before)
+    module = nn.Sequential(nn.Dropout(), layer, nn.LazyLinear(3), Apply(lambda x: 1 / 0 if failing else x))
+    sample = leaf(2, 3)
+    before = torch.get_rng_state(), layer.generator.get_state()
+    try:
+        run(module, sample)
+    except ZeroDivisionError:
+        assert failing
+    assert layer.log and all(map(torch.equal, (torch.get_rng_state(), layer.generator.get_state()), before))
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_copies_hold_no_gradient(measure: str) -> None:
+def test_copies_hold_no_gradient(run: Run) -> None:
     log = Log()
     layer = Record(log, lambda layer, x: (layer.weight.grad, layer.table.grad, layer.table.requires_grad))
     layer.weight = nn.Parameter(torch.ones(1))
     layer.table = leaf(2)
     layer.weight.grad, layer.table.grad = torch.ones(1), torch.ones(2)
-    run(measure, nn.Sequential(layer), torch.ones(1))
+    run(nn.Sequential(layer), torch.ones(1))
     assert set(log) == {(None, None, True)}
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_each_copy_is_gone_before_the_next_is_made(measure: str) -> None:
+def test_each_copy_is_gone_before_the_next_is_made(run: Run) -> None:
     alive: Log = Log()
     most: Log = Log()
 
@@ -377,14 +328,13 @@ def test_each_copy_is_gone_before_the_next_is_made(measure: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        run(measure, nn.Sequential(Counted(2, 2), Counted(2, 2), Counted(2, 2)), leaf(2, 2))
+        run(nn.Sequential(Counted(2, 2), Counted(2, 2), Counted(2, 2)), leaf(2, 2))
     finally:
         gc.enable()
     assert most == [0, 0, 0]
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_hooks_of_the_user_do_not_run(measure: str) -> None:
+def test_hooks_of_the_user_neither_run_nor_are_copied(run: Run) -> None:
     calls: list[str] = []
     layer = nn.Linear(2, 2)
     inner = nn.Sequential(layer)
@@ -394,26 +344,13 @@ def test_hooks_of_the_user_do_not_run(measure: str) -> None:
     inner.register_full_backward_hook(lambda *_: calls.append("backward"))
     layer.weight.register_hook(lambda grad: calls.append("tensor"))
     layer.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulate"))
+    inner.register_forward_pre_hook(partial(lambda lock, *_: None, threading.Lock()))  # deepcopy refuses a lock.
     module = nn.Sequential(inner)
     module.register_forward_hook(lambda *_: calls.append("model"))
-    run(measure, module, leaf(2, 2))
+    run(module, leaf(2, 2))
     assert calls == []
     module(leaf(2, 2)).sum().backward()
     assert len(calls) == len(set(calls)) == 7
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_what_a_hook_holds_is_not_copied(measure: str) -> None:
-    class Watcher:
-        def __init__(self) -> None:
-            self.lock = threading.Lock()  # deepcopy refuses it.
-
-        def see(self, *_: object) -> None:
-            pass
-
-    module = nn.Sequential(nn.Linear(2, 2))
-    module[0].register_forward_hook(Watcher().see)
-    run(measure, module, leaf(2, 2))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -440,9 +377,8 @@ def test_a_hook_of_torchs_is_a_copy_as_well() -> None:
     assert (count.calls, log) == (0, [1])
 
 
-@pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_an_error_names_the_layer(measure: str, kind: type[BaseException]) -> None:
+def test_an_error_names_the_layer(run: Run, kind: type[BaseException]) -> None:
     error = kind("no")
 
     def fail(x: Tensor) -> Tensor:
@@ -451,7 +387,7 @@ def test_an_error_names_the_layer(measure: str, kind: type[BaseException]) -> No
     module = nn.Sequential(nn.Identity())
     module.add_module("middle", Apply(fail))
     with pytest.raises(kind) as caught:
-        run(measure, module, torch.ones(1))
+        run(module, torch.ones(1))
     assert caught.value is error
     assert caught.value.__notes__[-1] == (
         "Raised while profiling layer 1 ('middle', Apply), in a copy on cpu. The model is unchanged."
@@ -472,54 +408,76 @@ def test_an_error_says_that_hooks_do_not_run() -> None:
     assert "whose hooks don't run" in caught.value.__notes__[-1]
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_layer_that_can_not_be_copied_is_named(measure: str) -> None:
-    layer = nn.Identity()
-    layer.lock = threading.Lock()
-    with pytest.raises(TypeError, match="lock") as caught:
-        run(measure, nn.Sequential(nn.Identity(), layer), torch.ones(1))
-    assert "layer 1 ('1', Identity)" in caught.value.__notes__[-1]
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_container_that_hides_tensors_is_refused(measure: str) -> None:
-    with pytest.raises(TypeError, match="the output holds tensors in a set") as caught:
-        run(measure, nn.Sequential(Apply(lambda x: {x})), torch.ones(1))
-    assert "layer 0" in caught.value.__notes__[-1]
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_skip_that_hides_tensors_is_refused(measure: str) -> None:
-    give = stashing("skip")(lambda x, layer: ({x}, x))
-    with pytest.raises(TypeError, match="skip 'skip' holds tensors in a set"):
-        run(measure, nn.Sequential(give, nn.Identity()), torch.ones(1))
+@pytest.mark.parametrize(("layers", "error", "says", "where"), [
+    pytest.param([nn.Identity(), Apply(threading.Lock())], TypeError, "lock", "layer 1 ('1', Apply)",
+                 id="it can't be copied"),
+    pytest.param([Apply(lambda x: {x})], TypeError, "the output holds tensors in a set", "layer 0 ('0', Apply)",
+                 id="a container that hides tensors"),
+    pytest.param([stashing("skip")(lambda x, layer: ({x}, x)), Pop()], TypeError,
+                 "skip 'skip' holds tensors in a set", "layer 0 ", id="a skip that hides tensors"),
+    pytest.param([Stash(), Pop(), Pop()], RuntimeError, "weren't stashed", "layer 2 ", id="a skip that is gone"),
+])
+def test_a_layer_that_can_not_be_measured_is_named(
+    run: Run, layers: list[nn.Module], error: type[Exception], says: str, where: str
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        run(nn.Sequential(*layers), torch.ones(1))
+    assert where in caught.value.__notes__[-1]
 
 
 ROW = 4 * 8  # Bytes of a row of eight floats.
 
 
-def test_what_autograd_saves_counts_and_what_it_does_not_save_does_not() -> None:
-    x = leaf(5, 8)
-    assert sizes(nn.Sequential(nn.Sigmoid()), x) == [5 * ROW]
-    assert sizes(nn.Sequential(Apply(lambda x: x + 1)), x) == [0]
-    assert sizes(nn.Sequential(Apply(lambda x: (x + 1).sin().exp())), x) == [2 * 5 * ROW]
+def dropping(x: Tensor) -> Tensor:
+    """Drops the graph of what it has computed first."""
+    x.exp()
+    return x + 1
+
+
+def plus() -> nn.Module:
+    """Saves nothing."""
+    return Apply(lambda x: x + 1)
+
+
+def pop_sine() -> nn.Module:
+    """A layer that adds the sine of what it pops, for which it saves that."""
+    return popping("skip")(lambda x, scale, skip: skip.sin() + x)
+
+
+def checkpointed() -> nn.Module:
+    inner = nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid())
+    return Apply(lambda x: checkpoint(inner, x, use_reentrant=False))
+
+
+#: Layers, and of how many inputs' size is what each holds. A Linear, sin and cos save their input, tanh, exp and ReLU
+#: their output.
+HELD: dict[str, tuple[list[nn.Module], list[int]]] = {
+    "what autograd saves": ([nn.Sigmoid()], [1]),
+    "not what it doesn't save": ([plus()], [0]),
+    "all that one layer saves": ([Apply(lambda x: (x + 1).sin().exp())], [2]),
+    "by the first layer that saves it": ([nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], [0, 1, 1, 0]),
+    "once, if it is handed on": (
+        [nn.Sigmoid(), nn.Identity(), nn.Unflatten(1, (2, 4)), nn.Flatten(), nn.Linear(8, 8)], [1, 0, 0, 0, 0]),
+    "not the caller's input": ([nn.Linear(8, 8), plus()], [0, 0]),
+    "not a graph that was dropped": ([Apply(dropping)], [0]),
+    "of a layer that checkpoints itself its input": ([plus(), checkpointed()], [0, 1]),
+    "a skip by the layer that saves it": ([plus(), Stash(), plus(), pop_sine()], [0, 1, 0, 1]),
+    "a skip, and beside it a value": ([plus(), Stash(), plus(), Apply(torch.sin), pop_sine()], [0, 1, 0, 1, 1]),
+    "once, if it is a skip and a value": (
+        [stashing("skip")(lambda x, layer: 2 * (x + 1,)), Apply(torch.cos), nn.Identity(), pop_sine()], [0, 1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_held_is(name: str) -> None:
+    made, inputs = HELD[name]
+    assert sizes(nn.Sequential(*made), leaf(5, 8)) == [count * 5 * ROW for count in inputs]
 
 
 def test_nothing_is_held_without_a_gradient() -> None:
     assert sizes(nn.Sequential(nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid()), torch.ones(5, 8)) == [
         0, 5 * ROW, 5 * ROW
     ]
-
-
-def test_a_storage_counts_for_the_first_layer_that_saves_it() -> None:
-    # A Linear saves its input, a ReLU its output: 1 saves what 0 gave, 3 what 2 has saved already.
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    assert sizes(module, leaf(5, 8)) == [0, 5 * ROW, 5 * ROW, 0]
-
-
-def test_a_storage_counts_once_through_layers_that_hand_it_on() -> None:
-    module = nn.Sequential(nn.Sigmoid(), nn.Identity(), nn.Flatten(), nn.Identity(), nn.Linear(8, 8))
-    assert sizes(module, leaf(5, 2, 4)) == [5 * ROW, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("between", range(6))
@@ -532,47 +490,7 @@ def test_a_storage_counts_once_in_all_its_views_and_whole() -> None:
     def views(x: Tensor) -> Tensor:
         return x[:1].exp() + x.view(-1)[:8].sin() + x[2:4].cos()
 
-    assert sizes(nn.Sequential(Apply(lambda x: x + 1), Apply(views)), leaf(5, 8)) == [0, 5 * ROW + ROW]
-
-
-def pop_sine() -> nn.Module:
-    """A layer that adds the sine of what it pops."""
-    return popping("skip")(lambda x, scale, skip: skip.sin() + x)
-
-
-def test_a_skip_counts_for_the_first_layer_that_saves_it() -> None:
-    # tanh saves its output, exp its own, and sin its input: the skip, which nobody has saved before.
-    double, sine = Apply(lambda x: x + x), Apply(lambda x: x.sin())
-    assert sizes(nn.Sequential(double, Stash(), double, pop_sine()), leaf(5, 8)) == [0, 5 * ROW, 0, 5 * ROW]
-    assert sizes(nn.Sequential(double, Stash(), double, sine, pop_sine()), leaf(5, 8)) == [
-        0, 5 * ROW, 0, 5 * ROW, 5 * ROW
-    ]
-
-
-def test_a_skip_and_a_value_in_one_storage_count_once() -> None:
-    both = stashing("skip")(lambda x, layer: 2 * (x + 1,))
-    assert sizes(nn.Sequential(both, Apply(lambda x: x.cos()), nn.Identity(), pop_sine()), leaf(5, 8)) == [
-        0, 5 * ROW, 0, 0
-    ]
-
-
-def test_the_callers_input_counts_for_no_layer() -> None:
-    assert sizes(nn.Sequential(nn.Linear(8, 8), Apply(lambda x: x + 1)), leaf(5, 8)) == [0, 0]
-
-
-def test_a_graph_that_the_layer_dropped_does_not_count() -> None:
-    def drop(x: Tensor) -> Tensor:
-        x.exp()
-        return x + 1
-
-    assert sizes(nn.Sequential(Apply(drop)), leaf(5, 8)) == [0]
-
-
-def test_a_layer_that_checkpoints_itself_holds_its_input_only() -> None:
-    inner = nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid())
-    add = Apply(lambda x: x + 1)
-    module = nn.Sequential(add, Apply(lambda x: checkpoint(inner, x, use_reentrant=False)))
-    assert sizes(module, leaf(5, 8)) == [0, 5 * ROW]
+    assert sizes(nn.Sequential(plus(), Apply(views)), leaf(5, 8)) == [0, 5 * ROW + ROW]
 
 
 def test_a_layer_that_differentiates_in_its_forward_is_measured() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
@@ -16,6 +16,7 @@ from splitpipe.batch.flags import verify_batched
 from splitpipe.batch.tree import Node
 from tests.helpers import scheduled, twin
 from tests.helpers.deferring import double as double
+from tests.promise.layers import Apply
 
 ROWS = 4
 Pair = namedtuple("Pair", ["x", "mask"])
@@ -37,14 +38,12 @@ class Attend(nn.Module):
         return tree_map(lambda _: next(leaves), value)
 
 
-class Last(nn.Module):
-    def forward(self, value: Any) -> Tensor:
-        x: Tensor = tree_leaves(value)[0]
-        return x
+def first_leaf(value: Any) -> Any:
+    return tree_leaves(value)[0]
 
 
 def attention() -> nn.Sequential:
-    return nn.Sequential(Attend(), Attend(), Attend(), Last())
+    return nn.Sequential(Attend(), Attend(), Attend(), Apply(first_leaf))
 
 
 def given(kind: str) -> tuple[Any, Any]:
@@ -73,18 +72,11 @@ def test_a_schedule_is_its_module(name: str, devices: int, chunks: int, checkpoi
     scheduled.assert_transparent(attention(), value, name, devices, **options)
 
 
-class Shift(nn.Module):
-    """Its two tables have one gradient, the same tensor."""
-
-    def forward(self, input: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        x, one, other = input
-        return x * (one + other)
-
-
 @pytest.mark.parametrize("shape", [(6,), ()])
 def test_what_one_microbatch_gives_two_inputs_is_scaled_once_for_each(shape: tuple[int, ...]) -> None:
     x, one, other = torch.rand(4, 6), torch.rand(shape).requires_grad_(), torch.rand(shape).requires_grad_()
-    model = SplitPipe(nn.Sequential(Shift(), nn.Identity()), [1, 1], devices=["cpu"] * 2, schedule="zb-h1",
+    shift = Apply(lambda value: value[0] * (value[1] + value[2]))  # Its two tables have one gradient, the same tensor.
+    model = SplitPipe(nn.Sequential(shift, nn.Identity()), [1, 1], devices=["cpu"] * 2, schedule="zb-h1",
                       batched=(True, False, False), loss_fn=lambda output, target: (output - target).square().mean())
     expected = torch.autograd.grad(3 * (x * (one + other)).square().mean(), (one, other))
     (3 * model((x, one, other), target=torch.zeros(4, 6))).backward()
@@ -100,13 +92,9 @@ def test_without_grad_and_in_inference_mode() -> None:
 
 
 def test_what_is_whole_need_be_no_dense_tensor() -> None:
-    class Product(nn.Module):
-        def forward(self, value: Any) -> Any:
-            x, matrix = value
-            return (matrix @ x.t()).t(), matrix
-
+    product = Apply(lambda value: ((value[1] @ value[0].t()).t(), value[1]))
     value = torch.randn(5, 3), torch.eye(3).to_sparse()
-    model = SplitPipe(nn.Sequential(Product(), Product(), Last()), [1, 2], devices=["cpu"] * 2, chunks=2,
+    model = SplitPipe(nn.Sequential(product, product, Apply(first_leaf)), [1, 2], devices=["cpu"] * 2, chunks=2,
                       batched=(True, False))
     torch.testing.assert_close(model(value), value[0])
 
@@ -118,18 +106,17 @@ def test_a_copy_of_the_model_says_the_same(copied: Any) -> None:
     torch.testing.assert_close(copied(model)(value), plain(value))
 
 
-class Overwrite(nn.Module):
-    def forward(self, value: Any) -> Any:
-        x, mask = value
-        mask.mul_(2)
-        return x * mask, mask
+def overwrite(value: Any) -> Any:
+    x, mask = value
+    mask.mul_(2)
+    return x * mask, mask
 
 
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b", "loss_fn": nn.functional.mse_loss}])
 def test_a_layer_that_writes_to_what_others_have_as_well_is_an_error(options: dict[str, Any], at: int) -> None:
-    layers: list[nn.Module] = [nn.Identity(), Last()]
-    layers.insert(at, Overwrite())
+    layers: list[nn.Module] = [nn.Identity(), Apply(first_leaf)]
+    layers.insert(at, Apply(overwrite))
     model = SplitPipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=2, batched=[True, False], **options)
     x = torch.randn(4, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match="wrote in place to an input that batched= leaves whole"):
@@ -137,7 +124,8 @@ def test_a_layer_that_writes_to_what_others_have_as_well_is_an_error(options: di
 
 
 def test_in_inference_mode_where_nobody_would_find_out_each_microbatch_has_its_own() -> None:
-    model = SplitPipe(nn.Sequential(Overwrite(), Last()), [1, 1], devices=["cpu"] * 2, chunks=4, batched=(True, False))
+    layers = nn.Sequential(Apply(overwrite), Apply(first_leaf))
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, batched=(True, False))
     with torch.inference_mode():
         torch.testing.assert_close(model((torch.ones(4, 3), torch.ones(3))), torch.full((4, 3), 2.0))
 

@@ -14,6 +14,7 @@ from splitpipe.batch.dims import batches, only_dimension
 from tests.helpers import scheduled
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent
+from tests.promise.layers import Apply
 
 LENGTH, WIDTH = 5, 8
 SIZES = pytest.mark.parametrize(("rows", "chunks"), [(4, 2), (7, 3), (5, 4), (8, 8)])
@@ -36,14 +37,6 @@ def transformer() -> nn.Sequential:
 
 
 @SIZES
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("batched", [1, -2])
-def test_a_transformer_that_takes_the_length_first(batched: int, checkpoint: str, rows: int, chunks: int) -> None:
-    options = {"batched": batched, "chunks": chunks, "checkpoint": checkpoint}
-    assert_transparent(transformer(), torch.randn(LENGTH, rows, WIDTH), **options)
-
-
-@SIZES
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_states_of_an_rnn_have_the_batch_second(batch_first: bool, rows: int, chunks: int) -> None:
     x = torch.randn(rows, LENGTH, WIDTH) if batch_first else torch.randn(LENGTH, rows, WIDTH)
@@ -53,11 +46,8 @@ def test_states_of_an_rnn_have_the_batch_second(batch_first: bool, rows: int, ch
 
 
 def test_slices_are_contiguous_where_the_batch_is() -> None:
-    class Viewed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.view(LENGTH, -1, 2, WIDTH // 2).flatten(2).relu()
-
-    assert_transparent(nn.Sequential(Viewed(), nn.Linear(WIDTH, 2)), torch.randn(LENGTH, 6, WIDTH), batched=1, chunks=3)
+    viewed = Apply(lambda x: x.view(LENGTH, -1, 2, WIDTH // 2).flatten(2).relu())
+    assert_transparent(nn.Sequential(viewed, nn.Linear(WIDTH, 2)), torch.randn(LENGTH, 6, WIDTH), batched=1, chunks=3)
 
 
 def of_tokens(output: Tensor, target: Tensor) -> Tensor:
@@ -124,11 +114,8 @@ def test_positions_that_would_be_broadcast_with_the_one_row_of_a_microbatch_are_
 
 
 def test_an_output_without_the_batch_that_differs_is_an_error() -> None:
-    class Mean(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x, x.mean(1)
-
-    model = SplitPipe(nn.Sequential(nn.Identity(), Mean()), [1, 1], devices=["cpu"] * 2, chunks=2, batched=1)
+    mean = Apply(lambda x: (x, x.mean(1)))
+    model = SplitPipe(nn.Sequential(nn.Identity(), mean), [1, 1], devices=["cpu"] * 2, chunks=2, batched=1)
     with pytest.raises(ValueError, match="has no dimension of the batch, but differs between"):
         model(torch.randn(3, 4, WIDTH))
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors
+from tests.promise.layers import Apply
 
 CHUNKS = pytest.mark.parametrize(("rows", "chunks"), [(4, 4), (4, 2), (5, 2), (6, 3), (7, 3)])
 
@@ -103,17 +104,6 @@ def test_targets_are_cut_as_the_input_is(by: str, schedule: str, rows: int, chun
     assert_same([x["box"].grad for x in mine[1]], [x["box"].grad for x in given[1]], "gradient of a target")
 
 
-class Giving(nn.Module):
-    """Gives what a function makes of the rows."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, y: Tensor) -> Any:
-        return self.function(y)
-
-
 OUTPUTS = {
     "one per row": lambda y: [{"row": own, "three": [1, 2, 3], "pair": (own * 2, None)} for own in y],
     "rows of rows": lambda y: {"a": [[own, [own.sum(), 2]] for own in y]},
@@ -131,7 +121,7 @@ OUTPUTS = {
 def test_lists_with_one_entry_per_row_are_concatenated_and_others_joined(
     name: str, by: str, rows: int, chunks: int
 ) -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), Giving(OUTPUTS[name]))
+    plain = nn.Sequential(nn.Linear(4, 4), Apply(OUTPUTS[name]))
     where: Any = {"balance": [1, 1]} if by == "balance" else {"cuts": ["1"], "batched": {}}
     model = SplitPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=chunks, **where)
     x = torch.randn(rows, 4)
@@ -147,14 +137,14 @@ def test_a_list_that_could_be_either_where_no_other_run_can_tell_is_an_error() -
         return [own[:3] for own in y]
 
     for where in ({"balance": [1, 1]}, {"cuts": ["1"], "batched": {}}):
-        model = SplitPipe(nn.Sequential(nn.Linear(4, 4), Giving(pairs)), devices=["cpu"] * 2, chunks=2, **where)
+        model = SplitPipe(nn.Sequential(nn.Linear(4, 4), Apply(pairs)), devices=["cpu"] * 2, chunks=2, **where)
         with pytest.raises(ValueError, match="a list of 2 at its top, and each microbatch has 2 rows: it could"):
             model(torch.randn(4, 4))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_a_tuple_as_the_input_of_a_sequential_is_several_inputs(rows: int) -> None:
-    module = nn.Sequential(Giving(lambda pair: pair[0] * pair[1]), nn.Linear(4, 4))
+    module = nn.Sequential(Apply(lambda pair: pair[0] * pair[1]), nn.Linear(4, 4))
     model = SplitPipe(copy.deepcopy(module), [1, 1], devices=["cpu"] * 2, chunks=2)
     value = torch.randn(rows, 4), torch.randn(rows, 4)
     assert_same(model(value), module(value), "output")
@@ -195,7 +185,7 @@ def test_an_object_with_tensors_is_refused_by_a_sequential_unless_it_goes_whole(
     if by == "block mask":
         attention = pytest.importorskip("torch.nn.attention.flex_attention")
         given = attention.create_block_mask(lambda b, h, q, k: q >= k, 4, None, 16, 16, device="cpu")
-    layers = nn.Sequential(Giving(lambda value: (value[0] * 2, value[1])), Giving(lambda value: value[0]))
+    layers = nn.Sequential(Apply(lambda value: (value[0] * 2, value[1])), Apply(lambda value: value[0]))
     x = torch.randn(4, 3)
     with pytest.raises(TypeError, match=f"tensors in a {type(given).__name__}, which can't be split .*use False for"):
         SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)((x, given))

@@ -58,19 +58,15 @@ def test_entries_of_a_row_that_are_apart_are_refused(function: Callable[[Tensor]
 
 
 @pytest.mark.parametrize("function", [
-    lambda y: torch.stack([y, -y], 1).flatten(0, 1), lambda y: y.flatten(), lambda y: torch.zeros(2 * len(y), 4),
-    lambda y: y.repeat_interleave(3, 0), lambda y: (y.T.flatten() * 0).detach(),
-])
-def test_entries_of_a_row_that_are_side_by_side_are_joined(function: Callable[[Tensor], Any]) -> None:
-    assert_same(*given(function), "output")
-
-
-@pytest.mark.parametrize("function", [
+    # Any nesting.
     lambda y: y, lambda y: (y, [y * 2, None], {"a": y.sum(1)}), lambda y: Pair(y, "text"), lambda y: y.argmax(1),
     lambda y: y.mean(), lambda y: [y.square().mean(), 3, 2.5, "text", None, torch.float32], lambda y: y > 0,
     lambda y: y[:, None, :].expand(-1, 3, -1),
+    # Several entries of a row, side by side.
+    lambda y: torch.stack([y, -y], 1).flatten(0, 1), lambda y: y.flatten(), lambda y: torch.zeros(2 * len(y), 4),
+    lambda y: y.repeat_interleave(3, 0), lambda y: (y.T.flatten() * 0).detach(),
 ])
-def test_any_nesting_is_joined(function: Callable[[Tensor], Any]) -> None:
+def test_outputs_of_rows_are_joined(function: Callable[[Tensor], Any]) -> None:
     assert_same(*given(function), "output")
 
 

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from splitpipe import SplitPipe, attach
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors
+from tests.promise.layers import Apply
 
 COUNTS = torch.tensor([6, 1, 8, 4, 3, 4])
 
@@ -101,11 +102,8 @@ def test_the_target_is_among_the_keywords(by: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_microbatches_that_the_user_has_cut_share_a_tensor_and_may_be_written_to(checkpoint: str) -> None:
-    class Scaled(nn.Module):
-        def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-            return value[0].mul_(2) * value[1]
-
-    model = SplitPipe(nn.Sequential(Scaled(), nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
+    scaled = Apply(lambda value: value[0].mul_(2) * value[1])
+    model = SplitPipe(nn.Sequential(scaled, nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
                       checkpoint=checkpoint, split=lambda args, kwargs, chunks: [((own,), {}) for own in args[0]])
     plain = copy.deepcopy(nn.Sequential(*model))
     x, scales = torch.randn(6, 4, requires_grad=True), [torch.ones(4, requires_grad=True) for _ in range(2)]
@@ -121,11 +119,8 @@ def test_microbatches_that_the_user_has_cut_share_a_tensor_and_may_be_written_to
 
 
 def test_slices_of_one_tensor_are_written_to_apart() -> None:
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mul_(2).sigmoid_()
-
-    model = SplitPipe(nn.Sequential(Scaled(), nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
+    scaled = Apply(lambda x: x.mul_(2).sigmoid_())
+    model = SplitPipe(nn.Sequential(scaled, nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
                       split=lambda args, kwargs, chunks: [((args[0][:2],), {}), ((args[0][2:],), {})])
     for x in (torch.randn(5, 4), torch.randn(5, 4, requires_grad=True) * 1):
         model.zero_grad()
@@ -137,11 +132,8 @@ def test_slices_of_one_tensor_are_written_to_apart() -> None:
 
 
 def test_writing_to_a_tensor_that_several_microbatches_have_is_an_error() -> None:
-    class Doubling(nn.Module):
-        def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-            return value[0] * value[1].mul_(2)
-
-    model = SplitPipe(nn.Sequential(Doubling(), nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
+    doubling = Apply(lambda value: value[0] * value[1].mul_(2))
+    model = SplitPipe(nn.Sequential(doubling, nn.Linear(4, 3)), [1, 1], devices=["cpu"] * 2, chunks=2,
                       split=lambda args, kwargs, chunks: [((own,), {}) for own in args[0]])
     table = torch.ones(4)
     with pytest.raises(RuntimeError, match="wrote in place to an input that batched= leaves whole"):

@@ -22,8 +22,6 @@ from benchmarks.harness.runner import ROOT, Part
 from benchmarks.parts.memory import fresh
 from benchmarks.run import PARTS
 
-#: The rest start processes of their own, or compile.
-SHORT = ("overhead", "step-mlp", "merge", "convolutions", "schedules", "emulated", "memory")
 #: Another model of the part step-mlp.
 ALIKE = ("step-gpt",)
 CPU = [part for part in PARTS if part.way("cpu") and part.name not in ALIKE]
@@ -78,20 +76,11 @@ def test_a_result_names_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("part", [
     pytest.param(part, id=part.name, marks=[] if part.name == "step-mlp" else pytest.mark.thorough)
-    for part in CPU if part.name in SHORT
+    for part in CPU
 ])
 def test_a_benchmark_saves_what_it_prints(part: Part, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     if part.name == "memory":  # One case of it is measured below.
         monkeypatch.setattr(module(part.words("cpu")), "_peak", lambda *_: 1)
-    complete(*run(part))
-
-
-LONG = [part for part in CPU if part.name not in SHORT]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", LONG, ids=lambda part: part.name)
-def test_a_benchmark_that_takes_longer_saves_what_it_prints(part: Part, run: Run) -> None:
     complete(*run(part))
 
 

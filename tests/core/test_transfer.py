@@ -39,16 +39,9 @@ def test_second_derivatives_are_right() -> None:
     assert torch.autograd.gradgradcheck(function, (leaf(),))
 
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "copy": lambda x: Copy.apply(x, HERE, HERE),
-    "wait": lambda x: Wait.apply(x, None, None),
-    "leave": lambda x: leave(x, HERE, HERE),
-    "all": through,
-}
-functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-
-
-@functions
+@pytest.mark.parametrize("function", [
+    lambda x: Copy.apply(x, HERE, HERE), lambda x: Wait.apply(x, None, None), lambda x: leave(x, HERE, HERE), through,
+], ids=["copy", "wait", "leave", "all"])
 def test_an_undefined_gradient_stays_undefined(function: Callable[[Tensor], Tensor]) -> None:
     x = leaf()
     Nothing.apply(function(x * 1)).sum().backward()
@@ -62,11 +55,7 @@ def test_only_what_autograd_follows_gets_nodes() -> None:
     with torch.no_grad():
         assert through(x) is x
     assert not through(x.detach()).requires_grad
-
-
-def test_a_tensor_handed_to_its_own_stream_stays_itself() -> None:
-    x = leaf()
-    assert hand_over(x, None, None) is x
+    assert hand_over(x, None, None) is x, "it stays on its stream"
 
 
 def noted(order: list[int], number: int, _: Tensor) -> None:
@@ -173,11 +162,13 @@ def test_a_stage_waits_for_its_copy_and_not_for_later_ones(monkeypatch: pytest.M
             ]
 
 
-def test_what_is_elsewhere_stays_there() -> None:
-    meta = Route(HERE, Port(torch.device("meta"), None, None))
-    there = torch.empty(2, device="meta")
-    leaves, event = meta.depart([3, None, there])
-    assert leaves[2] is there and meta.arrive(leaves, event) == [3, None, there]
+def test_values_go_to_the_device_of_the_target_unless_they_are_there() -> None:
+    meta = Port(torch.device("meta"), None, None)
+    y = through(leaf(), HERE, meta)
+    assert y.device.type == "meta" and y.requires_grad
+    route, there = Route(HERE, meta), torch.empty(2, device="meta")
+    leaves, event = route.depart([3, None, there])
+    assert leaves[2] is there and route.arrive(leaves, event) == [3, None, there]
 
 
 def test_the_gradient_goes_the_same_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +202,6 @@ def test_two_streams_of_one_device_are_ordered_without_a_copy(monkeypatch: pytes
     x = torch.ones(2)
     assert transfer.move(x, port(0), port(1)) is x
     verbs.order(("use", "copy 1", "copy 0"), ("wait", "copy 1", "copy 0"))
-
-
-def test_values_go_to_the_device_of_the_target() -> None:
-    meta = Port(torch.device("meta"), None, None)
-    y = through(leaf(), HERE, meta)
-    assert y.device.type == "meta" and y.requires_grad
 
 
 GPU = torch.device("cuda", 0)

@@ -127,19 +127,14 @@ def test_a_call_fails_if_its_thread_dies_during_or_before_it(
                 Pool(["one"]).run([(0, Thing)])
 
 
-def test_a_call_that_waits_for_one_whose_thread_dies_is_stopped_and_waited_for(
-    pool: Pool, quiet: None, untraced: None
+@pytest.mark.parametrize("error", [WorkerDiedError, KeyError], ids=["its thread dies", "it fails"])
+def test_a_call_that_waits_for_another_one_is_stopped_and_waited_for(
+    error: type[Exception], pool: Pool, quiet: None, untraced: None
 ) -> None:
-    kill(pool._threads[0])
-    stop, ended = threading.Event(), list[bool]()
-    with pytest.raises(WorkerDiedError, match=DIED):
-        pool.run([(1, lambda: ended.append(stop.wait(60))), (0, stop.set)], lambda error: stop.set())
-    assert ended == [True] and not pool.usable
-
-
-def test_a_call_that_waits_for_one_that_fails_is_stopped_and_waited_for(pool: Pool) -> None:
+    if error is WorkerDiedError:
+        kill(pool._threads[0])
     stop, ended, told = threading.Event(), list[bool](), list[BaseException]()
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(error) as caught:
         pool.run([(1, lambda: ended.append(stop.wait(60))), (0, partial(fails, KeyError()))],
                  lambda error: (told.append(error), stop.set()))  # type: ignore[func-returns-value]
     assert ended == [True] and told == [caught.value] and not pool.usable

@@ -33,13 +33,6 @@ def layers() -> nn.Sequential:
     return module.double()
 
 
-class Two(nn.Module):
-    """Gives a tuple, or takes one."""
-
-    def forward(self, x: Any) -> Any:
-        return x[0] * x[1] if isinstance(x, tuple) else (x.sin(), x.cos())
-
-
 def small(module: nn.Module | None = None, **more: Any) -> Pipeline:
     """Of two layers, in two stages."""
     given = {"chunks": 2, "loss_fn": nn.MSELoss(), "device": "cpu", **more}
@@ -86,8 +79,9 @@ def test_every_schedule_gives_the_loss_and_gradients_of_the_module(rank: int, na
 @pytest.mark.thorough
 @both
 def test_skips_to_the_next_stage_and_tuples_are_sent(rank: int, name: str) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), Stash(), nn.Linear(6, 6), Two(), Two(), Pop(), nn.Linear(6, 2)).double()
-    assert_trained_alike(rank, module, [4, 3], name)
+    give, take = Apply(lambda x: (x.sin(), x.cos())), Apply(lambda x: x[0] * x[1])
+    module = nn.Sequential(nn.Linear(6, 6), Stash(), nn.Linear(6, 6), give, take, Pop(), nn.Linear(6, 2))
+    assert_trained_alike(rank, module.double(), [4, 3], name)
 
 
 @both
@@ -153,9 +147,25 @@ def test_a_process_that_is_killed_makes_the_others_end_with_an_error(world: Worl
     world.lose(bereft, name)
 
 
+class First(nn.Module):
+    """Keeps its first value, in a buffer that was None, and in one that was not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean() + 1
+            self.register_buffer("other", self.mean * 2)
+        return x * self.mean + self.other
+
+
+@pytest.mark.parametrize("what", ["buffers that change", "buffers that layers make"])
 @both
-def test_finding_out_the_shapes_leaves_buffers_alone(rank: int) -> None:
-    module = nn.Sequential(nn.Embedding(9, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+def test_finding_out_the_shapes_leaves_buffers_alone(rank: int, what: str) -> None:
+    kind, count = (First, 2) if what == "buffers that layers make" else (lambda: nn.BatchNorm1d(6), 3)
+    module = nn.Sequential(nn.Embedding(9, 6), kind(), nn.Linear(6, 6), kind()).double()
     plain = copy.deepcopy(module)
     model = Pipeline(module, [2, 2], chunks=2, schedule="1f1b", loss_fn=nn.MSELoss(), device="cpu")
     for _ in range(2):
@@ -163,6 +173,7 @@ def test_finding_out_the_shapes_leaves_buffers_alone(rank: int) -> None:
         model.step(x, y)
         for rows in x.chunk(2):
             plain(rows)
+    assert len(list(model.buffers())) == count
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, plain.get_buffer(name))
 
@@ -229,11 +240,6 @@ def test_a_loss_that_is_no_mean_is_an_error(world: World) -> None:
     world.lose(unfit)
 
 
-class Odd(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x, "odd"
-
-
 @pytest.mark.parametrize("name", ["gpipe", "zb-h1", "v-half"])
 @both
 def test_evaluating_is_forward_alone_between_steps_and_before(rank: int, name: str) -> None:
@@ -258,7 +264,7 @@ def test_evaluating_is_forward_alone_between_steps_and_before(rank: int, name: s
 def test_values_that_can_not_be_sent_are_an_error_that_names_the_stage() -> None:
     leaving: Any = [(None, "skip")]
     with pytest.raises(TypeError, match=r"stage 3: its output holds a str.*splitpipe\.SplitPipe"):
-        Part([("0", Odd())], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
+        Part([("0", Apply(lambda x: (x, "odd")))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
     with pytest.raises(TypeError, match=r"stage 3: the skip 'skip' is a NoneType"):
         Part([("0", nn.Linear(2, 2))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
 
@@ -450,15 +456,11 @@ class Learned(nn.Module):
         return nn.functional.mse_loss(output["value"] * self.scale, target)
 
 
-class Named(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return {"value": x, "name": "x"}
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @both
 def test_a_loss_has_parameters_and_takes_any_output(rank: int, name: str) -> None:
-    module, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), Named()).double(), Learned()
+    named = Apply(lambda x: {"value": x, "name": "x"})
+    module, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), named).double(), Learned()
     plain = copy.deepcopy(nn.Sequential(module, loss_fn))
     model = Pipeline(module, [1, 2], chunks=CHUNKS, schedule=name, loss_fn=loss_fn, device="cpu")
     for _ in range(2):
@@ -468,34 +470,6 @@ def test_a_loss_has_parameters_and_takes_any_output(rank: int, name: str) -> Non
     if rank == SIZE - 1:
         torch.testing.assert_close(loss_fn.scale.grad, plain[1].scale.grad)
         torch.testing.assert_close(module[1].weight.grad, plain[0][1].weight.grad)
-
-
-class First(nn.Module):
-    """Keeps its first value, in a buffer that was None, and in one that was not there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mean is None:
-            self.mean = x.detach().mean() + 1
-            self.register_buffer("other", self.mean * 2)
-        return x * self.mean + self.other
-
-
-@both
-def test_finding_out_the_shapes_makes_no_buffers(rank: int) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), First(), First(), nn.Linear(6, 6)).double()
-    plain = copy.deepcopy(module)
-    model = Pipeline(module, [2, 2], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
-    x = torch.randn(8, 6, dtype=torch.float64)
-    model.step(x, x)
-    for rows in x.chunk(2):
-        plain(rows)
-    assert len(list(model.buffers())) == 2
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, plain.get_buffer(name))
 
 
 @both

@@ -30,9 +30,10 @@ def planned(module: nn.Module | None = None) -> Plan:
     )
 
 
-@pytest.mark.parametrize(
-    ("rows", "asked", "expected"), [(5, 4, [3]), (8, 4, [4]), (7, range(1, 8), [1, 2, 3, 4, 7]), (10, None, [2, 4, 5])]
-)
+@pytest.mark.parametrize(("rows", "asked", "expected"), [
+    (5, 4, [3]), (8, 4, [4]), (7, range(1, 8), [1, 2, 3, 4, 7]), (10, None, [2, 4, 5]),
+    (8, torch.tensor(2), [2]), (8, torch.tensor([2, 4]), [2, 4]), (8, (n for n in (2, 4)), [2, 4]), (8, {2}, [2]),
+])
 def test_chunks_are_as_many_as_there_are_microbatches(rows: int, asked: Any, expected: list[int]) -> None:
     assert chunks_of(asked, rows, 2) == expected
 
@@ -50,11 +51,6 @@ def test_a_batch_that_no_chunks_divide_is_compared() -> None:
     with model.record() as timeline:
         model(x, target=x)
     assert found.compare(timeline).step.recorded > 0
-
-
-@pytest.mark.parametrize("chunks", [torch.tensor(2), torch.tensor([2, 4]), (n for n in (2, 4)), {2}])
-def test_whatever_is_whole_is_a_number_of_chunks(chunks: Any) -> None:
-    assert chunks_of(chunks, 8, 2)[0] == 2
 
 
 def test_numbers_may_be_of_any_type() -> None:
@@ -91,13 +87,9 @@ def test_an_error_advises_nothing_that_a_plan_does_not_take() -> None:
     assert "batched" not in str(caught.value)
 
 
-def test_in_inference_mode_a_plan_is_made() -> None:
-    with torch.inference_mode():
-        assert planned().chunks == 2
-
-
-def test_under_float16_autocast_a_plan_is_made() -> None:
-    with torch.autocast("cpu", dtype=torch.float16):
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16)])
+def test_in_inference_mode_and_under_autocast_a_plan_is_made(mode: Any) -> None:
+    with mode():
         assert planned().chunks == 2
 
 

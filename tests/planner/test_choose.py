@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, permutations
@@ -78,22 +78,16 @@ def test_a_faster_device_gets_more() -> None:
 
 
 @pytest.mark.thorough
-def test_a_device_that_is_too_slow_to_help_is_left_out() -> None:
-    found = choose(emulated(0, speeds=(1, 1, 0.01)), schedules=NAMES)[0]
-    assert {device.name for device in found.devices} == {"cuda:0", "cuda:1"}
-
-
-@pytest.mark.thorough
-def test_a_fast_device_that_has_no_room_for_a_layer_is_left_out() -> None:
-    found = choose(emulated(0, speeds=(4, 1, 1), memory=(1024, math.inf, math.inf)), schedules=NAMES)[0]
-    assert found.fits and {device.name for device in found.devices} == {"cuda:1", "cuda:2"}
-
-
-@pytest.mark.thorough
-def test_of_many_devices_those_without_room_are_left_out() -> None:
-    room = (math.inf, 1024, math.inf, 1024)
-    found = choose(emulated(0, speeds=(1, 5, 2, 4), memory=room, chunks=(4,)), schedules=["1f1b"])[0]
-    assert found.fits and all(device.memory > 1024 for device in found.devices)
+@pytest.mark.parametrize(("profile", "names", "taken"), [
+    pytest.param(emulated(0, speeds=(1, 1, 0.01)), NAMES, {"cuda:0", "cuda:1"}, id="too slow to help"),
+    pytest.param(emulated(0, speeds=(4, 1, 1), memory=(1024, math.inf, math.inf)), NAMES, {"cuda:1", "cuda:2"},
+                 id="fast, without room for a layer"),
+    pytest.param(emulated(0, speeds=(1, 5, 2, 4), memory=(math.inf, 1024, math.inf, 1024), chunks=(4,)), ["1f1b"],
+                 {"cuda:0", "cuda:2"}, id="of many, without room"),
+])
+def test_a_device_that_is_of_no_use_is_left_out(profile: Profile, names: Sequence[str], taken: set[str]) -> None:
+    found = choose(profile, schedules=names)[0]
+    assert found.fits and {device.name for device in found.devices} == taken
 
 
 def test_a_device_without_a_limit_takes_what_others_have_no_room_for() -> None:

@@ -5,8 +5,8 @@ import copy
 import io
 import math
 import sys
-import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from splitpipe.balance.layers import layers_of
 from splitpipe.balance.units import Times
 from splitpipe.checks import verify_devices
 from splitpipe.core.stream import Place
+from splitpipe.core.worker import in_new_thread
 from splitpipe.planner import machine, measure, work
 from splitpipe.planner.machine import shared_threads
 from splitpipe.planner.measure import bar
@@ -81,50 +82,45 @@ def test_of_what_is_saved_input_and_output_are_told_apart() -> None:
     linear, tanh, _ = layers(profiled(mlp(), torch.randn(8, 64)))
     assert (linear.saved_input, linear.saved_output) == (4 * 64 * FLOAT, 0)
     assert (tanh.saved_input, tanh.saved_output) == (0, 4 * 32 * FLOAT)
-
-
-def test_what_was_run_once_counts_its_input_as_saved() -> None:
-    linear, _, _ = layers(profiled(mlp(), torch.randn(8, 64), seconds=0.0))
+    linear, _, _ = layers(profiled(mlp(), torch.randn(8, 64), seconds=0.0))  # Run once.
     assert (linear.saved_input, linear.saved_output) == (4 * 64 * FLOAT, 0)
 
 
-def test_a_layer_longer_than_its_part_of_the_time_runs_once() -> None:
-    runs = Log()
-    profiled(nn.Sequential(Apply(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), seconds=0.0)
-    assert len(runs) == 1
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads() -> None:
+def seen_by(function: Any, *before: nn.Module, sample: Any = None, **options: Any) -> Log:
+    """What a function tells of what a layer is given, in each of its runs, behind others; it gives a tensor on."""
     seen = Log()
-    module = nn.Sequential(Apply(lambda x: (seen.append(torch.get_num_threads()), x)[1]))
-    with shared_threads(1):
-        torch.set_num_threads(6)
-        profiled(module, torch.randn(8, 4), rows=3)
-        assert set(seen) == {2} and torch.get_num_threads() == 6
+    last = Apply(lambda x: (seen.append(function(x)), x["x"] if isinstance(x, dict) else x)[1])
+    profiled(nn.Sequential(*before, last), torch.randn(8, 4) if sample is None else sample, **options)
+    return seen
+
+
+def test_a_layer_longer_than_its_part_of_the_time_runs_once() -> None:
+    assert len(seen_by(type, seconds=0.0)) == 1
 
 
 @pytest.mark.usefixtures("quick")
 def test_other_layers_run_at_least_three_times_more() -> None:
-    runs = Log()
-    profiled(nn.Sequential(Apply(lambda x: (runs.append(1), x)[1])), torch.randn(8, 4), [1])
-    assert len(runs) > 3
+    assert len(seen_by(type, chunks=[1])) > 3
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads() -> None:
+    with shared_threads(1):
+        torch.set_num_threads(6)
+        assert set(seen_by(lambda x: torch.get_num_threads(), rows=3)) == {2} and torch.get_num_threads() == 6
 
 
 def test_the_layer_gets_its_microbatch_as_it_is() -> None:
-    seen = Log()
     sample = {"x": torch.randn(6, 3), "n": torch.arange(6), "scale": torch.tensor(2.0), "word": "a"}
-    profiled(nn.Sequential(Apply(lambda value: (seen.append(value), value["x"])[1])), sample, [3])
-    assert all(value["x"].equal(sample["x"][:2]) and value["n"].equal(sample["n"][:2]) for value in seen)
-    assert all(value["scale"].equal(sample["scale"]) and value["word"] == "a" for value in seen)
+    for value in seen_by(dict, sample=sample, chunks=[3]):
+        assert value["x"].equal(sample["x"][:2]) and value["n"].equal(sample["n"][:2])
+        assert value["scale"].equal(sample["scale"]) and value["word"] == "a"
 
 
 def test_strides_of_the_flow_are_kept() -> None:
-    seen = Log()
-    last = Apply(lambda x: (seen.append(x), x)[1])
-    module = nn.Sequential(Apply(lambda x: x.to(memory_format=torch.channels_last)), last)
-    profiled(module, torch.randn(8, 3, 4, 4))
-    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in seen)
+    last = Apply(lambda x: x.to(memory_format=torch.channels_last))
+    seen = seen_by(lambda x: x.is_contiguous(memory_format=torch.channels_last), last, sample=torch.randn(8, 3, 4, 4))
+    assert seen and all(seen)
 
 
 def test_sparse_tensors_between_layers_are_taken_along() -> None:
@@ -207,18 +203,10 @@ def test_nothing_of_the_callers_changes(rows: int) -> None:
     assert torch.get_rng_state().equal(random) and not module.training
 
 
-def numbers_of_threads() -> tuple[int, int]:
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    return torch.get_num_threads(), found[0]
-
-
 def test_numbers_of_threads_are_as_before() -> None:
-    before = numbers_of_threads()
+    before = torch.get_num_threads(), in_new_thread(torch.get_num_threads)
     profiled(mlp(), torch.randn(8, 64), rows=3)
-    assert numbers_of_threads() == before
+    assert (torch.get_num_threads(), in_new_thread(torch.get_num_threads)) == before
 
 
 def test_chunks_that_a_layer_refuses_are_left_out() -> None:
@@ -226,19 +214,16 @@ def test_chunks_that_a_layer_refuses_are_left_out() -> None:
     assert profiled(module, torch.randn(8, 4), [1, 4, 8]).chunks == [1, 4]
 
 
-def test_chunks_that_memory_refuses_are_left_out_too() -> None:
+def test_chunks_that_memory_refuses_are_left_out_unless_all_are() -> None:
+    most = 4
+
     def limited(x: Tensor) -> Tensor:
-        if len(x) > 4:
+        if len(x) > most:
             raise torch.OutOfMemoryError("full")
         return x
 
     assert profiled(nn.Sequential(Apply(limited)), torch.randn(8, 4), [1, 2, 4]).chunks == [2, 4]
-
-
-def test_without_any_chunks_that_fit_the_error_is_raised() -> None:
-    def limited(x: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("full")
-
+    most = 0
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         profiled(nn.Sequential(Apply(limited)), torch.randn(8, 4), [1, 2, 4])
 
@@ -308,48 +293,27 @@ def test_the_bar_is_gone_at_the_end() -> None:
     assert out.getvalue() == f"\r{text}\r{' ' * len(text)}\r"
 
 
-@pytest.mark.parametrize("shown", [None, False])
-def test_without_a_terminal_there_is_no_bar(shown: bool | None) -> None:
-    out = io.StringIO()
+@pytest.mark.parametrize(("shown", "out"), [(None, io.StringIO()), (False, io.StringIO()), (None, None), (True, None)])
+def test_without_a_terminal_or_a_standard_error_there_is_no_bar(
+    shown: bool | None, out: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
     with bar(shown, out) as progress:
         progress(1, 2, "layer")
-    assert not out.getvalue()
-
-
-@pytest.mark.parametrize("shown", [None, True])
-def test_without_a_standard_error_there_is_no_bar(shown: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    with bar(shown) as progress:
-        progress(1, 2, "layer")
+    assert out is None or not out.getvalue()
 
 
 MIB = 2**20
 
 
-class Told:
-    """Stands for torch.accelerator, or the module of a kind of devices."""
-
-    def get_device_name(self, device: torch.device) -> str:
-        return "small" if device.index == 2 else "large"
-
-    def get_memory_info(self, device: torch.device) -> tuple[int, int]:
-        return 1000, 2000 + device.index // 2
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return 0
-
-    def memory_allocated(self, device: torch.device) -> int:
-        return 0
-
-
-class Caching(Told):
-    """Has freed most of what it has taken."""
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return 600
-
-    def memory_allocated(self, device: torch.device) -> int:
-        return 100
+#: What torch.accelerator, or the module of a kind of devices, tells of a device.
+TOLD: dict[str, Any] = {
+    "get_device_name": lambda device: "small" if device.index == 2 else "large",
+    "get_memory_info": lambda device: (1000, 2000 + device.index // 2),
+    "memory_reserved": lambda device: 0, "memory_allocated": lambda device: 0,
+}
+#: Most of what was taken is free again.
+CACHING: dict[str, Any] = {**TOLD, "memory_reserved": lambda device: 600, "memory_allocated": lambda device: 100}
 
 
 def places(*indices: int) -> list[Place]:
@@ -358,19 +322,15 @@ def places(*indices: int) -> list[Place]:
 
 @pytest.fixture
 def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Told())
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**TOLD))
     for name in "get_memory_info", "memory_reserved", "memory_allocated":
-        monkeypatch.setattr(torch.accelerator, name, getattr(Told(), name))
+        monkeypatch.setattr(torch.accelerator, name, TOLD[name])
 
 
 @pytest.mark.usefixtures("accelerators")
-def test_equal_accelerators_are_one_kind() -> None:
+def test_accelerators_with_one_name_and_as_much_memory_are_one_kind() -> None:
     cpu = Place(torch.device("cpu"))
     assert machine.kinds_of([*places(0, 1, 2), cpu, cpu]) == {"large": [0, 1], "small": [2], "cpu": [3, 4]}
-
-
-@pytest.mark.usefixtures("accelerators")
-def test_accelerators_with_other_memory_are_another_kind() -> None:
     assert machine.kinds_of(places(0, 3, 4)) == {"large": [0], "large (1)": [1], "large (2)": [2]}
 
 
@@ -384,10 +344,10 @@ def test_of_free_memory_rows_of_one_accelerator_have_a_part_each() -> None:
 def test_what_the_allocator_keeps_for_later_is_free(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "memory_reserved", "memory_allocated":
         if whose == "torch.accelerator":
-            monkeypatch.setattr(torch.accelerator, name, getattr(Caching(), name))
+            monkeypatch.setattr(torch.accelerator, name, CACHING[name])
         else:
             monkeypatch.delattr(torch.accelerator, name)
-            monkeypatch.setattr(torch, "get_device_module", lambda device: Caching())
+            monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**CACHING))
     assert machine.usable_bytes(mlp(), places(0), None) == [0.9 * 1500]
 
 

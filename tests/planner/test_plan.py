@@ -34,14 +34,9 @@ def test_it_is_applied() -> None:
     model = found.apply(layers())
     assert model.balance == list(found.balance) and model.chunks == found.chunks
     assert model.checkpoint == found.checkpoint and model.schedule == found.schedule
+    assert repr(SplitPipe(layers(), **found.arguments())) == repr(model)
     x = torch.randn(8, 3)
     model(x, target=x).backward()
-
-
-def test_its_arguments_make_the_same_model() -> None:
-    found = made()
-    model = SplitPipe(layers(), **found.arguments())
-    assert repr(model) == repr(found.apply(layers()))
 
 
 def test_a_schedule_with_a_name_is_named() -> None:

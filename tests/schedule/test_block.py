@@ -55,30 +55,27 @@ def test_the_block_of_1f1b_gives_1f1b(p: int, m: int) -> None:
     assert one_f_one_b(p).peak_activations == tuple(range(p, 0, -1))
 
 
-def test_a_collision_names_both_passes_and_the_slot() -> None:
-    block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("B", 0, 1), BlockOp("W", 0, 9)], [0], interval=4)
-    with pytest.raises(ValueError, match=r"0B0, which starts at 1 .* 0W0, which starts at 9: device 0 .* slot 1 mod"):
+def two_stages(second: float) -> list[BlockOp]:
+    """The second stage starts then."""
+    return [BlockOp("F", 0, 0), BlockOp("F", 1, second), BlockOp("BW", 1, 2), BlockOp("BW", 0, 4)]
+
+
+@pytest.mark.parametrize(("block", "message"), [
+    (BuildingBlock([BlockOp("F", 0, 0), BlockOp("B", 0, 1), BlockOp("W", 0, 9)], [0], interval=4),
+     r"0B0, which starts at 1 .* 0W0, which starts at 9: device 0 .* slot 1 mod"),
+    (BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], [0], interval=3),  # It ends in the next interval.
+     r"0BW0, .* collides with 0F0, .* slot 0 modulo the interval of 3"),
+    (BuildingBlock(two_stages(0.5), [0, 1], interval=9),
+     "1F0 starts at 0.5, and 0F0, which it needs, ends at 1: expected"),
+    (BuildingBlock(two_stages(1), [0, 1], 9, Costs(copy=0.5)), r"1F0 starts at 1, .* is copied until 1\.5: expected"),
+])
+def test_a_pass_that_collides_or_comes_too_early_is_refused_with_both(block: BuildingBlock, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         block.repeat(2)
 
 
-def test_a_pass_across_the_end_of_the_interval_collides_with_one_at_its_start() -> None:
-    block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], [0], interval=3)
-    with pytest.raises(ValueError, match=r"0BW0, .* collides with 0F0, .* slot 0 modulo the interval of 3"):
-        block.repeat(2)
-
-
-def test_a_pass_before_what_it_needs_is_refused_with_both() -> None:
-    ops = [BlockOp("F", 0, 0), BlockOp("F", 1, 0.5), BlockOp("BW", 1, 2), BlockOp("BW", 0, 4)]
-    block = BuildingBlock(ops, [0, 1], interval=9)
-    with pytest.raises(ValueError, match="1F0 starts at 0.5, and 0F0, which it needs, ends at 1: expected"):
-        block.repeat(1)
-
-
-def test_a_copy_takes_its_time() -> None:
-    ops = [BlockOp("F", 0, 0), BlockOp("F", 1, 1), BlockOp("BW", 1, 2), BlockOp("BW", 0, 4)]
-    with pytest.raises(ValueError, match=r"1F0 starts at 1, .* is copied until 1\.5: expected"):
-        BuildingBlock(ops, [0, 1], 9, Costs(copy=0.5)).repeat(1)
-    BuildingBlock(ops, [0, 0], 9, Costs([1, 1], [1, 1], [1, 1], copy=0.5)).repeat(1)
+def test_between_stages_of_one_device_there_is_no_copy() -> None:
+    BuildingBlock(two_stages(1), [0, 0], 9, Costs([1, 1], [1, 1], [1, 1], copy=0.5)).repeat(1)
 
 
 def test_what_a_float_loses_is_no_collision() -> None:

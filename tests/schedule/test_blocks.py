@@ -6,7 +6,7 @@ from itertools import groupby
 
 import pytest
 
-from splitpipe.schedule import build, check, simulate
+from splitpipe.schedule import build, simulate
 
 BLOCKS = ["v-min", "v-half", "v-zb", "1f1b-v", "two-thirds"]
 thorough = pytest.mark.thorough
@@ -79,13 +79,6 @@ def test_smaller_groups_take_less_memory_and_more_time(p: int, v: int) -> None:
         timeline = simulate(build("interleaved-low-memory", p, 3 * g, stages_per_device=v, group=g))
         assert max(timeline.peak_activations) == (g * (v - 1) + p) / v
         assert max(timeline.idle) == pytest.approx((2 * (p - 1) + (v - 1) * (p - g)) / v)
-
-
-@pytest.mark.parametrize("p", [8, pytest.param(16, marks=thorough)])
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
-def test_no_groups_collide(p: int, v: int) -> None:
-    for g in (p // 2, p // 2 + 1, p - 1, p):
-        check(build("interleaved-low-memory", p, 2, stages_per_device=v, group=g))
 
 
 @pytest.mark.parametrize("m", [1, 5, 8, 9])

@@ -59,13 +59,17 @@ def process(*arguments: str, **more: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(line, text=True, stderr=subprocess.PIPE, **more)
 
 
-def test_a_name_alone_is_drawn_for_four_devices_and_eight_chunks(run: Any) -> None:
-    assert run("zb-h1") == Ran(code=0, out=drawn(build("zb-h1", 4, 8)), err="")
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_name_is_drawn(run: Any, name: str) -> None:
-    assert run(f"{name} --devices 4 --chunks 12").out == drawn(build(name, 4, 12))
+@pytest.mark.parametrize(("line", "schedules"), [
+    ("zb-h1", [build("zb-h1", 4, 8)]),
+    *((f"{name} --devices 3 --chunks 12", [build(name, 3, 12)]) for name in names()),
+    ("zb-v --chunks 12 --compare 1f1b zb-h1", [build(name, 4, 12) for name in ("zb-v", "1f1b", "zb-h1")]),
+    ("gpipe --split --compare 1f1b zb-h1",  # Each takes the options that it has.
+     [build("gpipe", 4, 8, split=True), build("1f1b", 4, 8, split=True), build("zb-h1", 4, 8)]),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_names_are_drawn_for_four_devices_and_eight_chunks_or_as_said(
+    run: Any, line: str, schedules: list[Schedule]
+) -> None:
+    assert run(line) == Ran(code=0, out=drawn(*schedules), err="")
 
 
 def test_the_width_is_the_terminals_or_as_said(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,17 +81,6 @@ def test_the_width_is_the_terminals_or_as_said(run: Any, monkeypatch: pytest.Mon
 def test_a_terminal_gets_colour(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert run("zb-h1").out == text.draw([simulate(build("zb-h1", 4, 8))], 100, colour=True) + "\n"
-
-
-def test_several_are_compared(run: Any) -> None:
-    assert run("zb-v --chunks 12 --compare 1f1b zb-h1").out == drawn(
-        *(build(name, 4, 12) for name in ("zb-v", "1f1b", "zb-h1"))
-    )
-
-
-def test_each_of_several_takes_the_options_that_it_has(run: Any) -> None:
-    found = run("gpipe --split --compare 1f1b zb-h1").out
-    assert found == drawn(build("gpipe", 4, 8, split=True), build("1f1b", 4, 8, split=True), build("zb-h1", 4, 8))
 
 
 def test_every_file_is_written_and_nothing_printed(run: Any, tmp_path: Path) -> None:
@@ -208,21 +201,19 @@ def test_a_file_that_is_no_schedule_is_one_line(run: Any, tmp_path: Path) -> Non
     assert found.code == 2 and "line 1, cell 2: 'what' isn't an op" in found.err and found.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OverflowError("long")])
-def test_numbers_beyond_the_machine_are_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (MemoryError(), 2, "splitpipe schedule: the numbers are too big.\n"),
+    (OverflowError("long"), 2, "splitpipe schedule: the numbers are too big.\n"),
+    (KeyboardInterrupt(), 130, ""),
+])
+def test_numbers_beyond_the_machine_and_control_c_end_it(
+    run: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+) -> None:
     def build(*_: object) -> Schedule:
         raise error
 
     monkeypatch.setattr(command, "build", build)
-    assert run("zb-h1") == Ran(code=2, out="", err="splitpipe schedule: the numbers are too big.\n")
-
-
-def test_control_c_ends_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*_: object) -> Schedule:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "build", build)
-    assert run("zb-h1") == Ran(code=130, out="", err="")
+    assert run("zb-h1") == Ran(code=code, out="", err=said)
 
 
 def test_it_needs_no_torch() -> None:

@@ -20,23 +20,12 @@ def test_these_schedules_have_a_name() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_schedule_knows_its_name_and_is_a_plain_one(name: str) -> None:
-    schedule = build(name, 4, 8)
-    assert schedule.name == name
-    assert type(schedule) is Schedule
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_same_arguments_build_the_same_schedule(name: str) -> None:
-    assert build(name, 4, 9) == build(name, devices=4, chunks=9)
-
-
-@pytest.mark.parametrize("name", ALL)
 def test_any_number_of_devices_and_microbatches_is_built_and_can_run(name: str) -> None:
     for devices, chunks in [*product(range(1, 6), [1, 2, 3, 5, 6, 7, 8, 9]), (6, 17)]:
         schedule = build(name, devices, chunks)
         check(schedule)
-        assert (schedule.devices, schedule.microbatches) == (devices, chunks)
+        assert (schedule.name, schedule.devices, schedule.microbatches) == (name, devices, chunks)
+        assert type(schedule) is Schedule and schedule == build(name, devices=devices, chunks=chunks)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])

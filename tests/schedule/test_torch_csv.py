@@ -11,9 +11,10 @@ from splitpipe.schedule import Op, Schedule, build, from_csv, names
 
 
 def test_what_is_written_is_read_again_by_a_path_or_its_text(tmp_path: Path) -> None:
-    schedule, path = build("zb-v", 3, 5), tmp_path / "schedule.csv"
-    schedule.to_csv(path)
-    assert from_csv(path) == from_csv(str(path)) == schedule
+    path = tmp_path / "schedule.csv"
+    for schedule in build("zb-v", 3, 5), Schedule([[Op("F", 0, 0), Op("BW", 0, 0)], []], [0]):  # One without ops.
+        schedule.to_csv(path)
+        assert from_csv(path) == from_csv(str(path)) == schedule
 
 
 def test_the_letters_are_torchs(tmp_path: Path) -> None:
@@ -39,22 +40,15 @@ def test_torch_reads_what_is_written(name: str, tmp_path: Path) -> None:
             assert action.computation_type is getattr(schedules._ComputationType, kinds[op.kind])
 
 
-def test_torchs_own_text_with_idle_slots_and_spaces_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "torch.csv"
-    path.write_text("0F0,0F1,,, 0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n")
-    assert from_csv(path) == build("1f1b", 2, 2)
-
-
-def test_a_mark_at_the_start_and_quotes_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "schedule"), [
+    ("0F0,0F1,,, 0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n", build("1f1b", 2, 2)),  # Torch's own, with idle slots and spaces.
+    ('\ufeff"0F0","0B0"\r\n', build("gpipe", 1, 1)),
+])
+def test_idle_slots_spaces_quotes_and_a_mark_at_the_start_are_read(
+    text: str, schedule: Schedule, tmp_path: Path
+) -> None:
     path = tmp_path / "a.csv"
-    path.write_text('\ufeff"0F0","0B0"\r\n', encoding="utf-8")
-    assert from_csv(path) == build("gpipe", 1, 1)
-
-
-def test_a_device_without_ops_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    schedule = Schedule([[Op("F", 0, 0), Op("BW", 0, 0)], []], [0])
-    schedule.to_csv(path)
+    path.write_text(text, encoding="utf-8")
     assert from_csv(path) == schedule
 
 

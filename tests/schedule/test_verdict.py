@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from splitpipe.schedule import Costs, Recording, Schedule, Step, build, simulate
+from splitpipe.schedule import Costs, Recording, Schedule, Step, Timeline, build, simulate
 from splitpipe.schedule.draw import html, measures
 from tests.helpers.recording import near, played, recorded, step
 from tests.schedule.test_draw import page_data
@@ -20,32 +21,19 @@ def lost(recording: Recording) -> list[float]:
     return [near(recording.losses[reason]) for reason in LOST]
 
 
-def test_a_bubble_that_equal_stages_have_too_is_the_schedules_own() -> None:
-    assert lost(recorded(played())) == [0, 9, 0, 0]
-
-
-def test_what_equal_stages_would_not_lose_is_due_to_unequal_ones() -> None:
-    timeline = played("gpipe", 2, 1, Costs([1, 3], [1, 3], 0))
-    assert lost(recorded(timeline)) == [0, 4, 0, 0]
-    timeline = played("gpipe", 2, 4, Costs([1, 3], [1, 3], 0))
-    assert timeline.makespan == 26 and played("gpipe", 2, 4, Costs(2, 2, 0)).makespan == 20
-    assert lost(recorded(timeline)) == [6, 4, 0, 0]
-
-
-def test_equal_work_on_every_device_is_no_loss_by_stages() -> None:
-    timeline = played("zb-v", 2, 4, Costs(3, 4, 2))
-    assert lost(recorded(timeline)) == [0, timeline.idle[0], 0, 0]
-
-
-def test_copies_are_counted_where_they_make_the_plan_longer() -> None:
-    timeline = played("gpipe", 2, 4, Costs(copy=0.5))
-    assert lost(recorded(timeline)) == [0, timeline.makespan - 1 - 12, 1, 0]
-
-
-def test_what_no_plan_explains_is_waiting() -> None:
-    recording = Recording(played().schedule)
-    recording.add(step(played(), late=2))
-    assert lost(recording) == [0, 9, 0, 2]
+@pytest.mark.parametrize(("timeline", "late", "expected"), [
+    pytest.param(played(), 0, [0, 9, 0, 0], id="a bubble that equal stages have, too"),
+    pytest.param(played("zb-v", 2, 4, Costs(3, 4, 2)), 0, [0, 2, 0, 0], id="equal work on every device"),
+    pytest.param(played("gpipe", 2, 1, Costs([1, 3], [1, 3], 0)), 0, [0, 4, 0, 0], id="unequal stages, one microbatch"),
+    # The plan takes 26; with equal stages it would take 20.
+    pytest.param(played("gpipe", 2, 4, Costs([1, 3], [1, 3], 0)), 0, [6, 4, 0, 0], id="unequal stages"),
+    pytest.param(played("gpipe", 2, 4, Costs(copy=0.5)), 0, [0, 3, 1, 0], id="copies that make the plan longer"),
+    pytest.param(played(), 2, [0, 9, 0, 2], id="what no plan explains"),
+])
+def test_time_is_lost_to(timeline: Timeline, late: float, expected: list[float]) -> None:
+    recording = Recording(timeline.schedule)
+    recording.add(step(timeline, late=late))
+    assert lost(recording) == expected
 
 
 # Words.
@@ -73,10 +61,17 @@ def test_equal_stages_have_no_bottleneck() -> None:
     assert "unbalanced" not in str(recording)
 
 
-def test_one_device_has_nothing_to_wait_for() -> None:
-    remarks = recorded(played("gpipe", 1, 3)).remarks
-    assert remarks == ("One step was recorded.", "There is one device, which computes 100% of the step.",
-                       "Of the step's 9 ms, a device computes 9 ms on average.")
+@pytest.mark.parametrize(("timeline", "copies", "remarks"), [
+    (played("gpipe", 1, 3), (), ("There is one device, which computes 100% of the step.",
+                                 "Of the step's 9 ms, a device computes 9 ms on average.")),
+    (played("gpipe", 2, 2, Costs(0, 0, 0)), ((0, 3.0),), (
+        "No stage is the bottleneck: the devices compute 0% of the step.",
+        "Of the step's 0 ms, a device computes 0 ms on average.")),
+], ids=["of one device", "without time"])
+def test_where_nothing_is_lost_no_loss_is_named(timeline: Timeline, copies: Any, remarks: tuple[str, ...]) -> None:
+    recording = Recording(timeline.schedule)
+    recording.add(Step(timeline.spans, copies, (None,) * timeline.schedule.devices))
+    assert recording.remarks == ("One step was recorded.", *remarks)
 
 
 def test_losses_stand_in_their_order() -> None:
@@ -143,14 +138,6 @@ def test_printed_it_starts_as_other_timelines_do() -> None:
 
 def titles(page: str) -> list[str]:
     return [each["title"] for each in page_data(page)["schedules"]]
-
-
-def test_a_step_that_takes_no_time_is_shown() -> None:
-    timeline = played("gpipe", 2, 2, Costs(0, 0, 0))
-    recording = Recording(timeline.schedule)
-    recording.add(Step(timeline.spans, ((0, 3.0),), (None, None)))
-    assert recording.remarks[1:] == ("No stage is the bottleneck: the devices compute 0% of the step.",
-                                     "Of the step's 0 ms, a device computes 0 ms on average.")
 
 
 def test_a_page_has_the_step_above_the_plan_with_its_remarks(tmp_path: Path) -> None:

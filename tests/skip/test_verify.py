@@ -28,38 +28,36 @@ def test_matching_pairs_are_accepted():
     ))
 
 
-def test_stash_without_pop_is_told():
-    assert told(StashFoo()) == [
-        "- layer '0' (StashFoo) stashes 'foo', which no layer pops: declare pop=['foo'] in a later layer."
-    ]
+FORGOT = "yields in its forward but isn't skippable: put @skippable(stash=[...], pop=[...]) above class Forgot."
 
 
-def test_pop_without_stash_is_told_with_its_place_at_any_depth():
-    (fault,) = told(nn.Sequential(nn.ReLU(), PopFoo()))
-    assert fault.startswith("- layer '0.1' (PopFoo) pops 'foo', which no layer stashes: declare stash=")
+class Forgot(nn.Module):
+    def forward(self, input):
+        foo = yield pop("foo")
+        return input + foo
 
 
-def test_pop_before_stash_is_told():
-    assert told(PopFoo(), StashFoo()) == [
-        "- layer '0' (PopFoo) pops 'foo' before layer '1' (StashFoo) stashes it: move it after that layer."
-    ]
-
-
-def test_name_used_by_two_pairs_is_told():
-    stash_again, pop_again = told(StashFoo(), PopFoo(), StashFoo(), PopFoo())
-    assert stash_again.startswith("- layer '2' (StashFoo) stashes 'foo', as layer '0' (StashFoo) does: give")
-    assert pop_again.startswith("- layer '3' (PopFoo) pops 'foo', as layer '1' (PopFoo) does: give")
-
-
-def test_layer_that_occurs_twice_is_told():
-    same = StashFoo()
-    (fault,) = told(same, same, PopFoo())
-    assert "layer '1' (StashFoo) stashes 'foo', as layer '0'" in fault
-
-
-def test_name_stashed_and_popped_by_one_layer_is_told():
-    (fault,) = told(skip(stash=["foo"], pop=["foo"]))
-    assert fault.startswith("- layer '0' (Identity) both stashes and pops 'foo'")
+@pytest.mark.parametrize(("layers", "faults"), [
+    ([StashFoo()],
+     ["- layer '0' (StashFoo) stashes 'foo', which no layer pops: declare pop=['foo'] in a later layer."]),
+    ([nn.Sequential(nn.ReLU(), PopFoo())],
+     ["- layer '0.1' (PopFoo) pops 'foo', which no layer stashes: declare stash="]),
+    ([PopFoo(), StashFoo()],
+     ["- layer '0' (PopFoo) pops 'foo' before layer '1' (StashFoo) stashes it: move it after that layer."]),
+    ([StashFoo(), PopFoo(), StashFoo(), PopFoo()],
+     ["- layer '2' (StashFoo) stashes 'foo', as layer '0' (StashFoo) does: give",
+      "- layer '3' (PopFoo) pops 'foo', as layer '1' (PopFoo) does: give"]),
+    ([same := StashFoo(), same, PopFoo()], ["- layer '1' (StashFoo) stashes 'foo', as layer '0'"]),
+    ([skip(stash=["foo"], pop=["foo"])], ["- layer '0' (Identity) both stashes and pops 'foo'"]),
+    ([nn.ReLU(), nn.Sequential(Forgot()), nn.Linear(2, 2)], [f"- layer '1.0' (Forgot) {FORGOT}"]),
+    ([StashFoo(), Forgot()], ["- layer '0' (StashFoo) stashes 'foo'", "- layer '1' (Forgot) "]),
+    ([PopFoo(), StashFoo(), skip(stash=["a"]), skip(pop=["b"]), skip(stash=["c"], pop=["c"])],
+     ["- layer '0' (PopFoo) pops 'foo' before", "- layer '3' (Identity) pops 'b', which no",
+      "- layer '4' (Identity) both stashes and pops 'c'", "- layer '2' (Identity) stashes 'a', which no"]),
+])
+def test_every_mistake_is_told_with_its_place(layers, faults):
+    lines = told(*layers)
+    assert len(lines) == len(faults) and all(map(str.startswith, lines, faults)), lines
 
 
 def test_ends_in_different_namespaces_are_told():
@@ -70,11 +68,6 @@ def test_ends_in_different_namespaces_are_told():
     assert never_popped.endswith("isolated by the same namespace.")
 
 
-def test_all_mistakes_are_told_together():
-    lines = told(PopFoo(), StashFoo(), skip(stash=["a"]), skip(pop=["b"]), skip(stash=["c"], pop=["c"]))
-    assert len(lines) == 4
-
-
 def test_layer_inside_a_skippable_may_pop_what_that_stashes_but_not_the_reverse():
     outer = StashFoo()
     outer.module.inner = PopFoo()
@@ -83,22 +76,6 @@ def test_layer_inside_a_skippable_may_pop_what_that_stashes_but_not_the_reverse(
     outer.module.inner = StashFoo()
     (fault,) = told(outer)
     assert "layer '0' (PopFoo) pops 'foo' before layer '0.module.inner' (StashFoo)" in fault
-
-
-class Forgot(nn.Module):
-    def forward(self, input):
-        foo = yield pop("foo")
-        return input + foo
-
-
-def test_a_layer_that_forgot_the_decorator_is_named_at_any_depth():
-    fault = "yields in its forward but isn't skippable: put @skippable(stash=[...], pop=[...]) above class Forgot."
-    assert told(nn.ReLU(), nn.Sequential(Forgot()), nn.Linear(2, 2)) == [f"- layer '1.0' (Forgot) {fault}"]
-
-
-def test_a_stash_whose_pop_forgot_the_decorator_names_both():
-    stashes, forgot = told(StashFoo(), Forgot())
-    assert stashes.startswith("- layer '0' (StashFoo) stashes 'foo'") and forgot.startswith("- layer '1' (Forgot) ")
 
 
 def test_a_module_that_yields_inside_a_layer_is_that_layers_own_business():
