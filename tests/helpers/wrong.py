@@ -254,7 +254,8 @@ BY_CUTS: Rows = {
     + each(ValueError, "cuts has 4 stages for", [["layers.1", "layers.2", "layers.3"]]),
     "devices": each(ValueError, "cuts has 2 stages for", [[], ["cpu"], ["cpu"] * 3]),
     "loss_fn": each(TypeError, "loss_fn", UNCALLABLE[:1]),
-    "batched": each(TypeError, "batched", [1, (True,), {1: True}, {"x": 1.0}, {"x": "row"}, Odd()]),
+    "batched": each(TypeError, "a dict by argument name, with True for what is split", ["x", 1, (True,), {1: True}])
+    + each(TypeError, "batched", [{"x": 1.0}, {"x": "row"}]),
     "sample": each(TypeError, "sample", [1, "x", [torch.ones(2, 3)]]) + each(ValueError, "sample", [{}, ()]),
 }
 ATTACH = Door(
@@ -268,7 +269,7 @@ DEVICE_MAP = Door(
 )
 CUTTING = Door(
     "SplitPipe with cuts", SplitPipe, _by_cuts,
-    {"balance": each(ValueError, "balance and cuts", [[2, 2]]), **BY_CUTS},
+    {"balance": each(ValueError, "balance and cuts are given: expected one of them", [[2, 2]]), **BY_CUTS},
 )
 
 
