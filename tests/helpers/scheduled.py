@@ -52,6 +52,13 @@ def twins(
     return plain, SplitPipe(wrapped, devices=["cpu"] * devices, schedule=name, loss_fn=loss_fn, **where, **options)
 
 
+def loss_of(module: nn.Module, x: Any, target: Any = 0.25, loss_fn: LossFn = mean) -> Tensor:
+    """The loss of a module, or of what is around it, where a pipeline with a schedule has it inside."""
+    inside = any(isinstance(part, SplitPipe) and part.schedule.name != "gpipe" for part in module.modules())
+    loss: Tensor = module(x, target=target) if inside else loss_fn(module(x), target)
+    return loss
+
+
 def step(given: Any, run: Callable[[Any], Tensor], factor: float = 1.0) -> tuple[Tensor, Any]:
     """Forward and backward: the loss and the gradients of the input."""
     value = fresh(given)
