@@ -40,24 +40,6 @@ class Linear(nn.Module):
         return {"loss": x.sum(1).mean(), "y": x}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", [*CHECKPOINTS, "except_last"])
-def test_a_recomputed_block_has_the_same_dropout_mask_in_every_step(schedule: str, mode: str) -> None:
-    model = piped(Linear(), ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode)
-    x = torch.rand(6, 4) + 0.5
-    found = []
-    for _ in range(4):
-        torch.manual_seed(3)
-        model.zero_grad()
-        out = model(x)
-        out["loss"].backward()
-        found.append(out["y"])
-        for layer in model.layers:
-            torch.testing.assert_close((layer.weight * layer.weight.grad).sum(), out["loss"].detach())
-    assert all(torch.equal(each, found[0]) for each in found[1:])
-    assert (found[0] == 0).any()
-
-
 class Between(Linear):
     """Draws between blocks, too."""
 
@@ -70,17 +52,23 @@ class Between(Linear):
 @pytest.mark.parametrize("backward", ["split", "autograd"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", [Linear, Between])
-def test_masks_are_the_same_in_every_checkpoint_mode(kind: type[Linear], schedule: str, backward: str) -> None:
-    found = []
+def test_masks_are_the_same_in_every_step_checkpoint_mode_and_recomputation(
+    kind: type[Linear], schedule: str, backward: str
+) -> None:
+    found, x = [], torch.rand(6, 4) + 0.5
     for mode in [*CHECKPOINTS, "except_last"]:
         torch.manual_seed(5)
         model = piped(kind(), ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode, backward=backward)
         for _ in range(3):
             torch.manual_seed(3)
-            out = model(torch.ones(6, 4))
+            model.zero_grad()
+            out = model(x)
             out["loss"].backward()
             found.append(out["y"].detach())
+            for layer in model.layers:
+                torch.testing.assert_close((layer.weight * layer.weight.grad).sum(), out["loss"].detach())
     assert all(torch.equal(each, found[0]) for each in found[1:])
+    assert (found[0] == 0).any()
 
 
 class Seeded(nn.Module):
