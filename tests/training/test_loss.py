@@ -15,6 +15,7 @@ from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
 
+
 def assert_equal(plain: nn.Module, model: SplitPipe, x: Tensor, y: Any, loss_fn: Any) -> None:
     for module in (plain, model):
         module.zero_grad()
