@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from splitpipe import schedule
 from tests.helpers.randomized_forwards import BETWEEN
 from tests.helpers.randomized_layers import PACKS
-from tests.helpers.randomized_models import CASTS, CONTAINERS, FRONT, HANDING, IN_PLACE, NOT_TWICE, SIMPLE
+from tests.helpers.randomized_models import CONTAINERS, FRONT, HANDING, IN_PLACE, NOT_TWICE, SIMPLE
 
 #: Statements that call a block, for every microbatch and mode.
 CALLS = (
@@ -96,7 +96,6 @@ class Case(Plain):
     backward: str = "split"
     stash_limit: int | None = None
     skips: tuple[Skip, ...] = ()
-    dtype: str = "float64"
     flat: bool = False
     input_grad: bool = False
     deferred: bool = False
@@ -196,7 +195,7 @@ def chains(draw: Any, more: tuple[str, ...] = ()) -> Case:
     # Refused during a schedule.
     containers = tuple(kind for kind in CONTAINERS if not name or kind != "reentrant")
     inner = _layer(SIMPLE + more, containers)
-    top = inner | st.sampled_from([*PACKS, "merge", *CASTS, *HANDING]).map(Layer)
+    top = inner | st.sampled_from([*PACKS, "merge", *HANDING]).map(Layer)
     each = stages_a_device(name)
     layers = draw(st.lists(inner | top, min_size=each, max_size=max(7, each + 1)))
     front = draw(st.sampled_from(["", "", "", *FRONT]))
@@ -213,7 +212,6 @@ def chains(draw: Any, more: tuple[str, ...] = ()) -> Case:
         tuple(layers), tuple(end - start for start, end in zip([0, *ends], ends)), schedule=name,
         chunks=draw(st.integers(1, 6)), steps=tuple(draw(st.lists(step, min_size=1, max_size=4))),
         skips=tuple(draw(st.lists(skip, max_size=3)) if last else []),
-        dtype=draw(st.sampled_from(["float64", "float64", "float64", "float32", "bfloat16"])),
         counted=draw(st.booleans()), zeros=draw(st.booleans()),
         loss=draw(st.sampled_from(["", *LOSSES]) if name and draw(st.booleans()) else st.just("")), **_common(draw),
     )

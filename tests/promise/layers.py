@@ -245,6 +245,8 @@ ON_THE_CPU: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]
     "tied": (tied, tokens),
     "embedding bag": (lambda: [nn.EmbeddingBag(11, 6), nn.Linear(6, 6), nn.Tanh()], tokens),
     "a layer in two places": (lambda: [nn.Linear(6, 6), nn.Tanh()] * 2, rows(6)),
+    "mixed types": (lambda: [Affine(6), Apply(Tensor.float), Affine(6).float(), Apply(Tensor.double), nn.Linear(6, 2)],
+                    rows(6)),
     "lists of parameters": (lambda: [nn.Linear(6, 6), Many(), nn.Tanh()], rows(6)),
     "gradients of one memory": (lambda: [nn.Linear(6, 6), Sum(lambda w: w.view(6)), Sum(lambda w: w.t().reshape(6)),
                                          Sum(torch.flatten)], rows(6)),

@@ -38,11 +38,6 @@ def share(percent: int) -> settings:
 @example(Case(layers=(Layer("queries"),), balance=(1,), chunks=2, steps=(Step("no grad", 2),)))
 @example(Case(layers=(Layer("tuple"), Layer("queries")), balance=(2,), chunks=2, steps=(Step(rows=2),)))
 @example(Case(layers=(Layer("whole dict"), Layer("mul_")), balance=(1, 1), chunks=2))
-@example(Case(layers=(Layer("make block"), Layer("make length")), balance=(1, 1), chunks=2, checkpoint="always"))
-@example(Case(layers=(Layer("make flag"), Layer("make resized"), Layer("make none")), balance=(2, 1), schedule="zb-h1",
-              chunks=2, checkpoint="always", hooks="count"))
-@example(Case(layers=(Layer("touch grad"), Layer("touch hook"), Layer("touch replace"), Layer("touch freeze")),
-              balance=(2, 2), schedule="1f1b", steps=(Step(), Step("accumulate"), Step("accumulate"))))
 @example(Case(layers=(Layer("closure"), Layer("queries"), Layer("linear")), balance=(2, 1), schedule="v-min", chunks=3,
               hooks="change", loss="cross_entropy ignoring weighted smooth"))
 @example(Case(layers=(Layer("whole dict"), Layer("hand weight"), Layer("tied")), balance=(1, 1, 1), chunks=4,
