@@ -12,35 +12,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
 from splitpipe.stage.run import SavedInput
+from tests.helpers.scheduled import assert_steps, inside, loss_of
 from tests.helpers.skipping import popping, stashing
-from tests.helpers.twin import (
-    Nothing,
-    assert_same_tensors,
-    loss_of,
-    twins,
-)
+from tests.helpers.twin import Nothing, assert_same_tensors, twins
 from tests.promise.layers import Apply
 
 ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-
-
-def inside(options: dict[str, Any]) -> dict[str, Any]:
-    """Options, with a loss function if there is a schedule."""
-    return {**options, "loss_fn": lambda y, _: y.square().mean()} if "schedule" in options else options
-
-
-def loss_by(module: nn.Module, x: Tensor) -> Tensor:
-    """The mean of squares, by the model's schedule if it has one."""
-    scheduled = isinstance(module, SplitPipe) and module.schedule.name != "gpipe"
-    return module(x, target=torch.zeros(len(x))) if scheduled else module(x).square().mean()
-
-
-def assert_steps(plain: nn.Module, model: SplitPipe, x: Tensor) -> None:
-    for _ in range(2):
-        for each in (plain, model):
-            loss_by(each, x.clone()).backward()
-        assert_same_tensors(model, plain)
 
 
 class Phases(nn.Module):
@@ -307,8 +285,8 @@ def test_an_overwritten_input_of_a_later_stage_is_an_error() -> None:
     given: list[Tensor] = []
     _, model = twins(mlp(layers=2), chunks=2, checkpoint="always")
     model[1].register_forward_pre_hook(lambda _, args: given.extend(args))
-    loss_of(model(torch.rand(4, 6)))  # The first pass keeps copies, until it is known who writes to what.
-    loss = loss_of(model(torch.rand(4, 6)))
+    model(torch.rand(4, 6))  # The first pass keeps copies, until it is known who writes to what.
+    loss = model(torch.rand(4, 6)).sum()
     with torch.no_grad():
         given[-1].mul_(2)
     with pytest.raises(RuntimeError, match=r"the input of stage 1 \(cpu\) was modified in place between the forward"):
@@ -325,11 +303,11 @@ def test_saved_tensor_hooks_get_the_inputs_of_stages() -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = loss_of(model(x))
+        loss = model(x).square().sum()
     assert packed.count(torch.Size([2, 6])) == 3 * 2
     loss.backward()
     with torch.autograd.graph.save_on_cpu():
-        loss_of(plain(x)).backward()
+        plain(x).square().sum().backward()
     assert_same_tensors(model, plain)
 
 
@@ -464,7 +442,7 @@ def test_an_input_made_to_require_grad_may_be_handed_on() -> None:
 
     layers = nn.Sequential(Slope(), Apply(lambda pair: pair[0] * pair[1]))
     plain, model = twins(layers, [1, 1], chunks=2, checkpoint="always")
-    assert_steps(plain, model, torch.rand(6, 4))
+    assert_steps(plain, model, torch.rand(6, 4), grad=False)
 
 
 class Sees(nn.Module):
@@ -504,5 +482,5 @@ def test_a_stage_runs_again_once(options: dict[str, Any]) -> None:
                       checkpoint="always", **inside(options))
     for _ in range(2):
         layer.seen.clear()
-        loss_by(model, torch.rand(6, 4)).backward()
+        loss_of(model, torch.rand(6, 4)).backward()
         assert len(layer.seen) == 2 * 3
