@@ -15,6 +15,7 @@ from splitpipe import SplitPipe
 from splitpipe.stage.checkpoint import Frame
 from splitpipe.stage.saved import SavedDirectly
 from tests.helpers.covering import pairwise
+from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import assert_same_tensors, stages
 
 
@@ -122,8 +123,8 @@ def test_backward_has_the_buffer_as_its_microbatch_left_it(name: str, by: str, s
     x = torch.rand(8, 6)
     for _ in range(2):
         for part in x.chunk(4):
-            plain(part).mean().backward()
-        (4 * step(model, x)).backward()
+            loss_of(plain, part).backward()
+        (4 * loss_of(model, x)).backward()
         assert_same_tensors(model, plain)
 
 
@@ -134,18 +135,10 @@ def test_a_moved_buffer_that_backward_needs_is_an_error(
     layers = nn.Sequential(nn.Linear(6, 6), Moving(scaled, "before"), nn.Linear(6, 2))
     model = wrapped(layers, by, checkpoint, schedule)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        step(model, torch.rand(8, 6)).backward()
+        loss_of(model, torch.rand(8, 6)).backward()
 
 
 def wrapped(module: nn.Sequential, by: str, checkpoint: Any, schedule: str) -> SplitPipe:
-    given: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 4, "checkpoint": checkpoint, "schedule": schedule}
-    if schedule != "gpipe":
-        given["loss_fn"] = lambda output, target: output.mean()
+    options = inside({"devices": ["cpu"] * 2, "chunks": 4, "checkpoint": checkpoint, "schedule": schedule})
     layers, where = stages(module, [2, 1], by)
-    return SplitPipe(layers, **where, **given)
-
-
-def step(model: SplitPipe, x: Tensor) -> Tensor:
-    scheduled = model.schedule.name != "gpipe"
-    loss: Tensor = model(x, target=x) if scheduled else model(x).mean()
-    return loss
+    return SplitPipe(layers, **where, **options)
