@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitpipe import attach
-from tests.helpers.modules import linears, module
+from tests.helpers.modules import linears, module_of
 
 
 def telling(self: Any, x: Tensor, use_cache: bool = True) -> tuple[Tensor, bool]:
@@ -23,9 +23,9 @@ def around(self: Any, x: Tensor, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("handed", [False, True])
 def test_use_cache_is_false_in_training(handed: bool) -> None:
-    net, cut = module(telling, **linears("one", "two")), "two"
+    net, cut = module_of(telling, **linears("one", "two")), "two"
     if handed:
-        net, cut = module(around, model=net), "model.two"
+        net, cut = module_of(around, model=net), "model.two"
     model, x = attach(net, cuts=[cut], devices=["cpu"] * 2, chunks=2), torch.randn(4, 4)
     assert model(x)[1] is False
     assert model(x, use_cache=True)[1] is True

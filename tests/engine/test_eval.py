@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.engine.models import piped
-from tests.helpers.modules import linears, module
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same
 
 
@@ -129,7 +129,7 @@ def test_in_doubt_about_a_list_one_microbatch_runs() -> None:
     def sums(self: Any, rows: list[Tensor]) -> Tensor:
         return self.two(self.one(torch.stack([own.sum(0) for own in rows])))
 
-    plain, given = module(sums, **linears("one", "two")), [torch.randn(3, 4) for _ in range(5)]
+    plain, given = module_of(sums, **linears("one", "two")), [torch.randn(3, 4) for _ in range(5)]
     model = piped(plain, ["two"]).eval()
     assert_same(model(given), plain(given), "output")
     with pytest.raises(ValueError, match="it could be 5 rows, one entry each, or a batch of 3 rows"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.engine.models import SCHEDULES, Stack, batch, piped
-from tests.helpers.modules import linears, module
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same_tensors
 
 CUTS = ["layers.1", "layers.3"]
@@ -80,7 +80,7 @@ def test_a_modules_own_argument_named_target_is_its_own() -> None:
     def forward(self: Any, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         return {"loss": F.mse_loss(self.two(self.one(x)), target)}
 
-    plain, x, y = module(forward, **linears("one", "two")), torch.randn(6, 4), torch.randn(6, 4)
+    plain, x, y = module_of(forward, **linears("one", "two")), torch.randn(6, 4), torch.randn(6, 4)
     for schedule in ("gpipe", "1f1b"):
         torch.testing.assert_close(piped(plain, ["two"], schedule=schedule)(x, target=y)["loss"], plain(x, y)["loss"])
 
@@ -93,7 +93,7 @@ def spoken(self: Any, x: Tensor, labels: Tensor, lengths: list[int]) -> dict[str
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("lengths", [[3, 8, 5, 6, 4, 7], [3, 8, 5, 6, 4, 7, 9]])
 def test_the_sum_of_a_list_of_lengths_is_a_count(lengths: list[int], schedule: str) -> None:
-    plain = module(spoken, **linears("one", "two"))
+    plain = module_of(spoken, **linears("one", "two"))
     model, given = piped(plain, ["two"], schedule=schedule), batch(len(lengths))
     for _ in range(2):
         found, expected = (net(**given, lengths=lengths)["loss"] for net in (model, plain))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.models import CHECKPOINTS, SCHEDULES, assert_same_step, batch, piped
-from tests.helpers.modules import linears, module
+from tests.helpers.modules import linears, module_of
 
 
 def threaded(self: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -22,7 +22,7 @@ def threaded(self: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_another_thread_may_compute_in_the_first_stage(schedule: str) -> None:
-    assert_same_step(module(threaded, **linears("first", "last")), batch(), cuts=["last"], schedule=schedule)
+    assert_same_step(module_of(threaded, **linears("first", "last")), batch(), cuts=["last"], schedule=schedule)
 
 
 def asking(self: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -43,11 +43,11 @@ def twice(self: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_one_tensor_in_two_arguments_is_one_tensor(checkpoint: str, schedule: str, attention: bool) -> None:
     blocks = nn.ModuleList(
-        nn.MultiheadAttention(4, 2, batch_first=True) if attention else module(asking, **linears("one", "other"))
+        nn.MultiheadAttention(4, 2, batch_first=True) if attention else module_of(asking, **linears("one", "other"))
         for _ in range(3)
     )
     assert_same_step(
-        module(twice, first=nn.Linear(4, 4), blocks=blocks),
+        module_of(twice, first=nn.Linear(4, 4), blocks=blocks),
         {"x": torch.randn(6, 3, 4), "labels": torch.randn(6, 3, 4)}, cuts=["blocks.1", "blocks.2"],
         schedule=schedule, checkpoint=checkpoint,
     )
@@ -69,7 +69,7 @@ def iterating(self: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_checkpointed_block_is_given_no_iterator(schedule: str) -> None:
-    net = module(iterating, blocks=nn.ModuleList(module(consuming, **linears("layer")) for _ in range(3)))
+    net = module_of(iterating, blocks=nn.ModuleList(module_of(consuming, **linears("layer")) for _ in range(3)))
     model = piped(net, ["blocks.1"], schedule=schedule, checkpoint="always")
     with pytest.raises(TypeError, match="is used up when the block is recomputed"):
         model(**batch())["loss"].backward()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-def module(forward: Callable[..., Any], **parts: Any) -> Any:
+def module_of(forward: Callable[..., Any], **parts: Any) -> Any:
     """A module that has these parts, and this function as its forward."""
     made = type(forward.__name__, (nn.Module,), {"forward": forward})()
     for name, part in parts.items():
