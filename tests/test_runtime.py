@@ -19,6 +19,7 @@ from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.runtime.chain import ChainRuntime
 from splitpipe.runtime.options import Options
+from tests.helpers.modules import module_of
 from tests.helpers.scheduled import twins
 from tests.helpers.twin import assert_same_tensors
 from tests.promise.layers import Apply
@@ -121,23 +122,18 @@ def test_gradients_are_scaled_where_the_last_stage_is() -> None:
         found.train(layers(*[Apply(torch.sin)] * 3), torch.ones(4, 2), None, True, torch.mean, Scaler())
 
 
-class Calls(nn.Module):
+def calling(self: Any, x: Tensor) -> Tensor:
     """Calls a model in forward, if it has one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model: list[nn.Module] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for model in self.model:
-            model(x)
-        return x * 1
+    for model in self.model:
+        model(x)
+    return x * 1
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("target", [None, torch.zeros(5, 4)])
 def test_a_layer_that_calls_its_own_model_is_told_so(name: str, target: Tensor | None) -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Calls(), nn.Linear(4, 4)), name, loss_fn=F.mse_loss)
+    layers = nn.Sequential(nn.Linear(4, 4), module_of(calling, model=[]), nn.Linear(4, 4))
+    plain, model = twins(layers, name, loss_fn=F.mse_loss)
     x = torch.rand(5, 4)
     model[1].model = [model]
     with pytest.raises(RuntimeError, match="called by one of its layers"):

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.core.rng import RngMode
 from tests.engine.models import CHECKPOINTS, SCHEDULES, piped
+from tests.helpers.modules import linears, module_of
+from tests.helpers.twin import Looped
 
 
 class Masked(nn.Module):
@@ -83,17 +85,8 @@ class Seeded(nn.Module):
 @pytest.mark.parametrize("mode", [*CHECKPOINTS, "except_last"])
 def test_a_stage_that_seeds_the_generator_for_itself_has_it_alone(mode: str) -> None:
     """Beside another one, each would restore a state that the other has set."""
-    net = nn.Sequential(*[Seeded() for _ in range(3)])
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = net
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x)  # type: ignore[no-any-return]
-
-    model = piped(Net(), ["layers.1", "layers.2"], checkpoint=mode, chunks=4)
+    net = Looped(*[Seeded() for _ in range(3)])
+    model = piped(net, ["1", "2"], checkpoint=mode, chunks=4)
     x, before = torch.ones(8, 4), torch.random.get_rng_state()
     for _ in range(3):
         torch.testing.assert_close(model(x), net(x))
@@ -102,22 +95,14 @@ def test_a_stage_that_seeds_the_generator_for_itself_has_it_alone(mode: str) -> 
     assert {*modes} == {RngMode.EXCLUSIVE}
 
 
-class Scaled(nn.Module):
-    """Has a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Identity()])
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[1](self.layers[0](x))
+def test_runs_that_find_out_how_outputs_are_joined_leave_a_modules_generator() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.two(self.one(x))
         return x * torch.rand(x.shape, generator=self.generator)
 
-
-def test_runs_that_find_out_how_outputs_are_joined_leave_a_modules_generator() -> None:
-    net, expected = Scaled(), torch.Generator().manual_seed(3)
-    model = SplitPipe(net, cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
+    net = module_of(forward, **linears("one", "two"), generator=torch.Generator().manual_seed(3))
+    expected = torch.Generator().manual_seed(3)
+    model = SplitPipe(net, cuts=["two"], devices=["cpu"] * 2, chunks=2)
     for _ in range(2):
         model(torch.ones(4, 4))
         for _ in range(2):

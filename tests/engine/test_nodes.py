@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe, is_recomputing
 from splitpipe.deferral import stash
+from tests.helpers.modules import module_of
 from tests.helpers.scheduled import assert_steps, inside, loss_of
+from tests.helpers.twin import Looped
 
 WAYS: dict[str, dict[str, Any]] = {
     "drop-in": {}, "1f1b": {"schedule": "1f1b"}, "zb-h1": {"schedule": "zb-h1"},
@@ -22,19 +24,9 @@ WAYS: dict[str, dict[str, Any]] = {
 EACH = pytest.mark.parametrize("way", WAYS)
 
 
-class Chain(nn.Module):
-    """Blocks one after the other."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.first, self.blocks, self.last = nn.Linear(4, 4), nn.ModuleList(blocks), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.last(x)
-        return out
+def chain(*blocks: nn.Module) -> nn.Module:
+    """Blocks one after the other, between two layers."""
+    return Looped(nn.Linear(4, 4), *blocks, nn.Linear(4, 4))
 
 
 class Block(nn.Module):
@@ -53,7 +45,7 @@ def piped(module: nn.Module, way: str, **options: Any) -> tuple[nn.Module, Split
     """A copy, and the module by cuts with all blocks checkpointed."""
     options = {"checkpoint": "always", "chunks": 3, **WAYS[way], **options}
     plain = copy.deepcopy(module.double())
-    return plain, SplitPipe(module, cuts=["last"], devices=["cpu"] * 2, **inside(options))
+    return plain, SplitPipe(module, cuts=[[*dict(module.named_children())][-1]], devices=["cpu"] * 2, **inside(options))
 
 
 def rows() -> Tensor:
@@ -73,7 +65,7 @@ def test_what_a_block_saves_is_gone_after_it(way: str) -> None:
         seen.append(weakref.ref(hidden))
         return hidden.sin()
 
-    plain, model = piped(Chain(*[Block(inside) for _ in range(2)]), way)
+    plain, model = piped(chain(*[Block(inside) for _ in range(2)]), way)
     assert_steps(plain, model, rows, 1)
     alive.clear()
     seen.clear()
@@ -85,7 +77,7 @@ def test_what_a_block_saves_is_gone_after_it(way: str) -> None:
 def test_a_leaf_in_place_of_a_parameter_is_an_error_once(way: str) -> None:
     other = torch.rand(4, 4, dtype=torch.float64, requires_grad=True)
     armed: list[Tensor] = []
-    plain, model = piped(Chain(Block(lambda x, weight: x @ (armed[0] if armed else weight))), way)
+    plain, model = piped(chain(Block(lambda x, weight: x @ (armed[0] if armed else weight))), way)
     assert_steps(plain, model, rows, 2)
     armed.append(other)
     with pytest.raises(RuntimeError, match=r"isn't one of its parameters.*Repeat the step"):
@@ -108,7 +100,7 @@ def test_another_number_of_nodes_is_an_error(way: str) -> None:
     def more(x: Tensor, weight: Tensor) -> Tensor:
         return (x * 1.5 if armed and is_recomputing() else x) @ weight
 
-    plain, model = piped(Chain(Block(more)), way)
+    plain, model = piped(chain(Block(more)), way)
     assert_steps(plain, model, rows, 2)
     armed.append(1)
     with pytest.raises(RuntimeError, match="same operations both times"):
@@ -127,15 +119,14 @@ def test_a_block_may_return_its_arguments_themselves(way: str) -> None:
         def forward(self, x: Tensor, scale: float = 1.0) -> Any:
             return x, scale, x @ self.weight * scale
 
-    class Handing(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            same, number, made = self.blocks[0](x, scale=2.0)
-            seen.append(same is x and number == 2.0)
-            out: Tensor = self.last(made + same)
-            return out
+    def handing(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        same, number, made = self.block(x, scale=2.0)
+        seen.append(same is x and number == 2.0)
+        return self.last(made + same)  # type: ignore[no-any-return]
 
-    plain, model = piped(Handing(Both(torch.mm)), way)
+    net = module_of(handing, first=nn.Linear(4, 4), block=Both(torch.mm), last=nn.Linear(4, 4))
+    plain, model = piped(net, way)
     assert_steps(plain, model, rows, 1)
     seen.clear()
     loss_of(model, rows()).backward()
@@ -159,7 +150,7 @@ def test_a_loss_from_inside_of_a_block(sequential: bool) -> None:
         plain = copy.deepcopy(module)
         model = SplitPipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always")
     else:
-        plain, model = piped(Chain(Block(keeps)), "drop-in")
+        plain, model = piped(chain(Block(keeps)), "drop-in")
 
     def loss(each: nn.Module, x: Tensor) -> Tensor:
         kept.clear()
@@ -183,7 +174,7 @@ def test_large_gradients_of_layers_that_b_does_not_go_through(by_cuts: bool, mon
     monkeypatch.setattr(stash, "_SMALL", 0)
     if by_cuts:
         blocks = nn.Linear(4, 4), nn.Sequential(Cut(4, 4), nn.Linear(4, 4))
-        plain, model = piped(Chain(*blocks), "drop-in", stash_limit=0)
+        plain, model = piped(chain(*blocks), "drop-in", stash_limit=0)
     else:
         module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Cut(4, 4), nn.Linear(4, 4)).double()
         plain = copy.deepcopy(module)

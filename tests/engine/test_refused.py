@@ -12,18 +12,13 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
 from tests.engine.models import piped
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same
 
 
-class Three(nn.Module):
+def three(forward: Callable[..., Any]) -> Any:
     """Three layers, one a stage; what happens between them is a test's own."""
-
-    def __init__(self, own: Callable[..., Any] | None = None) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.own = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), own
-
-    def forward(self, x: Tensor) -> Any:
-        return self.own(self, x)  # type: ignore[misc]
+    return module_of(forward, **linears("a", "b", "c"))
 
 
 def skip(net: Any, x: Tensor) -> dict[str, Tensor]:
@@ -120,7 +115,7 @@ def hooked(net: Any, x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_questions_and_hooks_are_about_what_a_value_has_become(schedule: str) -> None:
-    plain, x = Three(hooked).double(), torch.randn(8, 4, dtype=torch.float64)
+    plain, x = three(hooked).double(), torch.randn(8, 4, dtype=torch.float64)
     model = made(copy.deepcopy(plain), schedule=schedule)
     plain(x)["loss"].backward()
     model(x)["loss"].backward()
@@ -128,35 +123,28 @@ def test_questions_and_hooks_are_about_what_a_value_has_become(schedule: str) ->
         torch.testing.assert_close(other.grad, one.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-class Two(Three):
+def two(net: Any, x: Tensor, use_cache: bool = False, **more: Any) -> Tensor:
     """One layer is named as a cut and never called; takes any keyword, and a cache by its place."""
-
-    def forward(self, x: Tensor, use_cache: bool = False, **more: Any) -> Tensor:
-        y: Tensor = self.c(self.a(x)) * (2 if use_cache else 1) * more.get("target", 1)
-        return y
+    y: Tensor = net.c(net.a(x)) * (2 if use_cache else 1) * more.get("target", 1)
+    return y
 
 
 def test_a_cut_that_is_never_called_is_warned_of() -> None:
-    plain, x = Two(), torch.randn(8, 4)
+    plain, x = three(two), torch.randn(8, 4)
     model = made(copy.deepcopy(plain))
     with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, but not called"):
         found = model(x, True, target=3)
     torch.testing.assert_close(found, plain(x, True, target=3))
 
 
-class Recurrent(nn.Module):
+def recurrent_net(keep: Any) -> Any:
     """Keeps something of [layers, rows, width] in an attribute, as a recurrent state is."""
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y, state = self.rnn(x, self.state if keep == "state" else None)
+        self.state = tuple(s.detach() for s in state) if keep == "state" else keep(x.detach())
+        return self.head(y)  # type: ignore[no-any-return]
 
-    def __init__(self, keep: Any) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(4, 4, 2, batch_first=True), nn.Linear(4, 4)
-        self.keep = keep
-        self.state: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, state = self.rnn(x, self.state if self.keep == "state" else None)
-        self.state = tuple(s.detach() for s in state) if self.keep == "state" else self.keep(x.detach())
-        return self.head(y)
+    return module_of(forward, rnn=nn.LSTM(4, 4, 2, batch_first=True), head=nn.Linear(4, 4), state=None)
 
 
 @pytest.mark.parametrize("rows", [6, 8, 3])
@@ -166,7 +154,7 @@ class Recurrent(nn.Module):
 ])
 def test_a_state_of_a_microbatchs_rows_is_warned_of(keep: Any, schedule: str, rows: int) -> None:
     options = {} if schedule == "gpipe" else {"loss_fn": nn.MSELoss()}
-    model = piped(Recurrent(keep), ["head"], schedule=schedule, **options)
+    model = piped(recurrent_net(keep), ["head"], schedule=schedule, **options)
     x = torch.randn(rows, 5, 4)
     with pytest.warns(UserWarning, match="the forward left 'state.*as a microbatch has, in an attribute"):
         try:
@@ -179,7 +167,7 @@ def test_a_state_of_a_microbatchs_rows_is_warned_of(keep: Any, schedule: str, ro
     lambda x: torch.zeros(5, 2, 4), lambda x: torch.zeros(2, 3), lambda x: torch.arange(x.shape[1]).view(1, -1, 1),
 ])
 def test_a_table_of_that_size_by_chance_is_not(keep: Any) -> None:
-    piped(Recurrent(keep), ["head"])(torch.randn(6, 2, 4))
+    piped(recurrent_net(keep), ["head"])(torch.randn(6, 2, 4))
 
 
 def conditioned(net: Any, x: Tensor) -> Tensor:
@@ -239,7 +227,7 @@ BACKWARD: list[tuple[Any, type[Exception], str]] = [
 def test_what_stages_would_mix_or_lose_is_an_error_each_time(
     net: Any, error: type[Exception], says: str, schedule: str
 ) -> None:
-    plain, own_loss = Three(net), net not in (conditioned, recurrent, recorded, doubled)
+    plain, own_loss = three(net), net not in (conditioned, recurrent, recorded, doubled)
     more: dict[str, Any] = {} if own_loss or schedule == "gpipe" else {"loss_fn": nn.MSELoss()}
     model, state = made(plain, schedule=schedule, **more), copy.deepcopy(plain.state_dict())
     for _ in range(2):
@@ -275,7 +263,7 @@ def evaluated(net: Any, x: Tensor) -> Tensor:
     (evaluated, "changes 'b.training', and takes that back after a later stage has started"),
 ])
 def test_attributes_set_for_one_microbatch_are_warned_of(net: Any, says: str) -> None:
-    model, x = made(Three(net)), torch.cat([torch.eye(4), torch.eye(4).flip(0)])
+    model, x = made(three(net)), torch.cat([torch.eye(4), torch.eye(4).flip(0)])
     with pytest.warns(UserWarning, match=says):
         model(x)
 
@@ -288,4 +276,4 @@ def counted(net: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("error")
 def test_attributes_that_are_equal_or_counters_are_not_warned_of() -> None:
-    made(Three(counted))(torch.randn(8, 4))
+    made(three(counted))(torch.randn(8, 4))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from splitpipe import SplitPipe
 from splitpipe.stage.checkpoint import Frame
@@ -51,35 +50,6 @@ def test_two_threads_that_miss_a_tensor_run_the_stage_once() -> None:
     for thread in threads:
         thread.join(60)
     assert len(runs) == 1 and len(found) == 2
-
-
-class Square(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grad
-
-
-class Overwrites(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        ctx.saved_tensors[0].mul_(2)
-        return 3 * grad
-
-
-class Both(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.exp()  # Which saves its output.
-        return Square.apply(y) + Overwrites.apply(y)
 
 
 class Moving(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from splitpipe.training import capture
 from tests.helpers.covering import pairwise
+from tests.helpers.modules import module_of
 from tests.helpers.scheduled import assert_steps, inside
 from tests.helpers.twin import assert_same_tensors, twins
 
@@ -103,17 +104,12 @@ def test_a_tensor_that_was_computed_elsewhere_keeps_its_gradient(late: bool, by_
 
 def test_inputs_of_a_block_of_which_one_is_made_of_the_other() -> None:
     """Its B is asked for both gradients, and must not go from one to the other by the graph around it."""
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.two, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 4), Block()
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.two(self.norm(h).tanh(), h))  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            y: Tensor = self.last(self.two(self.norm(h).tanh(), h))
-            return y
-
-    plain = Two().double()
+    plain = module_of(forward, first=nn.Linear(4, 4), norm=nn.LayerNorm(4), two=nn.Bilinear(4, 4, 4), last=Block())
+    plain = plain.double()
     model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=3, checkpoint="never")
     assert_steps(plain, model, rows)
 
