@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
-from tests.helpers.randomized import CALLS, SOMETIMES, Case, Step, planned, stages_a_device
+from tests.helpers.randomized import CALLS, LOSSES, SOMETIMES, Case, Step, planned, stages_a_device
 from tests.helpers.randomized_forwards import Scripted, loss_over
 from tests.helpers.randomized_layers import WIDTH, ByMicrobatch
 from tests.helpers.randomized_models import IN_PLACE, NOT_TWICE, WHOLE, Builder, kinds
@@ -103,23 +102,7 @@ def objective(case: Case) -> Any:
     if case.acts:
         return partial(loss_of, case.loss or "mean")
     if case.loss:
-        name, *words = case.loss.split()
-        options: dict[str, Any] = {"reduction": "sum" if "sum" in words else "mean"}
-        if "ignoring" in words:
-            options["ignore_index"] = 1
-        if "weighted" in words:
-            options["weight"] = torch.tensor([0.5, 2.0, 0.25, 1.0], dtype=torch.float64)
-        if "smooth" in words:
-            options["label_smoothing"] = 0.125
-        kind = {"mse": "MSELoss", "smooth_l1": "SmoothL1Loss", "nll": "NLLLoss", "cross_entropy": "CrossEntropyLoss"}
-        functions = {"smooth_l1": F.smooth_l1_loss, "nll": F.nll_loss, "cross_entropy": F.cross_entropy}
-        found = partial(functions[name], **options) if "partial" in words else getattr(nn, kind[name])(**options)
-        if "two" in words:
-            return lambda output, target: found(output, target) + 0.5 * F.l1_loss(output, target)
-        if "hand" in words:
-            return lambda output, target: (F.cross_entropy(output, target, reduction="none") * (target != 1)).sum() / (
-                target != 1).sum().clamp(min=1)
-        return (lambda output, target: found(output, target)) if "lambda" in words else found
+        return LOSSES[case.loss]
 
     def loss_fn(output: Any, target: Tensor) -> Any:
         losses = torch.zeros_like(target)
@@ -162,7 +145,7 @@ def batch_of(
         x.requires_grad_(case.input_grad and x.is_floating_point())
     target = torch.randn(step.rows, generator=generator, dtype=torch.float64)
     target[0] = 0.5
-    if case.loss.startswith(("mse", "smooth_l1")):
+    if case.loss.startswith("values"):
         target = torch.randn(shape, generator=generator, dtype=torch.float64)
     elif case.loss:  # Of classes; one of them may be ignored, in the first rows more often.
         target = torch.randint(0, WIDTH, shape[: len(shape) - 1], generator=generator)

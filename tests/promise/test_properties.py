@@ -39,11 +39,11 @@ def share(percent: int) -> settings:
 @example(Case(layers=(Layer("tuple"), Layer("queries")), balance=(2,), chunks=2, steps=(Step(rows=2),)))
 @example(Case(layers=(Layer("whole dict"), Layer("mul_")), balance=(1, 1), chunks=2))
 @example(Case(layers=(Layer("closure"), Layer("queries"), Layer("linear")), balance=(2, 1), schedule="v-min", chunks=3,
-              hooks="change", loss="cross_entropy ignoring weighted smooth"))
+              hooks="change", loss="classes"))
 @example(Case(layers=(Layer("whole dict"), Layer("hand weight"), Layer("tied")), balance=(1, 1, 1), chunks=4,
               skips=(Skip(0, 1), Skip(0, 2)), input_grad=True))
 @example(Case(layers=(Layer("whole on"), Layer("linear")), balance=(1, 1), schedule="eager-1f1b", chunks=4,
-              loss="cross_entropy sum weighted partial", input_grad=True))
+              loss="classes sum", input_grad=True))
 @example(Case(layers=(Layer("twice"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
 @example(Case(layers=(Layer("views"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
 @example(Case(layers=(Layer("open"),), balance=(1,), chunks=2, steps=(Step(rows=2),)))
