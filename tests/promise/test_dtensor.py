@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers import scheduled
 from tests.helpers.covering import graded, pairs
 from tests.helpers.world import both
+from tests.promise.layers import Apply
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,8 +134,7 @@ def pipeline(module: nn.Sequential, setting: Setting, loss_fn: Loss, balance: Se
 
 
 def step(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Tensor:
-    scheduled = isinstance(model, SplitPipe) and model.schedule.name != "gpipe"
-    loss = model(x, target=y) if scheduled else loss_fn(model(x), y)
+    loss = scheduled.loss_of(model, x, y, loss_fn)
     (3 * loss).backward()
     return whole(loss).detach()
 
@@ -229,24 +230,16 @@ def test_every_process_asks_for_collectives_in_the_same_order(rank: int, how: st
         torch.testing.assert_close(model(x), plain(x))
 
 
-class Nodes(nn.Module):
+def nodes(count: int) -> nn.Module:
     """Makes nodes of autograd that lead nowhere: the numbers of the thread's next ones are higher."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.count):
-            torch.zeros((), requires_grad=True).sin()
-        return x
+    return Apply(lambda x: [x, *(torch.zeros((), requires_grad=True).sin() for _ in range(count))][0])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @both
 def test_backward_goes_in_one_order_though_a_process_makes_more_nodes(rank: int, checkpoint: str) -> None:
-    module = nn.Sequential(Nodes(300 * rank), Mlp(), Mlp(), Nodes(300 - 300 * rank)).double()
+    module = nn.Sequential(nodes(300 * rank), Mlp(), Mlp(), nodes(300 - 300 * rank)).double()
     plain, model = pair(module, [2, 2], checkpoint=checkpoint)
     for _ in range(3):
         assert_same(model, plain, batch())
