@@ -18,11 +18,6 @@ from tests.helpers.randomized_layers import WIDTH, ByMicrobatch
 from tests.helpers.randomized_models import IN_PLACE, NOT_TWICE, WHOLE, Builder, kinds
 
 
-def rough(case: Case) -> bool:
-    """Whether a statement of the forward rounds as bfloat16 does."""
-    return any(act.kind == "autocast" for act in case.acts)
-
-
 def module_of(case: Case, reference: bool = False, plain: bool = False) -> nn.Module:
     """The module of a case.
 
@@ -39,7 +34,7 @@ def module_of(case: Case, reference: bool = False, plain: bool = False) -> nn.Mo
 
     builder = Builder(case.flat, norm, one, plain)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if rough(case) else torch.float64)
+    torch.set_default_dtype(torch.float64)
     try:
         if not case.acts:
             return builder.model(case.layers, case.skips, bool(case.loss))
@@ -94,7 +89,7 @@ def loss_of(kind: str, output: Any, target: Tensor) -> Tensor:
     found = (y.flatten(1).mean(1) - target).square()
     for x in field(output, "hidden"):
         found = found + x.to(y.device, y.dtype).flatten(1).square().mean(1)
-    return loss_over(kind, found, y, target)
+    return loss_over(kind, found, target)
 
 
 def objective(case: Case) -> Any:
@@ -160,8 +155,7 @@ def _named(
     case: Case, step: Step, number: int, generator: torch.Generator, device: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor], Tensor]:
     def numbers(*shape: int) -> Tensor:
-        made = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return (made.float() if rough(case) else made).to(device)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
     found: dict[str, Any] = {
         "x": numbers(step.rows, WIDTH) if case.flat else numbers(step.rows, WIDTH, WIDTH), "mask": numbers(WIDTH),
@@ -279,8 +273,6 @@ class Reference:
     def __init__(self, case: Case, module: nn.Module | None = None) -> None:
         self.case = case
         self.side = Side(case, module_of(case, reference=True) if module is None else module)
-        #: Of what a value may be off, as a part of the largest one that it is compared among.
-        self.tolerance = 0.05 if rough(case) else 1e-9
 
     def check(self, other: Side) -> None:
         """Takes all steps on both, and compares after each: nestings, what is no tensor, and tensors up to rounding."""
@@ -288,7 +280,7 @@ class Reference:
             wanted = self.side.run(step, number)
             found = other.run(step, number)
             for key in wanted:
-                limit = self.tolerance * max(0.1, _largest(wanted[key]))
+                limit = 1e-9 * max(0.1, _largest(wanted[key]))
                 _same(found[key], wanted[key], limit, f"step {number}, {step.kind}: {key}")
 
 

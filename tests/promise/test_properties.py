@@ -60,7 +60,7 @@ def test_a_random_sequential_is_its_module(case: Case) -> None:
 @example(called(acts=(Act("call dataclass"), Act("call dataclass", 1)), cuts=("blocks.1",), schedule="1f1b",
                 checkpoint="always"))
 @example(called(acts=(Act("call"), Act("sometimes", 1)), cuts=("blocks.0", "blocks.1"), schedule="1f1b",
-                output="frozen"))
+                output="dataclass"))
 @example(called(acts=(Act("checkpoint"), Act("checkpoint", 1)), cuts=("blocks.1",), schedule="zb-h1", flat=False))
 @example(called(acts=(Act("call"), Act("in training", 1)), steps=(Step("eval"), Step())))
 def test_a_random_forward_is_its_module(case: Case) -> None:
