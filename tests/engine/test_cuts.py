@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe, attach
 from splitpipe.partition.blocks import Blocks, device_map
 from tests.engine.models import SCHEDULES, Stack, assert_same_step, batch, piped
+from tests.helpers.modules import module_of
 
 
 def layers() -> nn.Sequential:
@@ -84,7 +85,9 @@ def test_hf_device_map_has_every_block_and_layer() -> None:
 
 def test_the_device_map_before_the_first_call() -> None:
     one, two, three = devices = [torch.device("meta", number) for number in range(3)]
-    module = Alias()
+    stack = Stack()
+    # It knows its encoder by two names, the first of which no cut has.
+    module = module_of(lambda self, x, labels: self.base(x, labels), alias=stack, base=stack)
     blocks = Blocks(module, ["base.layers.1", "base.layers.3"])
     found = device_map(blocks, {}, devices, placed=False)
     for name in "alias", "base":
@@ -94,15 +97,3 @@ def test_the_device_map_before_the_first_call() -> None:
         }
     assert [*found.values()] == sorted(found.values(), key=devices.index)
     assert device_map(blocks, {module.base.last: 1}, devices, placed=False)["base.last"] == two
-
-
-class Alias(nn.Module):
-    """Knows its encoder by two names, the first of which no cut has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alias = self.base = Stack()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = self.base(x, labels)
-        return found

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import module_of
 from tests.helpers.twin import assert_same_tensors
 
 with warnings.catch_warnings():
@@ -189,14 +190,9 @@ class Second(nn.Module):
         return x * 2 if self.kept is None else x * self.kept
 
 
-class Observed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.observer = PerChannelMinMaxObserver(ch_axis=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.observer(x.detach())
-        return x * self.observer.max_val.clone()
+def observed(self: Any, x: Tensor) -> Tensor:
+    self.observer(x.detach())
+    return x * self.observer.max_val.clone()  # type: ignore[no-any-return]
 
 
 def quantized() -> nn.Module:
@@ -223,7 +219,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "a count": lambda: [Counted(flag=False)],
     "a buffer that the second run makes": lambda: [Second()],
     "a count behind a flag": lambda: [Counted(flag=True)],
-    "an observer": lambda: [Observed()],
+    "an observer": lambda: [module_of(observed, observer=PerChannelMinMaxObserver(ch_axis=1))],
     "fake quantization": lambda: [quantized()],
     "all at once": lambda: [
         mean(), Spectral(), Rotary(buffer=True, flag=True), nn.Tanh(), Making("flag"), Rescaled(), quantized()],
