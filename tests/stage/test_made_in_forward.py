@@ -230,7 +230,6 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     ("gpipe", "split", "always"), ("gpipe", "autograd", "except_last"), ("1f1b", "autograd", "always"),
     ("zb-h1", "split", "always"), ("zb-h1", "split", "except_last")])
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.thorough
 def test_gradients_through_assigned_buffers(name: str, schedule: Any, backward: Any, checkpoint: Any) -> None:
     """In the first step and in later ones: losses, gradients and buffers are those of microbatches one by one."""
     dtype = torch.float32 if name in ("an observer", "fake quantization", "all at once") else torch.float64
