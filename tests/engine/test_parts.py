@@ -144,6 +144,16 @@ def base(net: Net, x: Tensor) -> Tensor:
     return e(y + h)
 
 
+def late(net: Net, x: Tensor) -> Tensor:
+    """The whole is used a stage after that which has written to a view of it."""
+    a, b, c, d, e = net.blocks
+    h = b(a(x)) * 1
+    view = h[:, :2]
+    y = d(c(x))
+    view.mul_(y[:, :2].sigmoid())
+    return e(y) + view.sum(1, keepdim=True) + h
+
+
 def scaled(net: Net, x: Tensor) -> Tensor:
     return through(net, x * net.held.scale)
 
@@ -221,7 +231,7 @@ def reentrant(net: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [
-    views, one_weight, between, forces, remade, base, sparse, jagged, written, checkpointed, reentrant,
+    views, one_weight, between, forces, remade, base, late, sparse, jagged, written, checkpointed, reentrant,
 ])
 def test_a_graph_that_can_not_be_cut_has_them_as_well(forward: Forward) -> None:
     for options in ({}, {"chunks": 1}, {"backward": "autograd"}):
