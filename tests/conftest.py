@@ -40,7 +40,7 @@ LONG = tuple(f"{name}.py" for name in (
     "devices/test_sites", "devices/test_failing", "devices/test_paths", "gpu/test_checks_cuda",
     "compiled/test_layers", "promise/test_transparency", "promise/test_properties", "promise/test_dtensor",
     "schedule/test_search", "compiled/test_ddp", "faults/test_interrupts", "faults/test_processes", "faults/test_ops",
-    "distributed/test_pipeline", "promise/test_ddp_more", "doors/test_bad_input", "planner/test_choose",
+    "distributed/test_pipeline", "promise/test_ddp", "doors/test_bad_input", "planner/test_choose",
     "schedule/test_blocks", "faults/test_threads",
 ))
 #: What setup.cfg selects where the command line selects nothing.

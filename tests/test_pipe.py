@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitpipe import SplitPipe
 from splitpipe.core import generator
+from tests.helpers.modules import module_of
 from tests.helpers.scheduled import flat
 from tests.helpers.twin import assert_same, assert_same_tensors, fresh, twins
+from tests.promise.layers import Apply, First
 
 CPU = ["cpu"] * 4
 
@@ -83,23 +85,10 @@ def test_a_second_input_in_the_targets_place_says_how_to_pass_two() -> None:
 
 
 def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
-    class Pack(nn.Module):
-        def forward(self, xs: tuple[Tensor, Tensor]) -> Any:
-            return nn.utils.rnn.pack_padded_sequence(xs[0], xs[1], batch_first=True, enforce_sorted=False)
-
-    class Recur(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.GRU(6, 6, batch_first=True)
-
-        def forward(self, packed: Any) -> Any:
-            return self.layer(packed)[0]
-
-    class Unpack(nn.Module):
-        def forward(self, packed: Any) -> Tensor:
-            return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=5)[0]
-
-    plain, model = twins(nn.Sequential(Pack(), Recur(), Unpack()), [1, 1, 1], chunks=2, checkpoint="always")
+    pack = Apply(lambda xs: nn.utils.rnn.pack_padded_sequence(*xs, batch_first=True, enforce_sorted=False))
+    recur = First(nn.GRU(6, 6, batch_first=True))
+    unpack = Apply(lambda packed: nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=5)[0])
+    plain, model = twins(nn.Sequential(pack, recur, unpack), [1, 1, 1], chunks=2, checkpoint="always")
     x = torch.rand(4, 5, 6), torch.tensor([5, 2, 3, 1])
     for m in (plain, model):
         y = m(x)
@@ -108,9 +97,9 @@ def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
     assert_same_tensors(model, plain)
     packed = nn.utils.rnn.pack_sequence([torch.rand(5, 6)])
     with pytest.raises(TypeError, match="the input holds tensors in a PackedSequence"):
-        SplitPipe(nn.Sequential(Recur(), Unpack()), [1, 1], devices=CPU)(packed)
+        SplitPipe(nn.Sequential(recur, unpack), [1, 1], devices=CPU)(packed)
     with pytest.raises(TypeError, match="the output of the last layer holds tensors in a PackedSequence"):
-        SplitPipe(nn.Sequential(Pack(), Recur()), [1, 1], devices=CPU)(x)
+        SplitPipe(nn.Sequential(pack, recur), [1, 1], devices=CPU)(x)
 
 
 def test_an_empty_batch() -> None:
@@ -190,14 +179,13 @@ def test_hooks_and_attributes_of_the_sequential_stay() -> None:
 def test_autocast_reaches_workers_and_recomputation_and_ends_there() -> None:
     dtypes: list[torch.dtype] = []
 
-    class Note(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            dtypes.append(x.dtype)
-            return x
+    def note(x: Tensor) -> Tensor:
+        dtypes.append(x.dtype)
+        return x
 
     for checkpoint in ("always", "never"):
-        plain, model = twins(nn.Sequential(nn.Linear(6, 6), Note(), nn.Linear(6, 6), Note()), [2, 2], chunks=2,
-                             checkpoint=checkpoint)
+        plain, model = twins(nn.Sequential(nn.Linear(6, 6), Apply(note), nn.Linear(6, 6), Apply(note)), [2, 2],
+                             chunks=2, checkpoint=checkpoint)
         x = torch.rand(4, 6)
         for m in (plain, model):
             dtypes.clear()
@@ -218,12 +206,11 @@ def test_autocast_reaches_workers_and_recomputation_and_ends_there() -> None:
 def test_grad_mode_and_inference_mode_are_the_callers() -> None:
     seen: list[tuple[bool, bool]] = []
 
-    class Note(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-            return x * 1
+    def note(x: Tensor) -> Tensor:
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return x * 1
 
-    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), Note()), [1, 1], devices=CPU, chunks=2)
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), Apply(note)), [1, 1], devices=CPU, chunks=2)
     x = torch.rand(4, 6)
     with torch.inference_mode():
         assert model(x).is_inference()
@@ -237,10 +224,9 @@ def test_modes_hooks_context_variables_and_default_device_are_the_callers() -> N
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
     seen: list[Any] = []
 
-    class Note(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((variable.get(), torch.empty(0).device.type))
-            return x.sin()
+    def note(x: Tensor) -> Tensor:
+        seen.append((variable.get(), torch.empty(0).device.type))
+        return x.sin()
 
     class Functions(TorchFunctionMode):
         names: list[str] = []
@@ -259,7 +245,8 @@ def test_modes_hooks_context_variables_and_default_device_are_the_callers() -> N
             return func(*args, **(kwargs or {}))
 
     packed: list[int] = []
-    model = SplitPipe(nn.Sequential(Note(), Note()), [1, 1], devices=CPU, chunks=2, checkpoint="never")
+    layers = nn.Sequential(Apply(note), Apply(note))
+    model = SplitPipe(layers, [1, 1], devices=CPU, chunks=2, checkpoint="never")
     x = torch.rand(4, 6, requires_grad=True)
     token = variable.set("set")
     with Functions() as functions, Ops() as ops, torch.device("meta"):
@@ -275,16 +262,12 @@ def test_modes_hooks_context_variables_and_default_device_are_the_callers() -> N
 def test_a_context_variable_set_by_a_stage_reaches_the_next_ones_of_its_microbatch() -> None:
     variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable")
 
-    class Set(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            variable.set(float(x.detach().sum()))
-            return x * 2
+    def sets(x: Tensor) -> Tensor:
+        variable.set(float(x.detach().sum()))
+        return x * 2
 
-    class Get(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + variable.get()
-
-    plain, model = nn.Sequential(Set(), Get()), SplitPipe(nn.Sequential(Set(), Get()), [1, 1], devices=CPU, chunks=3)
+    plain = nn.Sequential(Apply(sets), Apply(lambda x: x + variable.get()))
+    model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=CPU, chunks=3)
     x = torch.rand(3, 2)
     assert_same(model(x), torch.cat([plain(row) for row in x.chunk(3)]), "output")
 
@@ -292,13 +275,12 @@ def test_a_context_variable_set_by_a_stage_reaches_the_next_ones_of_its_microbat
 def test_workers_share_the_callers_threads_and_leave_its_number_alone() -> None:
     seen: list[int] = []
 
-    class Note(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(torch.get_num_threads())
-            return x
+    def note(x: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return x
 
     before = torch.get_num_threads()
-    model = SplitPipe(nn.Sequential(Note(), Note()), [1, 1], devices=CPU, chunks=1)
+    model = SplitPipe(nn.Sequential(Apply(note), Apply(note)), [1, 1], devices=CPU, chunks=1)
     try:
         for number in (6, 1, 4):
             torch.set_num_threads(number)
@@ -384,18 +366,14 @@ def test_gradient_accumulation_over_uneven_batches() -> None:
 def test_a_stage_that_waits_for_a_pipeline_in_a_thread_of_its_own_is_an_error_and_no_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Elsewhere(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = SplitPipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=CPU)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with ThreadPoolExecutor(1) as pool:
-                return pool.submit(self.inner, x).result()
+    def elsewhere(self: Any, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.inner, x).result()
 
     # The outer stage's first run holds the turn to draw until the inner one, which waits for it, gives up.
     monkeypatch.setattr(generator, "LOCK_TIMEOUT", 0.01)
-    model = SplitPipe(nn.Sequential(Elsewhere(), nn.Linear(3, 3)), [1, 1], devices=CPU)
+    inner = SplitPipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=CPU)
+    model = SplitPipe(nn.Sequential(module_of(elsewhere, inner=inner), nn.Linear(3, 3)), [1, 1], devices=CPU)
     with pytest.raises(RuntimeError, match="copy_context"):
         model(torch.rand(2, 3))
 

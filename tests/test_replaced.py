@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from splitpipe import DeferredBatchNorm, SplitPipe
 from splitpipe.skip import skippable
+from tests.helpers.scheduled import loss_of
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 
@@ -57,8 +58,8 @@ def test_a_layer_that_takes_anothers_place_is_the_one_that_runs(
     plain[2] = copy.deepcopy(layer)
     replace(module, model, layer)
     assert model[2] is module[2] is layer and list(model.state_dict()) == list(plain.state_dict())
-    F.mse_loss(plain(x), y).backward()
-    (F.mse_loss(model(x), y) if schedule == "gpipe" else model(x, target=y)).backward()
+    for each in (plain, model):
+        loss_of(each, x, y, F.mse_loss).backward()
     assert_same(model(x), plain(x), "output")
     assert_same_tensors(model, plain)
     assert_same(copy.deepcopy(model)(x), plain(x), "output of a copy")

@@ -19,8 +19,10 @@ from splitpipe.core.rng import RngMode
 from splitpipe.core.stream import Place
 from splitpipe.runtime.chain import ChainRuntime
 from splitpipe.runtime.options import Options
+from tests.helpers.modules import module_of
 from tests.helpers.scheduled import twins
 from tests.helpers.twin import assert_same_tensors
+from tests.promise.layers import Apply
 
 CPU = Place(torch.device("cpu"))
 
@@ -44,23 +46,16 @@ def modes(found: ChainRuntime) -> list[RngMode]:
     return [facts.rng for cache in found._resources.caches for facts in cache.facts.values()]
 
 
-class Threads(nn.Module):
-    """Notes the thread of every call."""
+def test_threads_are_kept_from_pass_to_pass() -> None:
+    seen, found = list[threading.Thread](), runtime()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[threading.Thread] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(threading.current_thread())
+    def note(x: Tensor) -> Tensor:
+        seen.append(threading.current_thread())
         return x.sin()
 
-
-def test_threads_are_kept_from_pass_to_pass() -> None:
-    layer, found = Threads(), runtime()
     for _ in range(2):
-        found.forward(layers(layer, nn.Identity()), torch.rand(2, 2), True)
-    assert len(set(layer.seen)) == 1
+        found.forward(layers(Apply(note), nn.Identity()), torch.rand(2, 2), True)
+    assert len(set(seen)) == 1
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
@@ -74,25 +69,15 @@ def test_copies_start_without_threads_and_knowledge(copied: Any) -> None:
 
 
 def test_how_stages_draw_is_forgotten_when_something_drew_unwatched() -> None:
-    class Late(nn.Module):
-        draws = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * torch.rand(1) if self.draws else x * 1
-
-    own, found = layers(Late(), nn.Identity()), runtime()
+    draws, found = list[bool](), runtime()
+    own = layers(Apply(lambda x: x * torch.rand(1) if draws else x * 1), nn.Identity())
     found.forward(own, torch.rand(2, 2), True)
     assert modes(found) == [RngMode.NONE, RngMode.NONE]
-    own[0][1].draws = True
+    draws.append(True)
     found.forward(own, torch.rand(2, 2), True)
     assert set(modes(found)) == {RngMode.DOUBTED}
     found.forward(own, torch.rand(2, 2), True)
     assert modes(found) == [RngMode.EXCLUSIVE, RngMode.NONE]
-
-
-class Sine(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sin()
 
 
 class Seen(TorchFunctionMode):
@@ -111,7 +96,7 @@ class Seen(TorchFunctionMode):
 def test_function_modes_of_the_users_see_what_the_layers_call_and_nothing_else() -> None:
     x = torch.ones(4, 2)
     with Seen() as seen:
-        runtime().forward(layers(Sine(), Sine()), x, True)
+        runtime().forward(layers(Apply(torch.sin), Apply(torch.sin)), x, True)
     assert seen.names == ["sin"] * 4
 
 
@@ -119,7 +104,7 @@ def test_function_modes_of_the_users_see_what_layers_and_loss_call_and_nothing_e
     found = runtime(plan=schedule.build("1f1b", 2, 2))
     x = torch.ones(4, 2)
     with Seen() as seen:
-        found.train(layers(Sine(), Sine()), x, x, True, lambda y, target: y.mean(), None)
+        found.train(layers(Apply(torch.sin), Apply(torch.sin)), x, x, True, lambda y, target: y.mean(), None)
     assert sorted(seen.names) == ["mean"] * 2 + ["sin"] * 4
 
 
@@ -134,26 +119,21 @@ def test_gradients_are_scaled_where_the_last_stage_is() -> None:
     places = [CPU, CPU, Place(torch.device("meta"))]
     found = runtime(plan=schedule.build("1f1b", 3, 2), places=places)
     with pytest.raises(ValueError, match="asked on meta"):
-        found.train(layers(Sine(), Sine(), Sine()), torch.ones(4, 2), None, True, torch.mean, Scaler())
+        found.train(layers(*[Apply(torch.sin)] * 3), torch.ones(4, 2), None, True, torch.mean, Scaler())
 
 
-class Calls(nn.Module):
+def calling(self: Any, x: Tensor) -> Tensor:
     """Calls a model in forward, if it has one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model: list[nn.Module] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for model in self.model:
-            model(x)
-        return x * 1
+    for model in self.model:
+        model(x)
+    return x * 1
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("target", [None, torch.zeros(5, 4)])
 def test_a_layer_that_calls_its_own_model_is_told_so(name: str, target: Tensor | None) -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Calls(), nn.Linear(4, 4)), name, loss_fn=F.mse_loss)
+    layers = nn.Sequential(nn.Linear(4, 4), module_of(calling, model=[]), nn.Linear(4, 4))
+    plain, model = twins(layers, name, loss_fn=F.mse_loss)
     x = torch.rand(5, 4)
     model[1].model = [model]
     with pytest.raises(RuntimeError, match="called by one of its layers"):
@@ -164,18 +144,16 @@ def test_a_layer_that_calls_its_own_model_is_told_so(name: str, target: Tensor |
     assert_same_tensors(model, plain)
 
 
-class Differentiates(nn.Module):
+def differentiated(x: Tensor) -> Tensor:
     """The gradient of an energy, as of force fields."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            found, = torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)
-        return found
+    with torch.enable_grad():
+        found, = torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)
+    return found
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_a_checkpoint_around_a_model_whose_layer_differentiates_is_an_error(mode: Any) -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Differentiates()), "gpipe", checkpoint=mode, loss_fn=None)
+    plain, model = twins(nn.Sequential(nn.Linear(4, 4), Apply(differentiated)), "gpipe", checkpoint=mode, loss_fn=None)
     x = torch.rand(5, 4)
     with pytest.raises(RuntimeError, match="the model's own checkpoint='always'"):
         checkpoint(model, x, use_reentrant=False)

@@ -13,6 +13,7 @@ from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import Failing, assert_same, assert_same_tensors, twins
+from tests.promise.layers import Apply
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 BY = pytest.mark.parametrize("by", ["balance", "cuts"])
@@ -108,36 +109,24 @@ def test_autocast_casts_nothing_in_backward(checkpoint: str, stash_limit: Any) -
     assert_same([parameter.grad for parameter in parameters], list(expected), "gradients")
 
 
-class Between(nn.Module):
-    """Runs something, once, when the gradient passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.run: Callable[[], object] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.register_hook(self._passed)
-        return x * 1
-
-    def _passed(self, grad: Tensor) -> None:
-        run, self.run = self.run, None
-        if run is not None:
-            run()
-
-
 @pytest.mark.parametrize("backward", ["split", "autograd"])
 def test_a_backward_within_a_backward_has_a_stash_of_its_own(backward: Any) -> None:
-    between = Between()
+    run: list[Callable[[], object]] = []  # Once, when the gradient passes.
+
+    def between(x: Tensor) -> Tensor:
+        x.register_hook(lambda _: run.pop()() and None if run else None)
+        return x * 1
+
     plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     layers = copy.deepcopy(plain)
-    piped = nn.Sequential(layers[0], layers[1], between, layers[2])
+    piped = nn.Sequential(layers[0], layers[1], Apply(between), layers[2])
     model = SplitPipe(piped, [4], devices=["cpu"], chunks=3, checkpoint="never", backward=backward)
     x = torch.rand(6, 4, dtype=torch.float64)
     expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
 
     loss = model(x).square().sum()
     inner: list[Tensor] = []
-    between.run = lambda: inner.extend(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+    run.append(lambda: inner.extend(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)))
     loss.backward(retain_graph=True)
     for wanted, found, within in zip(expected, [p.grad for p in model.parameters()], inner, strict=True):
         torch.testing.assert_close(found, wanted)

@@ -275,19 +275,12 @@ def test_a_none_for_a_needed_gradient_is_none(way: dict[str, Any]) -> None:
 def test_backwards_run_outside_of_autocast(inside: bool) -> None:
     modes: list[bool] = []
 
-    class Asking(Affine):
-        @staticmethod
-        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-            modes.append(torch.is_autocast_enabled("cpu"))
-            return Affine.backward_input(ctx, grad_output)
+    def asking(backward: Callable[..., Any]) -> Any:
+        return staticmethod(lambda ctx, grad: (modes.append(torch.is_autocast_enabled("cpu")), backward(ctx, grad))[1])
 
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            modes.append(torch.is_autocast_enabled("cpu"))
-            return Affine.backward_weight(ctx, grad_output)
-
+    methods = {name: asking(getattr(Affine, name)) for name in ("backward_input", "backward_weight")}
     with torch.autocast("cpu", torch.bfloat16):
-        run(Asking, inside)
+        run(type("Asking", (Affine,), methods), inside)
     assert modes and not any(modes)
 
 

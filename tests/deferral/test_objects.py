@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from splitpipe import SplitPipe
 from splitpipe.deferral.function import Context
 from tests.helpers.deferring import Call, Scale
 from tests.helpers.deferring import apart as apart
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import twins
 
 
@@ -47,21 +49,12 @@ def test_options_are_not_kept(inside: bool) -> None:
     y.sum().backward()
 
 
-class Storing(nn.Module):
-    """Keeps its last output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = self.layer(x)
-        return self.last
-
-
 def test_a_layer_that_keeps_its_output_does_not_keep_the_model() -> None:
-    layer = Storing()
+    def storing(self: Any, x: Tensor) -> Tensor:
+        self.last = self.layer(x)
+        return self.last  # type: ignore[no-any-return]
+
+    layer = module_of(storing, **linears("layer"))
     reference = weakref.ref(layer)
     model = SplitPipe(nn.Sequential(layer, nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
     del layer

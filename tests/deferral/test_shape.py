@@ -18,7 +18,7 @@ from splitpipe.deferral import owners
 from splitpipe.deferral.owners import survey
 from splitpipe.deferral.shape import Entered, Shape
 from splitpipe.training import capture
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.scheduled import assert_steps, mean
 
 ROWS, CHUNKS = 8, 4
 
@@ -95,7 +95,7 @@ WAYS = usual, swapped, longer, joined, parted, frozen, twice, detached, renormed
 STYLES: dict[str, dict[str, Any]] = {
     "never": {"checkpoint": "never"},
     "always": {"checkpoint": "always"},
-    "zb-h1": {"schedule": "zb-h1", "loss_fn": nn.MSELoss()},
+    "zb-h1": {"schedule": "zb-h1", "loss_fn": mean},
 }
 
 
@@ -103,18 +103,6 @@ def rows() -> Tensor:
     x = torch.randn(ROWS, 4, dtype=torch.float64)
     x[:, 0] = torch.arange(ROWS) // (ROWS // CHUNKS)
     return x
-
-
-def assert_step(plain: nn.Module, model: SplitPipe, scheduled: bool) -> None:
-    x, y = rows(), torch.randn(ROWS, 4, dtype=torch.float64)
-    for each in (plain, model):
-        each.zero_grad()
-    loss = nn.functional.mse_loss(plain(x), y)
-    loss.backward()
-    found = model(x, target=y) if scheduled else nn.functional.mse_loss(model(x), y)
-    found.backward()
-    torch.testing.assert_close(found.detach(), loss.detach())
-    assert_same_tensors(model, plain)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -125,28 +113,25 @@ def test_a_microbatch_with_another_graph_has_its_own_gradients(
     for ways in ((usual, usual, other, usual), (parted, other, parted, other), (joined, other, joined, other)):
         plain = nn.Sequential(Choosing(*ways), nn.Linear(4, 4), Choosing(*ways[:1])).double()
         model = SplitPipe(copy.deepcopy(plain), [2, 1], devices=["cpu"] * 2, chunks=CHUNKS, **STYLES[style])
-        for _ in range(3):
-            assert_step(plain, model, style == "zb-h1")
+        assert_steps(plain, model, rows)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_graphs_of_one_shape_are_surveyed_once_per_model(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)).double()
     model = SplitPipe(copy.deepcopy(plain), [2, 2], devices=["cpu"] * 2, chunks=CHUNKS, **STYLES[style])
-    for _ in range(2):  # What the report needs is noted then.
-        assert_step(plain, model, style == "zb-h1")
+    assert_steps(plain, model, rows, 2)  # What the report needs is noted then.
     surveys = list[object]()
     survey = capture.survey
     monkeypatch.setattr(capture, "survey", lambda *args: surveys.append(args) or survey(*args))
-    assert_step(plain, model, style == "zb-h1")
+    assert_steps(plain, model, rows, 1)
     assert not surveys
     for each in (plain, model):
         replaced(each)
-    for _ in range(2):  # Again, the report needs to know about the new parameter first.
-        assert_step(plain, model, style == "zb-h1")
+    assert_steps(plain, model, rows, 2)  # Again, the report needs to know about the new parameter first.
     assert surveys
     surveys.clear()
-    assert_step(plain, model, style == "zb-h1")
+    assert_steps(plain, model, rows, 1)
     assert not surveys
 
 
@@ -179,16 +164,10 @@ def tied_later(net: Any) -> None:
 def test_a_model_that_changes_between_steps(change: Callable[[nn.Module], None], style: str) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)).double()
     model = SplitPipe(copy.deepcopy(plain), [3, 1], devices=["cpu"] * 2, chunks=CHUNKS, **STYLES[style])
-    for step in range(6):
-        if step == 3:
-            change(plain)
-            change(model)
-        x, y = (torch.randn(ROWS, 4).to(plain[3].weight) for _ in range(2))
-        for each in (plain, model):
-            each.zero_grad()
-        nn.functional.mse_loss(plain(x), y).backward()
-        (model(x, target=y) if style == "zb-h1" else nn.functional.mse_loss(model(x), y)).backward()
-        assert_same_tensors(model, plain)
+    assert_steps(plain, model, rows)
+    for each in (plain, model):
+        change(each)
+    assert_steps(plain, model, lambda: torch.randn(ROWS, 4).to(plain[3].weight))
 
 
 def test_a_shape_keeps_no_leaf_alive() -> None:
@@ -217,8 +196,7 @@ def test_one_microbatch_may_use_a_value_from_outside() -> None:
 
     plain = nn.Sequential(Choosing(inside, given, inside, inside), nn.Linear(4, 4)).double()
     model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=["cpu"] * 2, chunks=CHUNKS, checkpoint="never")
-    for _ in range(2):
-        assert_step(plain, model, scheduled=False)
+    assert_steps(plain, model, rows, 2)
     x, found = rows(), list[Tensor]()
     for each in (plain, model):
         outside[:] = [each[0].one.bias.exp()]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from splitpipe import SplitFunction, SplitPipe, is_recomputing
 from splitpipe.deferral import stash
 from tests.helpers.twin import Failing, Note
+from tests.promise.layers import Apply
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 LIMIT = pytest.mark.parametrize("stash_limit", [None, 0, 500])
@@ -90,17 +91,6 @@ def logged(log: list[Any], stages: int = 2, depth: int = 2, **options: Any) -> S
     return SplitPipe(nn.Sequential(*layers), [depth] * stages, devices=["cpu"] * stages, **options)
 
 
-class Noted(nn.Module):
-    """Its node has no rule."""
-
-    def __init__(self, log: list[Any]) -> None:
-        super().__init__()
-        self.log = log
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Note.apply(x, self.log, ("B", "0.0"))
-
-
 def test_every_b_of_a_stage_comes_before_its_first_w() -> None:
     log: list[Any] = []
     model = logged(log, chunks=4, checkpoint="never", stash_limit=ALL)
@@ -117,7 +107,8 @@ def test_every_b_of_a_stage_comes_before_its_first_w() -> None:
 def test_b_of_a_threads_first_node_comes_before_w(before: int) -> None:
     """It has the lowest number of all, and would share it with Flush."""
     log: list[Any] = []
-    stage = [*[Noted(log) for _ in range(before)], Scale(4, "0.1", log)]
+    noted = [Apply(lambda x: Note.apply(x, log, ("B", "0.0"))) for _ in range(before)]  # Its node has no rule.
+    stage = [*noted, Scale(4, "0.1", log)]
     options = {"chunks": 4, "checkpoint": "never", "stash_limit": ALL}
     model = SplitPipe(nn.Sequential(*stage), [len(stage)], devices=["cpu"], **options)
     model(torch.randn(8, 4, requires_grad=True)).sum().backward()

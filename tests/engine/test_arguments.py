@@ -64,12 +64,6 @@ def test_an_object_that_microbatches_can_not_share() -> None:
     assert len(lengths(SIX, cache=Cache(), batched={"cache": False})) == 3
 
 
-@pytest.mark.parametrize("batched", ["mask", [True], {1: True}])
-def test_batched_is_a_dict_of_names(batched: Any) -> None:
-    with pytest.raises(TypeError, match="expected a dict by argument name, with True for what is split"):
-        piped(Shapes(), ["two"], batched=batched)
-
-
 def test_a_name_that_is_no_arguments_is_an_error() -> None:
     class Model(Shapes):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]

@@ -5,38 +5,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from splitpipe import attach
+from tests.helpers.modules import linears, module_of
 
 
-class Model(nn.Module):
+def telling(self: Any, x: Tensor, use_cache: bool = True) -> tuple[Tensor, bool]:
     """Says whether it was to keep a cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor, use_cache: bool = True) -> tuple[Tensor, bool]:
-        for layer in self.layers:
-            x = layer(x)
-        return x, use_cache
+    return self.two(self.one(x)), use_cache
 
 
-class Around(nn.Module):
+def around(self: Any, x: Tensor, **kwargs: Any) -> Any:
     """Hands its keywords on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model()
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Any:
-        return self.model(x, **kwargs)
+    return self.model(x, **kwargs)
 
 
-@pytest.mark.parametrize(("make", "cut"), [(Model, "layers.1"), (Around, "model.layers.1")])
-def test_use_cache_is_false_in_training(make: type[nn.Module], cut: str) -> None:
-    model, x = attach(make(), cuts=[cut], devices=["cpu"] * 2, chunks=2), torch.randn(4, 4)
+@pytest.mark.parametrize("handed", [False, True])
+def test_use_cache_is_false_in_training(handed: bool) -> None:
+    net, cut = module_of(telling, **linears("one", "two")), "two"
+    if handed:
+        net, cut = module_of(around, model=net), "model.two"
+    model, x = attach(net, cuts=[cut], devices=["cpu"] * 2, chunks=2), torch.randn(4, 4)
     assert model(x)[1] is False
     assert model(x, use_cache=True)[1] is True
     assert model.eval()(x)[1] is True

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.core.rng import RngMode
 from tests.engine.models import CHECKPOINTS, SCHEDULES, piped
+from tests.helpers.modules import linears, module_of
+from tests.helpers.twin import Looped
 
 
 class Masked(nn.Module):
@@ -40,24 +42,6 @@ class Linear(nn.Module):
         return {"loss": x.sum(1).mean(), "y": x}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mode", [*CHECKPOINTS, "except_last"])
-def test_a_recomputed_block_has_the_same_dropout_mask_in_every_step(schedule: str, mode: str) -> None:
-    model = piped(Linear(), ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode)
-    x = torch.rand(6, 4) + 0.5
-    found = []
-    for _ in range(4):
-        torch.manual_seed(3)
-        model.zero_grad()
-        out = model(x)
-        out["loss"].backward()
-        found.append(out["y"])
-        for layer in model.layers:
-            torch.testing.assert_close((layer.weight * layer.weight.grad).sum(), out["loss"].detach())
-    assert all(torch.equal(each, found[0]) for each in found[1:])
-    assert (found[0] == 0).any()
-
-
 class Between(Linear):
     """Draws between blocks, too."""
 
@@ -70,17 +54,23 @@ class Between(Linear):
 @pytest.mark.parametrize("backward", ["split", "autograd"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", [Linear, Between])
-def test_masks_are_the_same_in_every_checkpoint_mode(kind: type[Linear], schedule: str, backward: str) -> None:
-    found = []
+def test_masks_are_the_same_in_every_step_checkpoint_mode_and_recomputation(
+    kind: type[Linear], schedule: str, backward: str
+) -> None:
+    found, x = [], torch.rand(6, 4) + 0.5
     for mode in [*CHECKPOINTS, "except_last"]:
         torch.manual_seed(5)
         model = piped(kind(), ["layers.1", "layers.3"], schedule=schedule, checkpoint=mode, backward=backward)
         for _ in range(3):
             torch.manual_seed(3)
-            out = model(torch.ones(6, 4))
+            model.zero_grad()
+            out = model(x)
             out["loss"].backward()
             found.append(out["y"].detach())
+            for layer in model.layers:
+                torch.testing.assert_close((layer.weight * layer.weight.grad).sum(), out["loss"].detach())
     assert all(torch.equal(each, found[0]) for each in found[1:])
+    assert (found[0] == 0).any()
 
 
 class Seeded(nn.Module):
@@ -95,17 +85,8 @@ class Seeded(nn.Module):
 @pytest.mark.parametrize("mode", [*CHECKPOINTS, "except_last"])
 def test_a_stage_that_seeds_the_generator_for_itself_has_it_alone(mode: str) -> None:
     """Beside another one, each would restore a state that the other has set."""
-    net = nn.Sequential(*[Seeded() for _ in range(3)])
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = net
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x)  # type: ignore[no-any-return]
-
-    model = piped(Net(), ["layers.1", "layers.2"], checkpoint=mode, chunks=4)
+    net = Looped(*[Seeded() for _ in range(3)])
+    model = piped(net, ["1", "2"], checkpoint=mode, chunks=4)
     x, before = torch.ones(8, 4), torch.random.get_rng_state()
     for _ in range(3):
         torch.testing.assert_close(model(x), net(x))
@@ -114,22 +95,14 @@ def test_a_stage_that_seeds_the_generator_for_itself_has_it_alone(mode: str) -> 
     assert {*modes} == {RngMode.EXCLUSIVE}
 
 
-class Scaled(nn.Module):
-    """Has a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Identity()])
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[1](self.layers[0](x))
+def test_runs_that_find_out_how_outputs_are_joined_leave_a_modules_generator() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.two(self.one(x))
         return x * torch.rand(x.shape, generator=self.generator)
 
-
-def test_runs_that_find_out_how_outputs_are_joined_leave_a_modules_generator() -> None:
-    net, expected = Scaled(), torch.Generator().manual_seed(3)
-    model = SplitPipe(net, cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
+    net = module_of(forward, **linears("one", "two"), generator=torch.Generator().manual_seed(3))
+    expected = torch.Generator().manual_seed(3)
+    model = SplitPipe(net, cuts=["two"], devices=["cpu"] * 2, chunks=2)
     for _ in range(2):
         model(torch.ones(4, 4))
         for _ in range(2):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.engine.models import piped
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same
 
 
@@ -125,15 +126,10 @@ def test_with_a_target_microbatches_run(schedule: str) -> None:
 
 
 def test_in_doubt_about_a_list_one_microbatch_runs() -> None:
-    class Sums(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+    def sums(self: Any, rows: list[Tensor]) -> Tensor:
+        return self.two(self.one(torch.stack([own.sum(0) for own in rows])))
 
-        def forward(self, rows: list[Tensor]) -> Tensor:
-            return self.two(self.one(torch.stack([own.sum(0) for own in rows])))
-
-    plain, given = Sums(), [torch.randn(3, 4) for _ in range(5)]
+    plain, given = module_of(sums, **linears("one", "two")), [torch.randn(3, 4) for _ in range(5)]
     model = piped(plain, ["two"]).eval()
     assert_same(model(given), plain(given), "output")
     with pytest.raises(ValueError, match="it could be 5 rows, one entry each, or a batch of 3 rows"):

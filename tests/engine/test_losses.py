@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.engine.models import SCHEDULES, Stack, batch, piped
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same_tensors
 
 CUTS = ["layers.1", "layers.3"]
@@ -76,35 +77,24 @@ def test_a_target_without_a_function_to_take_it_is_an_error() -> None:
 
 
 def test_a_modules_own_argument_named_target_is_its_own() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self: Any, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.mse_loss(self.two(self.one(x)), target)}
 
-        def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-            return {"loss": F.mse_loss(self.two(self.one(x)), target)}
-
-    plain, x, y = Model(), torch.randn(6, 4), torch.randn(6, 4)
+    plain, x, y = module_of(forward, **linears("one", "two")), torch.randn(6, 4), torch.randn(6, 4)
     for schedule in ("gpipe", "1f1b"):
         torch.testing.assert_close(piped(plain, ["two"], schedule=schedule)(x, target=y)["loss"], plain(x, y)["loss"])
 
 
-class Spoken(nn.Module):
+def spoken(self: Any, x: Tensor, labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     """Divides the sum of its losses by that of the rows' lengths, a list of Python's numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor, labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
-        return {"loss": (self.layers(x) - labels).square().sum() / max(1, sum(lengths))}
+    return {"loss": (self.two(self.one(x)) - labels).square().sum() / max(1, sum(lengths))}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("lengths", [[3, 8, 5, 6, 4, 7], [3, 8, 5, 6, 4, 7, 9]])
 def test_the_sum_of_a_list_of_lengths_is_a_count(lengths: list[int], schedule: str) -> None:
-    plain = Spoken()
-    model, given = piped(plain, ["layers.1"], schedule=schedule), batch(len(lengths))
+    plain = module_of(spoken, **linears("one", "two"))
+    model, given = piped(plain, ["two"], schedule=schedule), batch(len(lengths))
     for _ in range(2):
         found, expected = (net(**given, lengths=lengths)["loss"] for net in (model, plain))
         torch.testing.assert_close(found, expected)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe, is_recomputing
 from splitpipe.deferral import stash
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.modules import module_of
+from tests.helpers.scheduled import assert_steps, inside, loss_of
+from tests.helpers.twin import Looped
 
 WAYS: dict[str, dict[str, Any]] = {
     "drop-in": {}, "1f1b": {"schedule": "1f1b"}, "zb-h1": {"schedule": "zb-h1"},
@@ -22,19 +24,9 @@ WAYS: dict[str, dict[str, Any]] = {
 EACH = pytest.mark.parametrize("way", WAYS)
 
 
-class Chain(nn.Module):
-    """Blocks one after the other."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.first, self.blocks, self.last = nn.Linear(4, 4), nn.ModuleList(blocks), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.last(x)
-        return out
+def chain(*blocks: nn.Module) -> nn.Module:
+    """Blocks one after the other, between two layers."""
+    return Looped(nn.Linear(4, 4), *blocks, nn.Linear(4, 4))
 
 
 class Block(nn.Module):
@@ -49,43 +41,15 @@ class Block(nn.Module):
         return self.function(x, self.weight)
 
 
-def mean(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def piped(module: nn.Module, way: str, **options: Any) -> tuple[nn.Module, SplitPipe]:
     """A copy, and the module by cuts with all blocks checkpointed."""
     options = {"checkpoint": "always", "chunks": 3, **WAYS[way], **options}
-    if "schedule" in options:
-        options["loss_fn"] = mean
     plain = copy.deepcopy(module.double())
-    model = SplitPipe(module, cuts=["last"], devices=["cpu"] * 2, **options)
-    vars(model)["scheduled"] = "schedule" in options
-    return plain, model
+    return plain, SplitPipe(module, cuts=[[*dict(module.named_children())][-1]], devices=["cpu"] * 2, **inside(options))
 
 
-def loss_of(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss: Tensor = module(x, target=y) if vars(module).get("scheduled") else mean(module(x), y)
-    return loss
-
-
-def rows() -> tuple[Tensor, Tensor]:
-    return torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
-
-
-def assert_steps(plain: nn.Module, model: nn.Module, steps: int = 3) -> None:
-    """Takes steps with both, and compares all there is after each."""
-    for _ in range(steps):
-        x, y = rows()
-        found = []
-        for module in (model, plain):
-            module.zero_grad()
-            given = x.clone().requires_grad_()
-            loss = loss_of(module, given, y)
-            loss.backward()
-            found.append((loss.detach(), given.grad))
-        torch.testing.assert_close(*found)
-        assert_same_tensors(model, plain)
+def rows() -> Tensor:
+    return torch.randn(6, 4, dtype=torch.float64)
 
 
 @EACH
@@ -101,11 +65,11 @@ def test_what_a_block_saves_is_gone_after_it(way: str) -> None:
         seen.append(weakref.ref(hidden))
         return hidden.sin()
 
-    plain, model = piped(Chain(*[Block(inside) for _ in range(2)]), way)
-    assert_steps(plain, model, 1)
+    plain, model = piped(chain(*[Block(inside) for _ in range(2)]), way)
+    assert_steps(plain, model, rows, 1)
     alive.clear()
     seen.clear()
-    loss_of(model, *rows()).backward()
+    loss_of(model, rows()).backward()
     assert {*alive} == {0}
 
 
@@ -113,17 +77,17 @@ def test_what_a_block_saves_is_gone_after_it(way: str) -> None:
 def test_a_leaf_in_place_of_a_parameter_is_an_error_once(way: str) -> None:
     other = torch.rand(4, 4, dtype=torch.float64, requires_grad=True)
     armed: list[Tensor] = []
-    plain, model = piped(Chain(Block(lambda x, weight: x @ (armed[0] if armed else weight))), way)
-    assert_steps(plain, model, 2)
+    plain, model = piped(chain(Block(lambda x, weight: x @ (armed[0] if armed else weight))), way)
+    assert_steps(plain, model, rows, 2)
     armed.append(other)
     with pytest.raises(RuntimeError, match=r"isn't one of its parameters.*Repeat the step"):
-        loss_of(model, *rows()).backward()
+        loss_of(model, rows()).backward()
     model.zero_grad()
     plain.zero_grad()
     other.grad = None
     given, found = rows(), []
     for each in (plain, model):
-        loss_of(each, *given).backward()
+        loss_of(each, given).backward()
         found.append(other.grad)
         other.grad = None
     torch.testing.assert_close(found[1], found[0])
@@ -136,15 +100,15 @@ def test_another_number_of_nodes_is_an_error(way: str) -> None:
     def more(x: Tensor, weight: Tensor) -> Tensor:
         return (x * 1.5 if armed and is_recomputing() else x) @ weight
 
-    plain, model = piped(Chain(Block(more)), way)
-    assert_steps(plain, model, 2)
+    plain, model = piped(chain(Block(more)), way)
+    assert_steps(plain, model, rows, 2)
     armed.append(1)
     with pytest.raises(RuntimeError, match="same operations both times"):
-        loss_of(model, torch.randn(2, 4).double(), torch.randn(2, 4).double()).backward()
+        loss_of(model, rows()[:2]).backward()
     armed.clear()
     model.zero_grad()
     plain.zero_grad()
-    assert_steps(plain, model, 2)
+    assert_steps(plain, model, rows, 2)
 
 
 @EACH
@@ -155,18 +119,17 @@ def test_a_block_may_return_its_arguments_themselves(way: str) -> None:
         def forward(self, x: Tensor, scale: float = 1.0) -> Any:
             return x, scale, x @ self.weight * scale
 
-    class Handing(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            same, number, made = self.blocks[0](x, scale=2.0)
-            seen.append(same is x and number == 2.0)
-            out: Tensor = self.last(made + same)
-            return out
+    def handing(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        same, number, made = self.block(x, scale=2.0)
+        seen.append(same is x and number == 2.0)
+        return self.last(made + same)  # type: ignore[no-any-return]
 
-    plain, model = piped(Handing(Both(torch.mm)), way)
-    assert_steps(plain, model, 1)
+    net = module_of(handing, first=nn.Linear(4, 4), block=Both(torch.mm), last=nn.Linear(4, 4))
+    plain, model = piped(net, way)
+    assert_steps(plain, model, rows, 1)
     seen.clear()
-    loss_of(model, *rows()).backward()
+    loss_of(model, rows()).backward()
     assert all(seen)
 
 
@@ -187,16 +150,15 @@ def test_a_loss_from_inside_of_a_block(sequential: bool) -> None:
         plain = copy.deepcopy(module)
         model = SplitPipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="always")
     else:
-        plain, model = piped(Chain(Block(keeps)), "drop-in")
-    for _ in range(3):
-        x, _ = rows()
-        for each in (model, plain):
-            each.zero_grad()
-            kept.clear()
-            out = each(x).sum()
-            count = 3 if each is model else 1  # Then come runs that only show which dimension has the rows.
-            (out + sum(kept[:count]) / count).backward()
-        assert_same_tensors(model, plain)
+        plain, model = piped(chain(Block(keeps)), "drop-in")
+
+    def loss(each: nn.Module, x: Tensor) -> Tensor:
+        kept.clear()
+        out = each(x).sum()
+        count = 3 if each is model else 1  # Then come runs that only show which dimension has the rows.
+        return out + sum(kept[:count]) / count  # type: ignore[no-any-return]
+
+    assert_steps(plain, model, rows, loss_of=loss)
 
 
 class Cut(nn.Linear):
@@ -212,14 +174,10 @@ def test_large_gradients_of_layers_that_b_does_not_go_through(by_cuts: bool, mon
     monkeypatch.setattr(stash, "_SMALL", 0)
     if by_cuts:
         blocks = nn.Linear(4, 4), nn.Sequential(Cut(4, 4), nn.Linear(4, 4))
-        plain, model = piped(Chain(*blocks), "drop-in", stash_limit=0)
+        plain, model = piped(chain(*blocks), "drop-in", stash_limit=0)
     else:
         module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Cut(4, 4), nn.Linear(4, 4)).double()
         plain = copy.deepcopy(module)
         model = SplitPipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint="always", stash_limit=0)
-    for _ in range(3):
-        x, y = rows()  # Without a gradient, the first layer's node has nothing to compute for anybody.
-        for each in (model, plain):
-            each.zero_grad()
-            mean(each(x), y).backward()
-        assert_same_tensors(model, plain)
+    # Of an input without grad, the first layer's node has nothing to compute for anybody.
+    assert_steps(plain, model, rows, grad=False)

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe import SplitPipe
-from tests.helpers.twin import assert_same_tensors, twins
+from tests.helpers.scheduled import assert_steps
+from tests.helpers.twin import twins
 
 Forward = Callable[["Net", Tensor], Any]
 WHOLE = "the graph of its stage can't be cut out of the surrounding graph"
@@ -55,31 +56,8 @@ def total(output: Any) -> Tensor:
     return torch.stack([x.square().sum() for x in leaves]).sum()
 
 
-def assert_steps(
-    plain: nn.Module, model: nn.Module, steps: int = 3,
-    loss_of: Callable[[Any, Tensor], Tensor] = lambda each, x: total(each(x)), leaf: Tensor | None = None,
-) -> None:
-    """Takes steps with both, and compares gradients after each; on one device the first has one graph.
-
-    Args:
-        plain: the module.
-        model: its pipeline.
-        steps: how many.
-        loss_of: what goes backward.
-        leaf: one whose gradient is compared, too.
-    """
-    for _ in range(steps):
-        x, found = rows(), []
-        for each in (plain, model):
-            each.zero_grad()
-            own = x.clone().requires_grad_()
-            loss = loss_of(each, own)
-            loss.backward()
-            found.append((loss.detach(), own.grad, *([] if leaf is None else [leaf.grad])))
-            if leaf is not None:
-                leaf.grad = None
-        torch.testing.assert_close(*found)
-        assert_same_tensors(model, plain)
+def loss_of(module: Any, x: Tensor) -> Tensor:
+    return total(module(x))
 
 
 def nodes(output: Tensor) -> int:
@@ -166,6 +144,16 @@ def base(net: Net, x: Tensor) -> Tensor:
     return e(y + h)
 
 
+def late(net: Net, x: Tensor) -> Tensor:
+    """The whole is used a stage after that which has written to a view of it."""
+    a, b, c, d, e = net.blocks
+    h = b(a(x)) * 1
+    view = h[:, :2]
+    y = d(c(x))
+    view.mul_(y[:, :2].sigmoid())
+    return e(y) + view.sum(1, keepdim=True) + h
+
+
 def scaled(net: Net, x: Tensor) -> Tensor:
     return through(net, x * net.held.scale)
 
@@ -197,7 +185,7 @@ def forces(net: Net, x: Tensor) -> Tensor:
 ], ids=["never", "one microbatch", "except_last", "stash_limit"])
 def test_a_graph_that_is_cut_has_the_modules_gradients(forward: Forward, options: dict[str, Any]) -> None:
     plain, model = pair(forward, **options)
-    assert_steps(plain, model)
+    assert_steps(plain, model, rows, loss_of=loss_of)
     if forward is several and options == {"chunks": 1}:  # Hooks of its outputs are given all that comes to them.
         return
     found = {row.why for row in model.deferral_report() if row.parameter.startswith("blocks")}
@@ -243,23 +231,22 @@ def reentrant(net: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [
-    views, one_weight, between, forces, remade, base, sparse, jagged, written, checkpointed, reentrant,
+    views, one_weight, between, forces, remade, base, late, sparse, jagged, written, checkpointed, reentrant,
 ])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_a_graph_that_can_not_be_cut_has_them_as_well(forward: Forward, chunks: int) -> None:
-    plain, model = pair(forward, chunks=chunks)
-    assert_steps(plain, model)
+def test_a_graph_that_can_not_be_cut_has_them_as_well(forward: Forward) -> None:
+    for options in ({}, {"chunks": 1}, {"backward": "autograd"}):
+        assert_steps(*pair(forward, **options), rows, loss_of=loss_of)
 
 
 def test_a_forward_that_begins_to_write_to_what_it_has_views_of() -> None:
     """On one device. An error, once."""
     writes = [False]
     plain, model = pair(lambda net, x: (base if writes[0] else through)(net, x))
-    assert_steps(plain, model)
+    assert_steps(plain, model, rows, loss_of=loss_of)
     writes[0] = True
     with pytest.raises(RuntimeError, match="All stages now share one graph: repeat the step"):
         model(rows())
-    assert_steps(plain, model)
+    assert_steps(plain, model, rows, loss_of=loss_of)
 
 
 def test_the_output_of_one_microbatch_retains_all_its_gradient() -> None:
@@ -281,12 +268,12 @@ def test_the_output_of_one_microbatch_retains_all_its_gradient() -> None:
 def test_hooks_of_a_view_from_before_the_call_are_called_once() -> None:
     turned: list[Tensor] = []
 
-    def loss_of(each: Any, x: Tensor) -> Tensor:
+    def with_turned(each: Any, x: Tensor) -> Tensor:
         turned[:] = [each.get_parameter("blocks.0.weight").t()]
         turned[0].register_hook(lambda grad: grad.clamp(-0.1, 0.1))
         return each(x).square().sum() + turned[0].square().sum()
 
-    assert_steps(*pair(lambda net, x: through(net, x @ turned[0])), loss_of=loss_of)
+    assert_steps(*pair(lambda net, x: through(net, x @ turned[0])), rows, loss_of=with_turned)
 
 
 def cached(each: Any, x: Tensor) -> Tensor:
@@ -300,8 +287,8 @@ def test_weights_that_microbatches_have_in_common() -> None:
     for each in (plain, model):
         for block in each.blocks:  # type: ignore[union-attr]
             parametrizations.weight_norm(block)
-    assert_steps(plain, model)
-    assert_steps(plain, model, loss_of=cached)
+    assert_steps(plain, model, rows, loss_of=loss_of)
+    assert_steps(plain, model, rows, loss_of=cached)
 
 
 def assert_same_calls(plain: nn.Module, model: nn.Module, called: list[Any]) -> int:
@@ -342,7 +329,7 @@ def test_the_report_follows_what_forwards_do() -> None:
     plain, model = pair(lambda net, x: own[0](net, x))
     for forward, why in ((through, "Linear"), (views, WHOLE), (through, "Linear")):
         own[0] = forward
-        assert_steps(plain, model)
+        assert_steps(plain, model, rows, loss_of=loss_of)
         assert {row.why for row in model.deferral_report() if row.parameter.startswith("blocks")} == {why}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,18 +12,13 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
 from tests.engine.models import piped
-from tests.helpers.twin import assert_same, assert_same_tensors
+from tests.helpers.modules import linears, module_of
+from tests.helpers.twin import assert_same
 
 
-class Three(nn.Module):
+def three(forward: Callable[..., Any]) -> Any:
     """Three layers, one a stage; what happens between them is a test's own."""
-
-    def __init__(self, own: Callable[..., Any] | None = None) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.own = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), own
-
-    def forward(self, x: Tensor) -> Any:
-        return self.own(self, x)  # type: ignore[misc]
+    return module_of(forward, **linears("a", "b", "c"))
 
 
 def skip(net: Any, x: Tensor) -> dict[str, Tensor]:
@@ -85,58 +79,11 @@ def made(net: nn.Module, **options: Any) -> SplitPipe:
     return SplitPipe(net, cuts=["b", "c"], devices=["cpu"] * 3, chunks=2, **options)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("net", "error", "says"), [
-    (skip, RuntimeError, "in an attribute of a module|that the pipeline doesn't know"),
-    (statistic, ValueError, "no dimension of the batch"),
-    (contrast, ValueError, "its second dimension is the batch too"),
-])
-def test_microbatches_that_would_mix_are_an_error_each_time(
-    net: Any, error: type[Exception], says: str, schedule: str
-) -> None:
-    model = made(Three(net), schedule=schedule)
-    for _ in range(2):
-        with pytest.raises(error, match=says):
-            model(torch.randn(8, 4))["loss"].backward()
-
-
-def test_a_mask_in_an_attribute_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="left 'mask', a tensor of 4 rows"):
-        made(Three(masked))(torch.randn(8, 4))
-
-
-@pytest.mark.parametrize(("net", "says"), [
-    (force, "runs backward between blocks"), (view, "written to in place"), (base, "written to in place"),
-])
-def test_gradients_that_stages_would_lose_are_an_error(net: Any, says: str) -> None:
-    plain, x = Three(net).double(), torch.randn(8, 4, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=says):
-        made(copy.deepcopy(plain), schedule="1f1b")(x)
-    for backward, chunks in product(("autograd", "split"), (1, 2)):
-        model = SplitPipe(
-            copy.deepcopy(plain), cuts=["b", "c"], devices=["cpu"] * 3, chunks=chunks, checkpoint="never",
-            backward=backward,
-        )
-        for _ in range(3):
-            for each in (model, plain):
-                each.zero_grad()
-                each(x)["loss"].backward()
-            if net is not force or chunks == 1:  # It sums over rows.
-                assert_same_tensors(model, plain)
-
-
 def sparse(net: Any, x: Tensor) -> dict[str, Tensor]:
     """Makes a hidden state sparse, and uses it a stage on."""
     h = net.a(x).to_sparse()
     y = net.c(net.b(x)) + h.to_dense()
     return {"loss": y.square().mean(), "y": y}
-
-
-def test_a_sparse_value_with_a_graph_does_not_cross_by_a_schedule() -> None:
-    x = torch.randn(8, 4)
-    made(Three(sparse))(x)["loss"].backward()
-    with pytest.raises(RuntimeError, match="with a schedule, expected dense tensors"):
-        made(Three(sparse), schedule="1f1b")(x)
 
 
 @pytest.mark.parametrize(("module", "words"), [
@@ -168,7 +115,7 @@ def hooked(net: Any, x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_questions_and_hooks_are_about_what_a_value_has_become(schedule: str) -> None:
-    plain, x = Three(hooked).double(), torch.randn(8, 4, dtype=torch.float64)
+    plain, x = three(hooked).double(), torch.randn(8, 4, dtype=torch.float64)
     model = made(copy.deepcopy(plain), schedule=schedule)
     plain(x)["loss"].backward()
     model(x)["loss"].backward()
@@ -176,35 +123,28 @@ def test_questions_and_hooks_are_about_what_a_value_has_become(schedule: str) ->
         torch.testing.assert_close(other.grad, one.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-class Two(Three):
+def two(net: Any, x: Tensor, use_cache: bool = False, **more: Any) -> Tensor:
     """One layer is named as a cut and never called; takes any keyword, and a cache by its place."""
-
-    def forward(self, x: Tensor, use_cache: bool = False, **more: Any) -> Tensor:
-        y: Tensor = self.c(self.a(x)) * (2 if use_cache else 1) * more.get("target", 1)
-        return y
+    y: Tensor = net.c(net.a(x)) * (2 if use_cache else 1) * more.get("target", 1)
+    return y
 
 
 def test_a_cut_that_is_never_called_is_warned_of() -> None:
-    plain, x = Two(), torch.randn(8, 4)
+    plain, x = three(two), torch.randn(8, 4)
     model = made(copy.deepcopy(plain))
     with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, but not called"):
         found = model(x, True, target=3)
     torch.testing.assert_close(found, plain(x, True, target=3))
 
 
-class Recurrent(nn.Module):
+def recurrent_net(keep: Any) -> Any:
     """Keeps something of [layers, rows, width] in an attribute, as a recurrent state is."""
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y, state = self.rnn(x, self.state if keep == "state" else None)
+        self.state = tuple(s.detach() for s in state) if keep == "state" else keep(x.detach())
+        return self.head(y)  # type: ignore[no-any-return]
 
-    def __init__(self, keep: Any) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(4, 4, 2, batch_first=True), nn.Linear(4, 4)
-        self.keep = keep
-        self.state: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, state = self.rnn(x, self.state if self.keep == "state" else None)
-        self.state = tuple(s.detach() for s in state) if self.keep == "state" else self.keep(x.detach())
-        return self.head(y)
+    return module_of(forward, rnn=nn.LSTM(4, 4, 2, batch_first=True), head=nn.Linear(4, 4), state=None)
 
 
 @pytest.mark.parametrize("rows", [6, 8, 3])
@@ -214,7 +154,7 @@ class Recurrent(nn.Module):
 ])
 def test_a_state_of_a_microbatchs_rows_is_warned_of(keep: Any, schedule: str, rows: int) -> None:
     options = {} if schedule == "gpipe" else {"loss_fn": nn.MSELoss()}
-    model = piped(Recurrent(keep), ["head"], schedule=schedule, **options)
+    model = piped(recurrent_net(keep), ["head"], schedule=schedule, **options)
     x = torch.randn(rows, 5, 4)
     with pytest.warns(UserWarning, match="the forward left 'state.*as a microbatch has, in an attribute"):
         try:
@@ -227,7 +167,7 @@ def test_a_state_of_a_microbatchs_rows_is_warned_of(keep: Any, schedule: str, ro
     lambda x: torch.zeros(5, 2, 4), lambda x: torch.zeros(2, 3), lambda x: torch.arange(x.shape[1]).view(1, -1, 1),
 ])
 def test_a_table_of_that_size_by_chance_is_not(keep: Any) -> None:
-    piped(Recurrent(keep), ["head"])(torch.randn(6, 2, 4))
+    piped(recurrent_net(keep), ["head"])(torch.randn(6, 2, 4))
 
 
 def conditioned(net: Any, x: Tensor) -> Tensor:
@@ -266,21 +206,34 @@ def doubled(net: Any, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("net", "says"), [
-    (conditioned, "left 'condition', a tensor with a graph"),
-    (recurrent, "left 'states', 'states, number 1', a tensor with a graph"),
-    (recorded, "left 'state, number 1', a tensor with a graph"),
-    (doubled, "another tensor replaces the parameter 'b.weight'"),
-])
-def test_state_shared_between_two_stages_is_an_error(net: Any, says: str, schedule: str) -> None:
-    plain = Three(net)
-    model = made(plain, schedule=schedule, loss_fn=nn.MSELoss()) if schedule != "gpipe" else made(plain)
-    weights = {name: x.clone() for name, x in plain.state_dict().items()}
+#: What no schedule can run, and what only those that go backward themselves can't.
+NEVER: list[tuple[Any, type[Exception], str]] = [
+    (skip, RuntimeError, "in an attribute of a module|that the pipeline doesn't know"),
+    (statistic, ValueError, "no dimension of the batch"),
+    (contrast, ValueError, "its second dimension is the batch too"),
+    (conditioned, RuntimeError, "left 'condition', a tensor with a graph"),
+    (recurrent, RuntimeError, "left 'states', 'states, number 1', a tensor with a graph"),
+    (recorded, RuntimeError, "left 'state, number 1', a tensor with a graph"),
+    (doubled, RuntimeError, "another tensor replaces the parameter 'b.weight'"),
+]
+BACKWARD: list[tuple[Any, type[Exception], str]] = [
+    (force, RuntimeError, "runs backward between blocks"), (view, RuntimeError, "written to in place"),
+    (base, RuntimeError, "written to in place"), (sparse, RuntimeError, "with a schedule, expected dense tensors"),
+]
+
+
+@pytest.mark.parametrize(("net", "error", "says", "schedule"), [
+    *[(*row, schedule) for row in NEVER for schedule in ("gpipe", "1f1b")], *[(*row, "1f1b") for row in BACKWARD]])
+def test_what_stages_would_mix_or_lose_is_an_error_each_time(
+    net: Any, error: type[Exception], says: str, schedule: str
+) -> None:
+    plain, own_loss = three(net), net not in (conditioned, recurrent, recorded, doubled)
+    more: dict[str, Any] = {} if own_loss or schedule == "gpipe" else {"loss_fn": nn.MSELoss()}
+    model, state = made(plain, schedule=schedule, **more), copy.deepcopy(plain.state_dict())
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=says):
-            model(torch.randn(8, 4), **({} if schedule == "gpipe" else {"target": torch.randn(8, 4)}))
-    assert_same(dict(plain.state_dict()), weights, "state")
+        with pytest.raises(error, match=says):
+            model(torch.randn(8, 4), **({"target": torch.randn(8, 4)} if more else {}))["loss"].backward()
+    assert_same(dict(plain.state_dict()), dict(state), "state")
 
 
 def lengths(net: Any, x: Tensor) -> Tensor:
@@ -304,12 +257,13 @@ def evaluated(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("net", "says"), [
+    (masked, "left 'mask', a tensor of 4 rows"),
     (lengths, r"sets 'lengths' to \[0, 1, 2, 3\] in one microbatch and to \[3, 2, 1, 0\] in the next"),
     (frozen, "changes 'b.bias.requires_grad', 'b.weight.requires_grad', and takes that back after a later stage"),
     (evaluated, "changes 'b.training', and takes that back after a later stage has started"),
 ])
 def test_attributes_set_for_one_microbatch_are_warned_of(net: Any, says: str) -> None:
-    model, x = made(Three(net)), torch.cat([torch.eye(4), torch.eye(4).flip(0)])
+    model, x = made(three(net)), torch.cat([torch.eye(4), torch.eye(4).flip(0)])
     with pytest.warns(UserWarning, match=says):
         model(x)
 
@@ -322,4 +276,4 @@ def counted(net: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("error")
 def test_attributes_that_are_equal_or_counters_are_not_warned_of() -> None:
-    made(Three(counted))(torch.randn(8, 4))
+    made(three(counted))(torch.randn(8, 4))

@@ -167,18 +167,6 @@ def test_the_report_names_parameters_as_the_module_does(schedule: str) -> None:
     assert {(row.deferred, row.why) for row in rows.values()} == {(schedule != "1f1b", why)}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_deferred_batch_norm_keeps_the_statistics_of_the_batch(schedule: str) -> None:
-    plain = Stack(block=lambda: nn.BatchNorm1d(4))
-    model, given = piped(plain, CUTS, schedule=schedule, deferred_batch_norm=True), batch()
-    for _ in range(2):
-        model(**given)["loss"].backward()
-    x = plain.first(given["x"])
-    expected = 0.19 * x.mean(0)  # A momentum of 0.1, twice.
-    torch.testing.assert_close(model.layers[0].running_mean, expected)
-    assert model.layers[0].num_batches_tracked == 2
-
-
 def test_replacing_the_pipelines_forward_warns_once() -> None:
     module, given = Stack(), batch()
     expected = module(**given)["y"]

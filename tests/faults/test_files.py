@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from tests.helpers import scheduled
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 BATCH = torch.linspace(-1, 1, 21).reshape(7, 3)
@@ -34,9 +35,7 @@ def piped(module: nn.Sequential, **options: Any) -> SplitPipe:
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    if isinstance(model, SplitPipe) and model._loss_fn is not None:
-        return model(BATCH, target=BATCH)  # type: ignore[no-any-return]
-    return F.mse_loss(model(BATCH), BATCH)
+    return scheduled.loss_of(model, BATCH, BATCH, F.mse_loss)
 
 
 def trained(model: nn.Module, steps: int = 2) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from splitpipe import SplitPipe
 from splitpipe.core.worker import WorkerDiedError
 from splitpipe.engine.forward import MicrobatchForward
 from tests.helpers.deferring import Call
+from tests.helpers.scheduled import loss_of
 from tests.helpers.twin import assert_same_tensors, stages
 
 #: With cuts the module's own code runs, each microbatch in a thread of its own.
@@ -34,18 +35,18 @@ def piped(
     options: dict[str, Any] = {} if name is None else {"schedule": name, "loss_fn": F.mse_loss}
     wrapped, where = stages(copy.deepcopy(module), [1, 1, 1, 2] if name == "zb-v" else [2, 3], by)
     model = SplitPipe(wrapped, devices=["cpu"] * 2, chunks=3, checkpoint="never", **where, **options)
-    step(model, name)
+    step(model)
     return module, model
 
 
-def step(model: nn.Module, name: str | None) -> None:
+def step(model: nn.Module) -> None:
     model.zero_grad()
-    (F.mse_loss(model(X), Y) if name is None else model(X, target=Y)).backward()
+    loss_of(model, X, Y, F.mse_loss).backward()
 
 
-def assert_right(plain: nn.Sequential, model: SplitPipe, name: str | None) -> None:
-    step(plain, None)
-    step(model, name)
+def assert_right(plain: nn.Sequential, model: SplitPipe) -> None:
+    step(plain)
+    step(model)
     assert_same_tensors(model, plain)
 
 
@@ -95,13 +96,13 @@ def test_an_interrupt_waits_for_running_ops_and_a_second_one_does_not(
     model.zero_grad()
     doing.append(interrupts)
     with pytest.raises(KeyboardInterrupt) as info:
-        step(model, name)
+        step(model)
     assert ended.is_set() is not twice
     go.set()
     assert ended.wait(60) and all(parameter.grad is None for parameter in model.parameters())
     # The second is an error of its own, raised while the first one is handled.
     assert twice or name is None or re.search(r"while the workers did .*\dF\d", "\n".join(info.value.__notes__))
-    assert_right(plain, model, name)
+    assert_right(plain, model)
 
 
 @WAYS
@@ -116,9 +117,9 @@ def test_a_dead_worker_fails_the_call_and_is_replaced_in_the_next(
     ident = ctypes.c_ulong(threads[f"splitpipe worker {worker}"].ident or 0)
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
     with pytest.raises(WorkerDiedError):
-        step(model, name)
+        step(model)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert_right(plain, model, name)
+    assert_right(plain, model)
     for thread in threads.values():
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads.values()), "what is left of the old ones ends with them"
@@ -140,8 +141,8 @@ def test_a_thread_that_cannot_start_is_an_error_and_the_next_call_is_right(
 
     monkeypatch.setattr(threading.Thread, "start", started_so_far)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        step(model, name)
-    assert_right(plain, model, name)
+        step(model)
+    assert_right(plain, model)
 
 
 def test_the_traceback_of_an_interrupt_keeps_no_microbatches(interrupt: Callable[[], None]) -> None:

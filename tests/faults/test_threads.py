@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from tests.helpers import scheduled
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 KINDS = pytest.mark.parametrize("kind", [None, "zb-v"])
@@ -32,9 +33,7 @@ def piped(module: nn.Sequential, kind: str | None, **options: Any) -> SplitPipe:
 
 
 def loss_of(model: nn.Module, x: Tensor = BATCH) -> Tensor:
-    if isinstance(model, SplitPipe) and model._loss_fn is not None:
-        return model(x, target=x)  # type: ignore[no-any-return]
-    return F.mse_loss(model(x), x)
+    return scheduled.loss_of(model, x, x, F.mse_loss)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

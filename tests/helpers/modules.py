@@ -1,10 +1,24 @@
 """Modules with a forward of their own, to be cut by names."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def module_of(forward: Callable[..., Any], **parts: Any) -> Any:
+    """A module that has these parts, and this function as its forward."""
+    made = type(forward.__name__, (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
+def linears(*names: str) -> dict[str, nn.Module]:
+    """Small linear layers, to be parts of a module."""
+    return {name: nn.Linear(4, 4) for name in names}
 
 
 class Block(nn.Module):

@@ -32,16 +32,6 @@ class Result:
     numbers: Tensor
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """The same, that nobody may change."""
-
-    loss: Tensor | None
-    y: Tensor
-    hidden: tuple[Tensor, ...]
-    numbers: Tensor
-
-
 @dataclass
 class Frame:
     """Where a forward stands: its value, one of those kept, which one, all of them, and what it has by name."""
@@ -70,20 +60,12 @@ class Block(nn.Module):
         return {"tuple": (y, None), "dict": {"y": y, "n": 3}, "dataclass": Hidden(y, x)}.get(style, y)
 
 
-def loss_over(kind: str, each: Tensor, y: Tensor, labels: Tensor) -> Tensor:
-    """The loss of that kind, of the rows' losses, or of the output with classes made of the labels."""
+def loss_over(kind: str, each: Tensor, labels: Tensor) -> Tensor:
+    """The loss of that kind, of the rows' losses."""
+    if kind in ("mean", "sum"):
+        return each.mean() if kind == "mean" else each.sum()
     counted = labels > 0
-    if kind.startswith("torch"):
-        classes = torch.where(counted, (labels * 2).long().clamp(max=WIDTH - 1), -100)
-        return F.cross_entropy(y.reshape(len(y), -1)[:, :WIDTH], classes, reduction="sum" if "sum" in kind else "mean")
-    if kind == "mean":
-        return each.mean()
-    if kind == "sum":
-        return each.sum()
-    total = (each * counted).sum()
-    if kind == "tokens sum":
-        return total
-    tokens = total / counted.sum().clamp(min=1)
+    tokens = (each * counted).sum() / counted.sum().clamp(min=1)
     return tokens if kind == "tokens" else tokens + 0.5 * each.mean()
 
 
@@ -143,7 +125,7 @@ class Scripted(nn.Module):
         loss = None
         if labels is not None:
             each = (h - labels.reshape(-1, *[1] * (h.dim() - 1))).square().flatten(1).mean(1)
-            loss = loss_over(self.loss, each, h, labels)
+            loss = loss_over(self.loss, each, labels)
         return self._given(loss, h, kept, rows + 1, [piece * 2 for piece in pieces])
 
     def _given(
@@ -154,7 +136,7 @@ class Scripted(nn.Module):
         if self.output == "dict":
             return {"loss": loss, "y": h, "hidden": tuple(kept), "numbers": numbers, "text": "same",
                     "pieces": pieces}
-        return {"dataclass": Result, "frozen": Frozen}[self.output](loss, h, tuple(kept), numbers)
+        return Result(loss, h, tuple(kept), numbers)
 
     def _act(self, act: Any, h: Tensor, kept: list[Tensor], names: dict[str, Any]) -> Tensor:
         block = self.blocks[act.which % len(self.blocks)]
@@ -166,10 +148,6 @@ class Scripted(nn.Module):
             with torch.no_grad():
                 extra = block(h * 1)
             return h + extra
-        if kind == "autocast":
-            with torch.autocast("cpu", torch.bfloat16):
-                extra = block(h * 1)
-            return h + extra.to(h.dtype)
         if kind == "checkpoint":
             return checkpoint(block, h * 1, use_reentrant=False)
         if kind == "in training":

@@ -123,6 +123,18 @@ class Checkpointed(nn.Module):
         return x + self.layer(x)
 
 
+class Closing(nn.Module):
+    """Multiplies by a leaf that a closure holds; ``held`` is for those who look at its gradient."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        super().__init__()
+        self.held = [leaf]
+        self.function = lambda x: x * leaf
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 class Embed(nn.Embedding):
     """Looks up a row's numbers; of one number a row if the rows have a single dimension."""
 
@@ -152,9 +164,9 @@ def merged(value: Any) -> Tensor:
                       if isinstance(x, (Tensor, Weight)))
     for other in others:
         if isinstance(other, Weight):
-            first = first + 0.5 * F.linear(first, other.of.to(first.dtype))
+            first = first + 0.5 * F.linear(first, other.of)
         elif other.is_floating_point():
-            first = first + 0.5 * other.to(first.dtype).mean(-1, keepdim=True)
+            first = first + 0.5 * other.mean(-1, keepdim=True)
         else:
             first = first * (1 + other.to(first.dtype).reshape(-1, *[1] * (first.dim() - 1)))
     return first
@@ -201,9 +213,9 @@ class Skipping(nn.Module):
         for name in self.popped:
             skip = yield pop(name)
             if skip["x"].is_floating_point() and x.is_floating_point():
-                x = x + skip["scale"] * skip["x"].to(x.dtype)
+                x = x + skip["scale"] * skip["x"]
             for weight in skip["weights"]:
-                x = x + F.linear(x, weight.of.to(x.dtype)) if x.is_floating_point() else x
+                x = x + F.linear(x, weight.of) if x.is_floating_point() else x
         value = self.layer(put(x))
         for number, name in enumerate(self.stashed):
             kept, _ = main(value)
@@ -212,18 +224,13 @@ class Skipping(nn.Module):
         return value
 
 
-def _numbers(x: Tensor, sure: bool) -> Tensor:
-    rows = x.detach().reshape(len(x), -1)
-    return rows[:, 0].gt(0).long() if sure else torch.ones(len(x), dtype=torch.long)
-
-
-#: What gives a nesting, of any value; and whether its signs are sure, or may differ by rounding.
-PACKS: dict[str, Callable[[Tensor, bool], Any]] = {
-    "tuple": lambda x, _: (x.tanh(), x * 2),
-    "dict": lambda x, _: {"a": x * 1.5, "b": [x.sin(), None], "c": 3},
-    "namedtuple": lambda x, _: Pair(x * 1, ("text", x.cos(), ())),
-    "integers": lambda x, sure: {"x": x * 1, "numbers": _numbers(x, sure)},
-    "detached": lambda x, _: [x.detach() * 2, x * 1],
-    "twice": lambda x, _: (x, x),
-    "views": lambda x, _: (x, x[..., :2]),
+#: What gives a nesting, of any value.
+PACKS: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda x: (x.tanh(), x * 2),
+    "dict": lambda x: {"a": x * 1.5, "b": [x.sin(), None], "c": 3},
+    "namedtuple": lambda x: Pair(x * 1, ("text", x.cos(), ())),
+    "integers": lambda x: {"x": x * 1, "numbers": x.detach().reshape(len(x), -1)[:, 0].gt(0).long()},
+    "detached": lambda x: [x.detach() * 2, x * 1],
+    "twice": lambda x: (x, x),
+    "views": lambda x: (x, x[..., :2]),
 }

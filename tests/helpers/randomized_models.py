@@ -14,6 +14,7 @@ from tests.helpers.randomized_layers import (
     PACKS,
     WIDTH,
     Checkpointed,
+    Closing,
     Embed,
     Handing,
     Inside,
@@ -26,13 +27,11 @@ from tests.helpers.randomized_layers import (
     Weight,
     merged,
 )
-from tests.helpers.randomized_state import Closing, Making, Touching, numbers
 from tests.promise.layers import Apply, Cube, First
 
-CASTS = {"to float64": torch.float64, "to float32": torch.float32, "to bfloat16": torch.bfloat16}
 IN_PLACE = ("relu_", "mul_")
 #: Not for torch.utils.checkpoint: what counts would count twice, and what unpacks twice is an error there.
-NOT_TWICE = ("batchnorm", "total", "spectral norm", "cube", "make block")
+NOT_TWICE = ("batchnorm", "total", "spectral norm", "cube")
 #: These hand a tensor on that is no part of the batch, which no output of a model may be.
 HANDING = ("hand weight", "hand tied", "hand buffer")
 #: Inputs of which a part goes whole.
@@ -48,29 +47,24 @@ class Builder:
 
     Args:
         flat: rows are vectors, else sequences of them.
-        dtype: of the first layers.
         norm: makes a BatchNorm layer of so many features.
         one: whether no batch gives more than one microbatch.
-        exact: computes in float64, whatever the dtypes.
         plain: without torch.utils.checkpoint.
     """
 
     def __init__(
-        self, flat: bool, dtype: torch.dtype, norm: Callable[[int], nn.Module], one: bool, exact: bool = False,
-        plain: bool = False,
+        self, flat: bool, norm: Callable[[int], nn.Module], one: bool, plain: bool = False
     ) -> None:
         self.flat = flat
-        self.exact = exact
         self.plain = plain
         self.copied = False
-        self.dtype = dtype
         self.norm = norm
         self.one = one
         self._shared: dict[Any, Any] = {}
 
     def shared(self, kind: str, make: Callable[[], Any]) -> Any:
-        """The same module or parameter for all that ask for it in one dtype."""
-        return self._shared.setdefault((kind, self.dtype), make())
+        """The same module or parameter for all that ask for it."""
+        return self._shared.setdefault(kind, make())
 
     def lifted(self, layer: nn.Module, *shape: int) -> nn.Module:
         return Lifted(layer, shape) if self.flat else layer
@@ -88,13 +82,8 @@ class Builder:
         return (containers.get(kind) or LEAVES[kind])(*() if kind in containers else (self,))
 
     def made(self, part: Any) -> nn.Module:
-        """The module of a description, in the dtype of this place, frozen as it says."""
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            layer = self.layer(part.kind, part.inside)
-        finally:
-            torch.set_default_dtype(before)
+        """The module of a description, frozen as it says."""
+        layer = self.layer(part.kind, part.inside)
         parameters = list(layer.parameters())
         for parameter in {"all": parameters, "first": parameters[:1], "rest": parameters[1:], "": []}[part.frozen]:
             parameter.requires_grad_(False)
@@ -106,13 +95,9 @@ class Builder:
         merge = merge or bool(kinds(parts) & {*HANDING, *WHOLE})
         layers = []
         for number, part in enumerate(parts):
-            if part.kind in CASTS:
-                self.dtype = CASTS[part.kind]
-                dtype = torch.float64 if self.exact else self.dtype
-                made: nn.Module = Inside(Apply(lambda x, dtype=dtype: x.to(dtype)))
-            elif part.kind in PACKS:
+            if part.kind in PACKS:
                 pack = PACKS["tuple" if copied and part.kind in ("twice", "views") else part.kind]
-                made = Apply(lambda value, pack=pack, sure=self.dtype == torch.float64: pack(merged(value), sure))
+                made: nn.Module = Apply(lambda value, pack=pack: pack(merged(value)))
             elif part.kind == "merge":
                 made = Apply(merged)
             elif number == 0 and part.kind in FRONT or part.kind in HANDING:
@@ -130,7 +115,7 @@ class Builder:
                 for name, k in (*stashed.items(), *popped.items()):
                     if k:  # The first one is in none.
                         made.isolate(self._shared.setdefault(k, Namespace()), only=[name])
-        return nn.Sequential(*layers).double() if self.exact else nn.Sequential(*layers)
+        return nn.Sequential(*layers)
 
 
 def _names(skips: Sequence[Any]) -> list[str]:
@@ -153,26 +138,11 @@ def _spectral(b: Builder) -> nn.Module:
     return layer if b.one else layer.eval()
 
 
-def _relu(b: Builder) -> nn.Module:
-    # Signs of what is not exact may differ by rounding.
-    return nn.ReLU(inplace=True) if b.dtype == torch.float64 else nn.ELU(inplace=True)
-
-
 def _queries(b: Builder) -> nn.Module:
     # A view of a parameter that requires grad may not be written to.
     if b.copied:
         return Own(lambda x, w: w.expand_as(x).clone(), _parameter(WIDTH))
     return Own(lambda x, w: w.expand_as(x), _parameter(WIDTH))
-
-
-def _touching(b: Builder, kind: str) -> nn.Module:
-    # With more than one microbatch, a layer's forward runs more often than that of the unwrapped module.
-    return Touching(_parameter(WIDTH), kind if b.one else "mark")
-
-
-def _closing(b: Builder) -> nn.Module:
-    leaf = numbers(WIDTH, like=torch.empty(0, dtype=torch.float64 if b.exact else b.dtype)) + 1
-    return Closing(leaf.requires_grad_())
 
 
 def _whole(x: Tensor, mask: Tensor) -> Tensor:
@@ -200,7 +170,7 @@ LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "gru": lambda b: b.lifted(First(nn.GRU(WIDTH, 2, 2, batch_first=True, bidirectional=True)), 1, WIDTH),
     "attention": lambda b: b.lifted(First(nn.MultiheadAttention(WIDTH, 2, batch_first=True), 3), 1, WIDTH),
     "transformer": lambda b: b.lifted(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True), 1, WIDTH),
-    "relu_": _relu,
+    "relu_": lambda b: nn.ReLU(inplace=True),
     "mul_": lambda b: Apply(lambda x: x.mul_(1.5)),
     "flatten": lambda b: nn.Sequential(nn.Flatten(), nn.Unflatten(1, (WIDTH,) if b.flat else (WIDTH, WIDTH))),
     "own": lambda b: Own(F.linear, _parameter(WIDTH, WIDTH), _parameter(WIDTH)),
@@ -221,9 +191,7 @@ LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "queries": _queries,
     "queries own": lambda b: Own(lambda x, w, v: F.linear(v.expand_as(x), w) + v, _parameter(WIDTH, WIDTH),
                                  _parameter(WIDTH)),
-    **{f"make {way}": lambda b, way=way: Making(way) for way in Making.WAYS},
-    **{f"touch {kind}": lambda b, kind=kind: _touching(b, kind) for kind in Touching.TOUCHES},
-    "closure": _closing,
+    "closure": lambda b: Closing(torch.rand(WIDTH, requires_grad=True)),
     "dropout": lambda b: nn.Dropout(0.3),
     "embedding": lambda b: Embed(b.flat),
     "open": lambda b: Apply(lambda d: d["x"] * d["factor"] + d["rest"][0].sin() * d["zero"]),

@@ -9,32 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe
-from tests.helpers.randomized import CALLS, SOMETIMES, Case, Step, planned, stages_a_device
+from tests.helpers.randomized import CALLS, LOSSES, SOMETIMES, Case, Step, planned, stages_a_device
 from tests.helpers.randomized_forwards import Scripted, loss_over
 from tests.helpers.randomized_layers import WIDTH, ByMicrobatch
-from tests.helpers.randomized_models import CASTS, IN_PLACE, NOT_TWICE, WHOLE, Builder, kinds
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-#: Of what a value may be off, as a part of the largest one that it is compared among.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.03}
+from tests.helpers.randomized_models import IN_PLACE, NOT_TWICE, WHOLE, Builder, kinds
 
 
-def rough(case: Case) -> bool:
-    """Whether a statement of the forward rounds as bfloat16 does."""
-    return any(act.kind == "autocast" for act in case.acts)
-
-
-def module_of(case: Case, reference: bool = False, exact: bool = False, plain: bool = False) -> nn.Module:
+def module_of(case: Case, reference: bool = False, plain: bool = False) -> nn.Module:
     """The module of a case.
 
     Args:
         case: that it is of.
         reference: knowing of microbatches, as its pipeline does.
-        exact: in float64.
         plain: without torch.utils.checkpoint.
     """
     torch.manual_seed(case.seed)
@@ -43,17 +32,13 @@ def module_of(case: Case, reference: bool = False, exact: bool = False, plain: b
     def norm(features: int) -> nn.Module:
         return ByMicrobatch(features, case.chunks, case.deferred) if reference else nn.BatchNorm1d(features)
 
-    dtype = torch.float32 if rough(case) else DTYPES[case.dtype]
-    builder = Builder(case.flat, dtype, norm, one, exact, plain)
-    if not case.acts:
-        model = builder.model(case.layers, case.skips, bool(case.loss))
-        if exact:  # The same numbers, rounded.
-            model.load_state_dict(module_of(case, reference).state_dict())
-        return model
-    builder.copied = bool(kinds(case.layers) & {*IN_PLACE})
+    builder = Builder(case.flat, norm, one, plain)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.float64)
     try:
+        if not case.acts:
+            return builder.model(case.layers, case.skips, bool(case.loss))
+        builder.copied = bool(kinds(case.layers) & {*IN_PLACE})
         blocks = [builder.made(block) for block in case.layers]
         return Scripted(blocks, case.acts, case.output, case.loss or "mean", case.chunks if reference else 1)
     finally:
@@ -91,11 +76,6 @@ def inside(case: Case) -> bool:
     return not case.acts or case.function or case.output == "tuple"
 
 
-def dtype_of(case: Case) -> torch.dtype:
-    """What the output has."""
-    return [DTYPES[case.dtype], *(CASTS[layer.kind] for layer in case.layers if layer.kind in CASTS)][-1]
-
-
 def field(output: Any, name: str) -> Any:
     """A field of an output of any kind."""
     if isinstance(output, tuple):
@@ -109,32 +89,15 @@ def loss_of(kind: str, output: Any, target: Tensor) -> Tensor:
     found = (y.flatten(1).mean(1) - target).square()
     for x in field(output, "hidden"):
         found = found + x.to(y.device, y.dtype).flatten(1).square().mean(1)
-    return loss_over(kind, found, y, target)
+    return loss_over(kind, found, target)
 
 
-def objective(case: Case, exact: bool = False) -> Any:
+def objective(case: Case) -> Any:
     """The loss function: torch's own, a mean, or a total and a count of the rows whose target is positive."""
     if case.acts:
         return partial(loss_of, case.loss or "mean")
     if case.loss:
-        name, *words = case.loss.split()
-        options: dict[str, Any] = {"reduction": "sum" if "sum" in words else "mean"}
-        if "ignoring" in words:
-            options["ignore_index"] = 1
-        if "weighted" in words:
-            dtype = torch.float64 if exact else dtype_of(case)
-            options["weight"] = torch.tensor([0.5, 2.0, 0.25, 1.0], dtype=dtype)
-        if "smooth" in words:
-            options["label_smoothing"] = 0.125
-        kind = {"mse": "MSELoss", "smooth_l1": "SmoothL1Loss", "nll": "NLLLoss", "cross_entropy": "CrossEntropyLoss"}
-        functions = {"smooth_l1": F.smooth_l1_loss, "nll": F.nll_loss, "cross_entropy": F.cross_entropy}
-        found = partial(functions[name], **options) if "partial" in words else getattr(nn, kind[name])(**options)
-        if "two" in words:
-            return lambda output, target: found(output, target) + 0.5 * F.l1_loss(output, target)
-        if "hand" in words:
-            return lambda output, target: (F.cross_entropy(output, target, reduction="none") * (target != 1)).sum() / (
-                target != 1).sum().clamp(min=1)
-        return (lambda output, target: found(output, target)) if "lambda" in words else found
+        return LOSSES[case.loss]
 
     def loss_fn(output: Any, target: Tensor) -> Any:
         losses = torch.zeros_like(target)
@@ -152,7 +115,7 @@ def objective(case: Case, exact: bool = False) -> Any:
 
 
 def batch_of(
-    case: Case, step: Step, number: int, exact: bool = False, device: Any = None
+    case: Case, step: Step, number: int, device: Any = None
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor], Tensor]:
     """Arguments by place and by name, those of them that require grad if anything does, and a target."""
     generator = torch.Generator().manual_seed(100 * case.seed + number)
@@ -163,14 +126,13 @@ def batch_of(
     if case.layers[0].kind == "embedding":
         value = torch.randint(0, 7, shape[:2], generator=generator)
     else:
-        value = torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[case.dtype])
-        value = value.double() if exact else value
+        value = torch.randn(shape, generator=generator, dtype=torch.float64)
         if case.layers[0].kind == "open":
             zero = torch.tensor(0.75, dtype=value.dtype)
             value = {"x": value, "factor": 2, "rest": {0: value.flip(0), 1: None}, "zero": zero}
         if case.layers[0].kind in WHOLE:
-            mask = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(DTYPES[case.dtype])
-            mask, flags = mask.to(value.dtype), torch.ones(WIDTH, WIDTH).triu(2).bool()
+            mask = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+            flags = torch.ones(WIDTH, WIDTH).triu(2).bool()
             named = {"x": value, "mask": mask, "flags": flags, "factor": 2}
             value = named if case.layers[0].kind == "whole dict" else (value, mask)
     leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
@@ -178,9 +140,8 @@ def batch_of(
         x.requires_grad_(case.input_grad and x.is_floating_point())
     target = torch.randn(step.rows, generator=generator, dtype=torch.float64)
     target[0] = 0.5
-    if case.loss.startswith(("mse", "smooth_l1")):
-        target = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype_of(case))
-        target = target.double() if exact else target
+    if case.loss.startswith("values"):
+        target = torch.randn(shape, generator=generator, dtype=torch.float64)
     elif case.loss:  # Of classes; one of them may be ignored, in the first rows more often.
         target = torch.randint(0, WIDTH, shape[: len(shape) - 1], generator=generator)
         target[: step.rows // 2] = 1
@@ -194,8 +155,7 @@ def _named(
     case: Case, step: Step, number: int, generator: torch.Generator, device: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor], Tensor]:
     def numbers(*shape: int) -> Tensor:
-        made = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return (made.float() if rough(case) else made).to(device)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
     found: dict[str, Any] = {
         "x": numbers(step.rows, WIDTH) if case.flat else numbers(step.rows, WIDTH, WIDTH), "mask": numbers(WIDTH),
@@ -226,8 +186,8 @@ def mode(module: nn.Module, kind: str) -> Iterator[None]:
 class Side:
     """One of the two that are compared: the module, or its pipeline."""
 
-    def __init__(self, case: Case, module: nn.Module, exact: bool = False) -> None:
-        self.case, self.module, self.exact = case, module, exact
+    def __init__(self, case: Case, module: nn.Module) -> None:
+        self.case, self.module = case, module
         self.piped = isinstance(module, SplitPipe)
         self.log: dict[str, list[Tensor | None]] = {}
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -250,7 +210,7 @@ class Side:
         """Takes a step, and gives what there is to compare after it."""
         case, module = self.case, self.module
         ends = module.devices if isinstance(module, SplitPipe) else [torch.device("cpu")]
-        args, named, leaves, target = batch_of(case, step, number, self.exact, ends[0])
+        args, named, leaves, target = batch_of(case, step, number, ends[0])
         found: dict[str, Any] = {}
         self.log.clear()
         if step.kind == "train":
@@ -265,7 +225,7 @@ class Side:
                 loss = module(*args, **named, target=target.to(ends[-1]))
             else:
                 output = module(*args, **named)
-                pair = objective(case, self.exact)(output, target) if inside(case) else field(output, "loss")
+                pair = objective(case)(output, target) if inside(case) else field(output, "loss")
                 loss = pair[0] / pair[1] if isinstance(pair, tuple) else pair
                 if not by_schedule:
                     if not case.acts:
@@ -303,7 +263,7 @@ def _seen(output: Any) -> Any:
 
 
 class Reference:
-    """The module itself, and how exact it is: where numbers are rounded, some models make much of it.
+    """The module itself.
 
     Args:
         case: what it goes through.
@@ -313,19 +273,14 @@ class Reference:
     def __init__(self, case: Case, module: nn.Module | None = None) -> None:
         self.case = case
         self.side = Side(case, module_of(case, reference=True) if module is None else module)
-        names = {case.dtype} | {kind.removeprefix("to ") for kind in kinds(case.layers) if kind in CASTS}
-        self.tolerance = 0.05 if rough(case) else max(TOLERANCE[DTYPES[name]] for name in names)
-        rounded = module is None and names != {"float64"}
-        self.exact = Side(case, module_of(case, True, True), True) if rounded else None
 
     def check(self, other: Side) -> None:
         """Takes all steps on both, and compares after each: nestings, what is no tensor, and tensors up to rounding."""
         for number, step in enumerate(self.case.steps):
             wanted = self.side.run(step, number)
-            exact = wanted if self.exact is None else self.exact.run(step, number)
             found = other.run(step, number)
             for key in wanted:
-                limit = self.tolerance * max(0.1, _largest(wanted[key])) + 4 * _largest(wanted[key], exact[key])
+                limit = 1e-9 * max(0.1, _largest(wanted[key]))
                 _same(found[key], wanted[key], limit, f"step {number}, {step.kind}: {key}")
 
 
@@ -340,13 +295,10 @@ def _requires_grad(x: Any, given: Any) -> bool | None:
     return x.requires_grad and (torch.is_grad_enabled() or not handed_on)
 
 
-def _largest(value: Any, other: Any = None) -> float:
-    """The largest number of any tensor, or the largest difference."""
-    tensors = [[x.detach().double() for x in tree_leaves(one)
-                if isinstance(x, Tensor) and x.is_floating_point() and x.numel()] for one in (value, other)]
-    if other is not None:
-        tensors[0] = [x - y for x, y in zip(*tensors)]
-    return max([float(x.abs().max()) for x in tensors[0]], default=0.0)
+def _largest(value: Any) -> float:
+    """The largest number of any tensor."""
+    tensors = [x.detach() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+    return max([float(x.abs().max()) for x in tensors], default=0.0)
 
 
 def _same(found: Any, wanted: Any, limit: float, where: str) -> None:
@@ -373,13 +325,12 @@ def sound(case: Case) -> bool:
         return True
     try:
         reference = Reference(case)
-        for side in filter(None, (reference.side, reference.exact)):  # The exact one has no casts, which copy.
-            if case.acts:
-                steps = [replace(step, kind="train") if step.kind == "thrown" else step for step in case.steps]
-            else:  # Dropout stands between two layers in the one mode, and not in the other.
-                steps = [Step("train", 2), Step("eval grad", 2)]
-            for number, step in enumerate(steps):
-                side.run(step, number)
+        if case.acts:
+            steps = [replace(step, kind="train") if step.kind == "thrown" else step for step in case.steps]
+        else:  # Dropout stands between two layers in the one mode, and not in the other.
+            steps = [Step("train", 2), Step("eval grad", 2)]
+        for number, step in enumerate(steps):
+            reference.side.run(step, number)
     except RuntimeError as error:
         if not case.acts and "inplace operation" not in str(error):
             raise

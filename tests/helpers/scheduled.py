@@ -5,6 +5,7 @@ import copy
 import gc
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,6 +53,18 @@ def twins(
     return plain, SplitPipe(wrapped, devices=["cpu"] * devices, schedule=name, loss_fn=loss_fn, **where, **options)
 
 
+def inside(options: dict[str, Any]) -> dict[str, Any]:
+    """Options, with that loss function if there is a schedule."""
+    return {**options, "loss_fn": mean} if options.get("schedule", "gpipe") != "gpipe" else options
+
+
+def loss_of(module: nn.Module, x: Any, target: Any = 0.25, loss_fn: LossFn = mean) -> Tensor:
+    """The loss of a module, or of what is around it, where a pipeline with a schedule has it inside."""
+    inside = any(isinstance(part, SplitPipe) and part.schedule.name != "gpipe" for part in module.modules())
+    loss: Tensor = module(x, target=target) if inside else loss_fn(module(x), target)
+    return loss
+
+
 def step(given: Any, run: Callable[[Any], Tensor], factor: float = 1.0) -> tuple[Tensor, Any]:
     """Forward and backward: the loss and the gradients of the input."""
     value = fresh(given)
@@ -59,6 +72,34 @@ def step(given: Any, run: Callable[[Any], Tensor], factor: float = 1.0) -> tuple
     if loss.requires_grad:
         (loss * factor).backward()
     return loss.detach(), [x.grad if isinstance(x, Tensor) else None for x in tree_leaves(value)]
+
+
+def assert_steps(
+    plain: nn.Module, model: nn.Module, value: Any, steps: int = 3, loss_of: Callable[[Any, Any], Tensor] = loss_of,
+    grad: bool = True,
+) -> None:
+    """Takes steps with both, and compares the loss, the gradients of the input and all tensors after each.
+
+    Args:
+        plain: the module.
+        model: its pipeline.
+        value: the input, or what makes one for each step.
+        steps: how many.
+        loss_of: gives the loss of a module and an input.
+        grad: whether the input requires grad.
+    """
+    for _ in range(steps):
+        x, found = value() if callable(value) else value, []
+        for each in (plain, model):
+            each.zero_grad()
+            if grad:
+                found.append(step(x, partial(loss_of, each)))
+            else:
+                loss = loss_of(each, tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, x))
+                loss.backward()
+                found.append((loss.detach(), []))
+        assert_same(found[1], found[0], "loss and gradients of the input")
+        assert_same_tensors(model, plain)
 
 
 def assert_transparent(

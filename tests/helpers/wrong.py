@@ -155,18 +155,29 @@ def x() -> Tensor:
 
 # A pipeline in one process
 
+def patched() -> nn.Sequential:
+    """With a forward of its own."""
+    module = nn.Sequential(nn.Tanh())
+    module.forward = lambda input: input
+    return module
+
+
 MODULE = [
-    *each(TypeError, "expected an nn.Sequential", [*UNMODULE, *MODULES]),
-    *each(TypeError, "with a custom forward()", [type("Own", (nn.Sequential,), {"forward": lambda self, x: x})()]),
+    *each(TypeError, "expected an nn.Sequential", [None, nn.Sequential]),
+    *each(TypeError, "Write the model as nn.Sequential(layer", [*UNMODULE, *MODULES]),
+    *each(TypeError, "with a custom forward(): expected nn.Sequential's", [
+        type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(), lambda: patched()]),
+    *each(TypeError, "that overrides train: expected nn.Sequential's", [
+        type("Own", (nn.Sequential,), {"train": lambda self, mode=True: self})()]),
 ]
 SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(skippable(stash=["a"])(nn.Identity)(), *layers()[:3]),
     lambda: nn.Sequential(*layers()[:3], skippable(pop=["a"])(nn.Identity)()),
 ])
 BALANCE = [
-    *each(TypeError, "balance", ["22", 4, [2.0, 2.0], [True, 3], [numpy.True_, 3],
-                                 [torch.tensor(1.5), 2], [[2, 2]], {1: 3, 3: 1}, torch.tensor(4), Odd()]),
-    *each(ValueError, "balance", [[], [2, 1], [0, 4], [-1, 5], [1] * 5, numpy.array([2, 3])]),
+    *each(TypeError, "expected a list of ints", ["22", 4, {1: 3, 3: 1}, torch.tensor(4), Odd()]),
+    *each(TypeError, ": expected an int", [[2.0, 2.0], [True, 3], [numpy.True_, 3], [torch.tensor(1.5), 2], [[2, 2]]]),
+    *each(ValueError, "balance_by_time(", [[], [2, 1], [0, 4], [-1, 5], [1] * 5, numpy.array([2, 3])]),
 ]
 NO_NAMES = ["1F1B", "", "zb-h9", " 1f1b"]
 SCHEDULES = [
@@ -184,8 +195,10 @@ COMPILE = [
     *each(ValueError, "CUDA graphs", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}]),
 ]
 DEVICES = [
-    *each(TypeError, "devices", ["cpu", 0, torch.device("cpu"), Odd(), ["cpu", 1.0], [True, "cpu"], {1: "cpu"}]),
-    *each(ValueError, "devices", [["cpu", "gpu"], ["cpu", "cuda:99"], ["cpu", "meta"], ["cpu", -1]]),
+    *each(TypeError, ": expected a list", ["cpu", 0, torch.device("cpu"), Odd(), {1: "cpu"}]),
+    *each(TypeError, ": expected a torch.device, an index, a string", [["cpu", 1.0], [True, "cpu"]]),
+    *each(ValueError, "isn't available: expected one of cpu", [["cpu", "cuda:99"], ["cpu", "meta"]]),
+    *each(ValueError, "expected one of cpu", [["cpu", "gpu"], ["cpu", -1]]),
 ]
 #: What all who wrap a module check in one place.
 OPTIONS: Rows = {
@@ -254,7 +267,8 @@ BY_CUTS: Rows = {
     + each(ValueError, "cuts has 4 stages for", [["layers.1", "layers.2", "layers.3"]]),
     "devices": each(ValueError, "cuts has 2 stages for", [[], ["cpu"], ["cpu"] * 3]),
     "loss_fn": each(TypeError, "loss_fn", UNCALLABLE[:1]),
-    "batched": each(TypeError, "batched", [1, (True,), {1: True}, {"x": 1.0}, {"x": "row"}, Odd()]),
+    "batched": each(TypeError, "a dict by argument name, with True for what is split", ["x", 1, (True,), {1: True}])
+    + each(TypeError, "batched", [{"x": 1.0}, {"x": "row"}]),
     "sample": each(TypeError, "sample", [1, "x", [torch.ones(2, 3)]]) + each(ValueError, "sample", [{}, ()]),
 }
 ATTACH = Door(
@@ -268,7 +282,7 @@ DEVICE_MAP = Door(
 )
 CUTTING = Door(
     "SplitPipe with cuts", SplitPipe, _by_cuts,
-    {"balance": each(ValueError, "balance and cuts", [[2, 2]]), **BY_CUTS},
+    {"balance": each(ValueError, "balance and cuts are given: expected one of them", [[2, 2]]), **BY_CUTS},
 )
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from tests.helpers.modules import module_of
+
 Pair = namedtuple("Pair", ["left", "right"])
 
 
@@ -48,29 +50,17 @@ class First(nn.Module):
         return self.layer(*[x] * self.count)[0]
 
 
-class Padded(nn.Module):
+def padded(self: Any, value: tuple[Tensor, list[Tensor], list[int], list[str]]) -> Tensor:
     """Sequences of several lengths, with a number and a name for each row, and a tensor with all rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(6, 6)
-
-    def forward(self, value: tuple[Tensor, list[Tensor], list[int], list[str]]) -> Tensor:
-        x, sequences, numbers, names = value
-        found = [self.project(own).sum(0) * number * len(name) for own, number, name in
-                 zip(sequences, numbers, names, strict=True)]
-        return x + torch.stack(found)
+    x, sequences, numbers, names = value
+    found = [self.project(own).sum(0) * number * len(name) for own, number, name in
+             zip(sequences, numbers, names, strict=True)]
+    return x + torch.stack(found)
 
 
-class Spread(nn.Module):
-    """A layer that takes a tuple as its arguments."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, xs: tuple[Tensor, ...]) -> Tensor:
-        return self.layer(*xs)
+def spread(self: Any, xs: tuple[Tensor, ...]) -> Any:
+    """Takes a tuple as a layer's arguments."""
+    return self.layer(*xs)
 
 
 class Checkpointed(nn.Module):
@@ -124,17 +114,9 @@ class Codebook(nn.Module):
         return x + self.moves[near]
 
 
-class Many(nn.Module):
+def many(self: Any, x: Tensor) -> Any:
     """Parameters in a list and a dict, and one used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.several = nn.ParameterList([torch.randn(6, 6) for _ in range(2)])
-        self.named = nn.ParameterDict({"a": torch.randn(6)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x @ self.several[0] @ self.several[1] @ self.several[0] * self.named["a"]
-        return y
+    return x @ self.several[0] @ self.several[1] @ self.several[0] * self.named["a"]
 
 
 class Sum(nn.Module):
@@ -167,7 +149,8 @@ def tokens(size: int) -> Tensor:
 LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = {
     "linear": (lambda: [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)], rows(6)),
     "linear 3d": (lambda: [nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4, bias=False)], rows(3, 6)),
-    "bilinear": (lambda: [Apply(lambda x: (x, x * x)), Spread(nn.Bilinear(6, 6, 4)), nn.Linear(4, 2)], rows(6)),
+    "bilinear": (lambda: [Apply(lambda x: (x, x * x)), module_of(spread, layer=nn.Bilinear(6, 6, 4)), nn.Linear(4, 2)],
+                 rows(6)),
     "conv1d": (lambda: [nn.Conv1d(3, 4, 3, padding=1), nn.SiLU(), nn.Conv1d(4, 2, 2, stride=2)], rows(3, 8)),
     "conv2d": (lambda: [nn.Conv2d(3, 4, 3, padding="same"), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2, dilation=2)],
                rows(3, 7, 7)),
@@ -225,7 +208,7 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
                             Apply(lambda p: Pair(p.left * p.right, "text"))], rows(6)),
     "nested input": (lambda: [Apply(lambda d: (d["x"] * d["scale"], d["y"][0])), Apply(lambda p: p[0] + p[1])],
                      lambda size: {"x": torch.randn(size, 3), "y": [torch.randn(size, 3), None], "scale": 2}),
-    "one thing per row": (lambda: [Padded(), nn.Tanh(), nn.Linear(6, 2)], lambda size: (
+    "one thing per row": (lambda: [module_of(padded, project=nn.Linear(6, 6)), nn.Linear(6, 2)], lambda size: (
         torch.randn(size, 6), [torch.randn(2 + i % 3, 6) for i in range(size)], [*range(1, size + 1)],
         ["ab" * (1 + i % 2) for i in range(size)],
     )),
@@ -245,7 +228,11 @@ ON_THE_CPU: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]
     "tied": (tied, tokens),
     "embedding bag": (lambda: [nn.EmbeddingBag(11, 6), nn.Linear(6, 6), nn.Tanh()], tokens),
     "a layer in two places": (lambda: [nn.Linear(6, 6), nn.Tanh()] * 2, rows(6)),
-    "lists of parameters": (lambda: [nn.Linear(6, 6), Many(), nn.Tanh()], rows(6)),
+    "mixed types": (lambda: [Affine(6), Apply(Tensor.float), Affine(6).float(), Apply(Tensor.double), nn.Linear(6, 2)],
+                    rows(6)),
+    "lists of parameters": (lambda: [nn.Linear(6, 6), module_of(
+        many, several=nn.ParameterList([torch.randn(6, 6) for _ in range(2)]),
+        named=nn.ParameterDict({"a": torch.randn(6)})), nn.Tanh()], rows(6)),
     "gradients of one memory": (lambda: [nn.Linear(6, 6), Sum(lambda w: w.view(6)), Sum(lambda w: w.t().reshape(6)),
                                          Sum(torch.flatten)], rows(6)),
 }

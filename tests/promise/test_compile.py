@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import Scale
+from tests.helpers.modules import module_of
 from tests.helpers.twin import assert_same_tensors, step, twins
 
 # The compiler's own.
@@ -129,8 +130,8 @@ def assert_equal(model: SplitPipe, plain: nn.Module, x: Tensor) -> None:
 @WAYS
 def test_compiled_layers_give_the_same(change: Any, backend: str, checkpoint: str) -> None:
     plain, model, _ = pipes(change, backend, checkpoint=checkpoint)
-    for _ in range(3):
-        assert_equal(model, plain, batch())
+    for rows in (8, 7, 3, 8):
+        assert_equal(model, plain, batch(rows))
 
 
 @WAYS
@@ -185,22 +186,18 @@ def test_train_and_eval_are_compiled_once_each() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_layer_that_breaks_is_compiled_in_the_pieces_it_has_without_deferral(checkpoint: Any) -> None:
-    class Breaking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            torch._dynamo.graph_break()
-            y: Tensor = self.second(x)
-            return y
+    def breaking(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        y: Tensor = self.second(x)
+        return y
 
     found = []
     for engine in ("autograd", "split"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        plain, model = twins(nn.Sequential(Breaking(), nn.Linear(6, 6)).double(), chunks=2, checkpoint=checkpoint,
+        layer = module_of(breaking, first=nn.Linear(6, 6), second=nn.Linear(6, 6))
+        plain, model = twins(nn.Sequential(layer, nn.Linear(6, 6)).double(), chunks=2, checkpoint=checkpoint,
                              backward=engine)
         counted = Counted("aot_eager")
         model[0].compile(backend=counted.backend)
@@ -218,14 +215,6 @@ def test_neighbours_are_deferred_and_the_report_says_that_compiled_code_is_not()
         assert rows[name].deferred, rows[name]
     for name in ("1.up.weight", "1.up.bias", "1.norm.weight"):
         assert not rows[name].deferred and rows[name].why == "compiled_function has no rule", rows[name]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_uneven_batches(backend: str) -> None:
-    plain, model, _ = pipes(stage, backend, checkpoint="never")
-    for rows in (8, 7, 3, 8):
-        assert_equal(model, plain, batch(rows))
 
 
 @pytest.mark.parametrize(("backend", "checkpoint"), GRID)
@@ -295,14 +284,15 @@ def meeting_of(layer: Any, checkpoint: Any) -> SplitPipe:
     return model
 
 
-def assert_deferred(model: SplitPipe) -> None:
+WEIGHT = nn.Parameter(torch.rand(6, dtype=torch.float64))
+LAYERS = {"layer": nn.Linear(6, 6).double(), "function": lambda x: Scale.apply(x, WEIGHT)}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_stage_defers_while_another_one_compiles(layer: str) -> None:
+    model = meeting_of(LAYERS[layer], "never")
     model(batch()).sum().backward()
     assert all(row.deferred for row in model.deferral_report() if "compiled" not in row.why), model.deferral_report()
-
-
-def test_a_stage_defers_while_another_one_compiles() -> None:
-    model = meeting_of(nn.Linear(6, 6).double(), "never")
-    assert_deferred(model)
 
 
 def test_a_recomputation_is_the_forward_though_another_stage_compiled_meanwhile() -> None:
@@ -329,12 +319,6 @@ def test_random_numbers_repeat_though_another_stage_compiled_meanwhile() -> None
     model(batch().requires_grad_()).square().sum().backward()
     first, again = kept[:2], kept[2:]
     assert len(again) == 2 and all(any(torch.equal(x, y) for y in again) for x in first)
-
-
-def test_a_split_function_is_deferred_while_another_stage_compiles() -> None:
-    weight = nn.Parameter(torch.rand(6, dtype=torch.float64))
-    model = meeting_of(lambda x: Scale.apply(x, weight), "never")
-    assert_deferred(model)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,17 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe
+from splitpipe import SplitPipe, attach
+from tests.engine.models import Stack
 from tests.helpers import scheduled, twin
-from tests.helpers.world import SIZE, both
+from tests.helpers.world import SIZE, World, both
 
 #: A schedule or none, and options.
 Way = tuple[str | None, dict[str, Any]]
 WAYS: dict[str, Way] = {
     "always": (None, {"checkpoint": "always"}),
     "never, autograd": (None, {"checkpoint": "never", "backward": "autograd"}),
+    "cuts": (None, {"by": "cuts"}),
     "1f1b": ("1f1b", {}),
     "zb-h1, always": ("zb-h1", {"checkpoint": "always"}),
+    "zb-h1, cuts": ("zb-h1", {"by": "cuts"}),
     "zb-v": ("zb-v", {}),
     "v-half, autograd": ("v-half", {"backward": "autograd"}),
 }
@@ -49,10 +53,10 @@ def layers(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6), *more, nn.Linear(6, 3)).double()
 
 
-def data(rank: int) -> Tensor:
+def data(rank: int, rows: tuple[int, ...] = (5, 7)) -> Tensor:
     """A batch of the process, of another size than the other's, which three microbatches do not divide."""
     generator = torch.Generator().manual_seed(int(torch.randint(1000, ())) + rank)
-    return torch.randn(5 + 2 * rank, 6, dtype=torch.float64, generator=generator)
+    return torch.randn(rows[rank], 6, dtype=torch.float64, generator=generator)
 
 
 def square(output: Tensor, target: Any) -> Tensor:
@@ -60,20 +64,22 @@ def square(output: Tensor, target: Any) -> Tensor:
 
 
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:
-    """That of a module, or of what is around it, which may have the loss inside."""
-    inside = any(isinstance(part, SplitPipe) and part._loss_fn is not None for part in module.modules())
-    loss: Tensor = module(x, target=0.25) if inside else square(module(x), 0.25)
-    return loss
+    return scheduled.loss_of(module, x, loss_fn=square)
 
 
-def twins(module: nn.Sequential, way: Way) -> tuple[nn.Sequential, SplitPipe]:
-    name, options = way
+def twins(
+    module: nn.Sequential, way: Way, balance: list[int] | None = None, **more: Any
+) -> tuple[nn.Sequential, SplitPipe]:
+    name, options = way[0], {"chunks": 3, **way[1], **more}
     if name is None:
-        return twin.twins(module, [2, len(module) - 2], chunks=3, **options)
-    return scheduled.twins(module, name, 2, loss_fn=square, chunks=3, **options)
+        return twin.twins(module, balance or [2, len(module) - 2], **options)
+    return scheduled.twins(module, name, 2, balance, loss_fn=square, **options)
 
 
-def train(rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any], batches: int = 1) -> None:
+def train(
+    rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any], batches: int = 1,
+    rows: tuple[int, ...] = (5, 7),
+) -> None:
     """Trains both for some steps of that many batches, and compares after each backward that communicates."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -87,11 +93,11 @@ def train(rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any
             for process in range(SIZE):
                 at(plain, process)
                 torch.manual_seed(seed)
-                (loss_of(plain, data(process)) / SIZE).backward()
+                (loss_of(plain, data(process, rows)) / SIZE).backward()
             at(model, rank)
             torch.manual_seed(seed)
             with nullcontext() if batch + 1 == batches else parallel.no_sync():
-                loss_of(parallel, data(rank)).backward()
+                loss_of(parallel, data(rank, rows)).backward()
         twin.assert_same_tensors(model, plain)
         for optimizer in optimizers:
             optimizer.step()
@@ -104,14 +110,26 @@ def at(module: nn.Module, rank: int) -> None:
 
 
 @ways
-@pytest.mark.parametrize(("wrap", "batches"), [
-    ({}, 1), ({}, 3), ({"static_graph": True}, 1), ({"gradient_as_bucket_view": True}, 2),
-], ids=["plainly", "without sync", "a static graph", "views of buckets"])
+@pytest.mark.parametrize(("wrap", "batches", "rows"), [
+    ({}, 1, (5, 7)), ({}, 3, (5, 7)), ({}, 1, (1, 8)), ({"static_graph": True}, 1, (5, 7)),
+    ({"gradient_as_bucket_view": True}, 2, (5, 7)),
+], ids=["plainly", "without sync", "fewer microbatches", "a static graph", "views of buckets"])
 @both
 def test_two_processes_train_as_one_on_the_data_of_both(
-    rank: int, way: Way, wrap: dict[str, Any], batches: int
+    rank: int, way: Way, wrap: dict[str, Any], batches: int, rows: tuple[int, ...]
 ) -> None:
-    train(rank, *twins(layers(), way), wrap, batches)
+    train(rank, *twins(layers(), way), wrap, batches, rows)
+
+
+def differently(rank: int, ways: tuple[str, str]) -> None:
+    train(rank, *twins(layers(), WAYS[ways[rank]], [[1, 3], [3, 1]][rank]), {})
+
+
+@pytest.mark.parametrize("ways", [
+    ("never, autograd", "always"), ("never, autograd", "1f1b"), ("zb-h1, always", "1f1b"), ("zb-h1, cuts", "always"),
+], ids=" and ".join)
+def test_processes_may_cut_and_schedule_the_module_differently(world: World, ways: tuple[str, str]) -> None:
+    world.run(differently, ways)
 
 
 @ways
@@ -119,6 +137,27 @@ def test_two_processes_train_as_one_on_the_data_of_both(
 @both
 def test_parameters_that_some_process_does_not_use(rank: int, way: Way, users: tuple[int, ...]) -> None:
     train(rank, *twins(layers(Spare(users)), way), {"find_unused_parameters": True})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"}])
+@both
+def test_an_attached_module_with_its_own_loss(rank: int, options: dict[str, Any]) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    plain, model = Stack().double(), Stack().double()
+    model.load_state_dict(plain.state_dict())
+    attach(model, ["layers.1", "layers.3"], devices=["cpu"] * 3, chunks=3, **options)
+    parallel = DistributedDataParallel(model)
+    for _ in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+        batches = [{name: torch.randn(5 + 2 * process, 4).double() for name in ("x", "labels")}
+                   for process in range(SIZE)]
+        for batch in batches:
+            (plain(**batch)["loss"] / SIZE).backward()
+        parallel(**batches[rank])["loss"].backward()
+        twin.assert_same_tensors(model, plain)
 
 
 @ways
@@ -154,3 +193,57 @@ def test_each_gradient_is_sent_once(rank: int, way: Way) -> None:
     parallel.register_comm_hook(None, hook)
     loss_of(parallel, data(rank)).backward()
     assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@ways
+@both
+def test_every_forward_starts_from_the_buffers_of_the_first_process(rank: int, way: Way) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    module = nn.Sequential(nn.BatchNorm1d(6), *layers()).double()
+    with torch.no_grad():
+        module.get_buffer("0.running_mean").add_(rank)  # Those of the first process count.
+    plain, model = twins(module, way, deferred_batch_norm=True)
+    alone, parallel = DistributedDataParallel(plain), DistributedDataParallel(model)
+    for _ in range(3):
+        x = torch.randn(SIZE, 9, 6, dtype=torch.float64)[rank]
+        loss_of(parallel, x).backward()
+        alone(x).sum().backward()
+        found, expected = dict(model.named_buffers()), dict(plain.named_buffers())
+        for name in "0.running_mean", "0.running_var", "0.num_batches_tracked":
+            torch.testing.assert_close(found[name], expected[name])
+
+
+class Faulty(nn.Module):
+    """The tensor; forward or backward raises, if it is told to."""
+
+    faulty = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.faulty == "forward":
+            raise ValueError("it is faulty")
+        y = x.clone()
+        if self.faulty and y.requires_grad:
+            y.register_hook(self.fail)
+        return y
+
+    def fail(self, grad: Tensor) -> None:
+        raise ValueError("it is faulty")
+
+
+@pytest.mark.parametrize(("way", "where"), [("always", "forward"), ("1f1b", "backward")])
+@pytest.mark.thorough
+@both
+def test_an_exception_in_one_process_is_an_error_in_the_other(rank: int, way: str, where: str) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = twins(layers(Faulty()), WAYS[way])[1]
+    dist.barrier()  # From here on both are quick, and the group's time is short.
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    parallel = DistributedDataParallel(model, process_group=group)
+    x = torch.randn(6, 6, dtype=torch.float64)
+    if rank == 1:
+        vars(model[3])["faulty"] = where
+    with pytest.raises(ValueError, match="it is faulty") if rank == 1 else pytest.raises(RuntimeError):
+        loss_of(parallel, x).backward()

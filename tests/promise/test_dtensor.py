@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers import scheduled
 from tests.helpers.covering import graded, pairs
 from tests.helpers.world import both
+from tests.promise.layers import Apply
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,14 +80,11 @@ def shard(module: nn.Module, between: bool = False) -> None:
         parallelize_module(part, mesh, {"up": up, "down": down})
 
 
-def trio(
-    module: nn.Sequential, balance: list[int], between: bool = False, **options: Any
-) -> tuple[nn.Sequential, nn.Sequential, SplitPipe]:
-    """The module; the same sharded; and a pipeline of that."""
-    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
-    shard(sharded, between)
-    shard(module, between)
-    return plain, sharded, SplitPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, **options)
+def pair(module: nn.Sequential, balance: list[int], **options: Any) -> tuple[nn.Sequential, SplitPipe]:
+    """The module, and a pipeline of the same, sharded."""
+    plain = copy.deepcopy(module)
+    shard(module)
+    return plain, SplitPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, **options)
 
 
 def batch() -> Tensor:
@@ -102,50 +102,86 @@ def backward(module: nn.Module, x: Tensor) -> Tensor:
     return whole(output).detach()
 
 
+def assert_alike(model: nn.Module, *others: nn.Module) -> None:
+    """The same gradients, where the others are sharded in the same placements."""
+    for other in others:
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert (p.grad is None) is (q.grad is None), name
+            if q.grad is not None:
+                found, expected = getattr(p.grad, "placements", None), getattr(q.grad, "placements", None)
+                assert expected is None or found == expected, f"{name}: {found}, expected {expected}"
+                torch.testing.assert_close(whole(p.grad), whole(q.grad), msg=f"{name} of {other}")
+
+
 def assert_same(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
     """The same outputs and gradients."""
     torch.testing.assert_close(backward(model, x), backward(plain, x))
-    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(whole(p.grad), q.grad, msg=lambda text: f"{name}.grad: {text}")  # noqa: B023
+    assert_alike(model, plain)
+
+
+#: Engine, checkpoint, and a schedule or none.
+Setting = tuple[str, str, str | None]
+Loss = Callable[[Any, Tensor], Any]
+
+
+def pipeline(module: nn.Sequential, setting: Setting, loss_fn: Loss, balance: Sequence[int]) -> SplitPipe:
+    engine, checkpoint, schedule = setting
+    more: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": loss_fn}
+    devices = 2 if schedule == "zb-v" else len(balance)
+    return SplitPipe(
+        module, [*balance], devices=["cpu"] * devices, chunks=3, backward=engine, checkpoint=checkpoint, **more
+    )
+
+
+def step(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Tensor:
+    loss = scheduled.loss_of(model, x, y, loss_fn)
+    (3 * loss).backward()
+    return whole(loss).detach()
 
 
 #: How layers are sharded: in one group, with local tensors between them or with DTensors; in a group for each.
 AXES: dict[str, list[Any]] = {
     "how": ["local", "between", "apart"],
-    "engine": ["split", "autograd"],
+    "way": [(None, "split"), (None, "autograd"), ("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"),
+            ("zb-h1", "autograd")],
     "checkpoint": ["never", "always"],
     "balance": [(1, 3), (2, 2), (1, 1, 1, 1)],
 }
 
 
-@graded(AXES, essence=[["how"]], thorough=pairs([*AXES]))
+@graded(AXES, essence=[["how"]], thorough=pairs([*AXES]),
+        allowed=lambda way, balance, **_: way[0] != "zb-v" or len(balance) == 4)
 @both
-def test_sharded_stages_train_as_the_plain_module_and_gradients_keep_their_placements(
-    rank: int, how: str, engine: str, checkpoint: str, balance: tuple[int, ...]
+def test_sharded_layers_train_as_the_plain_module_and_gradients_keep_their_placements(
+    rank: int, how: str, way: tuple[str | None, str], checkpoint: str, balance: tuple[int, ...]
 ) -> None:
-    plain, module = layers(), layers()
+    plain, module, (schedule, engine) = layers(), layers(), way
     module.load_state_dict(plain.state_dict())
     if how == "apart":
         apart(module)
     else:
         shard(module, how == "between")
     sharded = copy.deepcopy(module)
-    model = SplitPipe(module, list(balance), devices=["cpu"] * len(balance), chunks=3, backward=engine,
-                      checkpoint=checkpoint)
+    model = pipeline(module, (engine, checkpoint, schedule), nn.functional.mse_loss, balance)
     models = model, plain, sharded
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in models]
+    collectives: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
     for _ in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        x = batch()
-        outputs = [backward(each, x) for each in models]
-        torch.testing.assert_close(outputs[0], outputs[1])
+        x, y, before = batch(), batch(), collectives()
+        loss = step(model, nn.functional.mse_loss, x, y)
+        assert collectives() == before, "one is left that was not waited for"
+        torch.testing.assert_close(loss, step(plain, nn.functional.mse_loss, x, y))
+        step(sharded, nn.functional.mse_loss, x, y)
         assert_alike(*models)
         for p, q in zip(model.parameters(), sharded.parameters()):
             assert type(p.grad) is type(q.grad)
         for optimizer in optimizers:
             optimizer.step()
     assert sum(hasattr(parameter, "placements") for parameter in model.parameters()) == 8
+    if how != "between":  # Of sharded layers, and of whole ones behind them; the schedule 1f1b has no W.
+        assert {row.deferred for row in model.deferral_report()} == {engine == "split" and schedule != "1f1b"}
 
 
 class Meeting:
@@ -194,25 +230,17 @@ def test_every_process_asks_for_collectives_in_the_same_order(rank: int, how: st
         torch.testing.assert_close(model(x), plain(x))
 
 
-class Nodes(nn.Module):
+def nodes(count: int) -> nn.Module:
     """Makes nodes of autograd that lead nowhere: the numbers of the thread's next ones are higher."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.count):
-            torch.zeros((), requires_grad=True).sin()
-        return x
+    return Apply(lambda x: [x, *(torch.zeros((), requires_grad=True).sin() for _ in range(count))][0])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @both
 def test_backward_goes_in_one_order_though_a_process_makes_more_nodes(rank: int, checkpoint: str) -> None:
-    module = nn.Sequential(Nodes(300 * rank), Mlp(), Mlp(), Nodes(300 - 300 * rank)).double()
-    plain, _, model = trio(module, [2, 2], checkpoint=checkpoint)
+    module = nn.Sequential(nodes(300 * rank), Mlp(), Mlp(), nodes(300 - 300 * rank)).double()
+    plain, model = pair(module, [2, 2], checkpoint=checkpoint)
     for _ in range(3):
         assert_same(model, plain, batch())
 
@@ -230,14 +258,6 @@ def test_a_pipeline_is_sharded_after_its_first_forward(rank: int) -> None:
         assert_same(model, plain, batch())
 
 
-@both
-def test_weights_of_sharded_linear_layers_and_of_whole_ones_behind_them_are_deferred(rank: int) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), Mlp(), nn.Linear(6, 6)).double()
-    plain, _, model = trio(module, [1, 2])
-    assert_same(model, plain, batch())
-    assert all(row.deferred for row in model.deferral_report())
-
-
 class Doubled(nn.Linear):
     """A linear layer whose weight is computed: one that is left to autograd if it is a DTensor."""
 
@@ -249,7 +269,7 @@ class Doubled(nn.Linear):
 def test_a_computed_weight_of_a_sharded_layer_is_left_to_autograd(rank: int) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Mlp()).double()
     module[1].up = Doubled(6, 8).double()
-    plain, _, model = trio(module, [1, 1])
+    plain, model = pair(module, [1, 1])
     assert_same(model, plain, batch())
     report = {row.parameter: row for row in model.deferral_report()}
     assert not report["1.up.weight"].deferred and report["1.down.weight"].deferred
@@ -301,7 +321,7 @@ def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(ran
     module = nn.Sequential(Mlp(), Mlp())
     for part in module:
         part.up, part.down = nn.Linear(256, 256), nn.Linear(256, 256)
-    plain, _, model = trio(module, [1, 1])
+    plain, model = pair(module, [1, 1])
     x = torch.randn(384, 256)
     for each in (model, plain):
         each(x).square().mean().backward()
@@ -309,58 +329,10 @@ def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(ran
         torch.testing.assert_close(whole(p.grad), q.grad)
 
 
-WAYS: dict[str, list[Any]] = {
-    "how": ["local", "apart"],
-    "checkpoint": ["never", "always"],
-    "way": [("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"), ("zb-h1", "autograd")],
-}
-
-
-@graded(WAYS, essence=[["how"]], thorough=pairs([*WAYS]))
-@pytest.mark.thorough
-@both
-def test_sharded_layers_train_by_a_schedule(rank: int, how: str, checkpoint: str, way: tuple[str, str]) -> None:
-    module, (schedule, engine) = layers(), way
-    plain = copy.deepcopy(module)
-    (apart if how == "apart" else shard)(module)
-    balance = [1, 1, 1, 1] if schedule == "zb-v" else [2, 2]
-    model = SplitPipe(
-        module, balance, devices=["cpu"] * 2, chunks=3, schedule=schedule, checkpoint=checkpoint, backward=engine,
-        loss_fn=nn.functional.mse_loss,
-    )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, plain)]
-    for _ in range(2):
-        x, y = batch(), batch()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        losses = model(x, target=y), nn.functional.mse_loss(plain(x), y)
-        torch.testing.assert_close(*losses)
-        for loss in losses:
-            (3 * loss).backward()
-        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-            assert p.grad is not None and (not hasattr(p, "placements") or p.grad.placements == p.placements), name
-            torch.testing.assert_close(whole(p.grad), q.grad, msg=lambda text: f"{name}.grad: {text}")  # noqa: B023
-        for optimizer in optimizers:
-            optimizer.step()
-    deferred = {row.parameter: row.deferred for row in model.deferral_report()}
-    assert deferred["1.up.weight"] is (engine == "split" and schedule != "1f1b")  # Which has no W.
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@both
-def test_no_collective_is_left_that_nobody_waited_for(rank: int, checkpoint: str) -> None:
-    model = trio(layers(), [1, 2, 1], checkpoint=checkpoint)[2]
-    count: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
-    before = count()
-    backward(model, batch())
-    assert count() == before
-
-
 @pytest.mark.thorough
 @both
 def test_after_a_forward_a_sharded_pipeline_is_copied_wrapped_again_and_changes_its_type(rank: int) -> None:
-    plain, _, model = trio(layers(), [2, 2], checkpoint="always")
+    plain, model = pair(layers(), [2, 2], checkpoint="always")
     backward(model, batch())
     for each in (model, copy.deepcopy(model), SplitPipe(nn.Sequential(*model), [1, 3], devices=["cpu"] * 2, chunks=2)):
         each.zero_grad()
@@ -455,77 +427,34 @@ def with_parted_scores(module: nn.Module) -> None:
     parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
 
 
-#: Engine, checkpoint, and a schedule or none.
-Setting = tuple[str, str, str | None]
 SETTINGS: list[Setting] = [
     ("split", "always", "zb-h1"), ("autograd", "always", None), ("split", "never", None),
     ("autograd", "never", "zb-h1"),
 ]
-TWO = pytest.mark.parametrize("setting", SETTINGS[:2])
-Loss = Callable[[Any, Tensor], Any]
-
-
-def pipeline(module: nn.Sequential, setting: Setting, loss_fn: Loss, balance: list[int]) -> SplitPipe:
-    engine, checkpoint, schedule = setting
-    more: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": loss_fn}
-    return SplitPipe(
-        module, balance, devices=["cpu"] * len(balance), chunks=3, backward=engine, checkpoint=checkpoint, **more
-    )
-
-
-def step(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Tensor:
-    scheduled = isinstance(model, SplitPipe) and model.schedule.name == "zb-h1"
-    loss = model(x, target=y) if scheduled else loss_fn(model(x), y)
-    (3 * loss).backward()
-    return whole(loss).detach()
-
-
-def assert_alike(model: nn.Module, *others: nn.Module, **close: Any) -> None:
-    """The same gradients, where the others are sharded in the same placements."""
-    for other in others:
-        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-            assert (p.grad is None) is (q.grad is None), name
-            if q.grad is not None:
-                found, expected = getattr(p.grad, "placements", None), getattr(q.grad, "placements", None)
-                assert expected is None or found == expected, f"{name}: {found}, expected {expected}"
-                torch.testing.assert_close(whole(p.grad), whole(q.grad), msg=f"{name} of {other}", **close)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("how", "setting"), [*zip(("DTensors", "tied") * 2, SETTINGS)])
+@pytest.mark.parametrize(("how", "setting"), [
+    *zip(("DTensors", "tied") * 2, SETTINGS), *zip(("parted scores",) * 2, SETTINGS)])
 @both
-def test_sequences_are_shared_between_the_layers(rank: int, how: str, setting: Setting) -> None:
-    module = words()
+def test_words_are_sharded_in_sequences_and_scores(rank: int, how: str, setting: Setting) -> None:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    module, parted = words(), how == "parted scores"
     plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
     for each in (sharded, module):
-        in_sequence(each, local=how == "tied")
+        with_parted_scores(each) if parted else in_sequence(each, local=how == "tied")
     if how == "tied":
         for each in (plain, sharded, module):
             tied(each)
     model = pipeline(module, setting, entropy, [2, 1, 1, 1] if how == "DTensors" else [2, 3])
     for _ in range(2):  # The second step's gradients are added.
         x, y = text()
-        losses = [step(each, entropy, x, y) for each in (model, plain, sharded)]
-        torch.testing.assert_close(losses[0], losses[1])
+        with loss_parallel() if parted else nullcontext():
+            loss = step(model, entropy, x, y)
+            step(sharded, entropy, x, y)
+        torch.testing.assert_close(loss, step(plain, entropy, x, y))
         assert_alike(model, plain, sharded)
-
-
-@pytest.mark.thorough
-@TWO
-@both
-def test_each_process_has_a_part_of_the_scores(rank: int, setting: Setting) -> None:
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    module = words()
-    plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
-    for each in (sharded, module):
-        with_parted_scores(each)
-    model = pipeline(module, setting, entropy, [2, 3])
-    x, y = text()
-    with loss_parallel():
-        losses = [step(each, entropy, x, y) for each in (model, sharded)]
-    torch.testing.assert_close(losses[0], step(plain, entropy, x, y))
-    assert_alike(model, plain, sharded)
 
 
 class Masked(Mlp):
@@ -541,7 +470,7 @@ class Masked(Mlp):
         return self.down(hidden.tanh() * mask)
 
 
-@TWO
+@pytest.mark.parametrize("setting", SETTINGS[:2])
 @both
 def test_a_recomputation_drops_the_same_columns(rank: int, setting: Setting) -> None:
     module = nn.Sequential(Masked(), Masked(), nn.Linear(6, 6)).double()

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from tests.helpers.world import World, both
+from tests.helpers.world import both
 
 WAYS = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 REFUSED = r"(?s)FSDP \(fully_shard\) has {}: expected .*DistributedDataParallel\(SplitPipe.*splitpipe\.distributed"
@@ -40,10 +39,15 @@ def shard(*modules: nn.Module) -> None:
         fully_shard(module, mesh=mesh)
 
 
-def before(rank: int, schedule: str, part: Callable[[nn.Sequential], nn.Module], names: str) -> None:
+@pytest.mark.parametrize(("schedule", "part", "names"), [
+    ("gpipe", "2", "'2'"), ("1f1b", "1.0", "'1.0'"), ("zb-h1", "", "the module itself")])
+@both
+def test_a_module_that_fsdp_has_is_refused_and_left_as_it_was(
+    rank: int, schedule: str, part: str, names: str
+) -> None:
     module = layers()
     plain = copy.deepcopy(module)
-    shard(part(module))
+    shard(module.get_submodule(part))
     with pytest.raises(TypeError, match=REFUSED.format(names)):
         pipeline(module, schedule)
     # It is as it was, and of use: both processes have the same batch, so the mean of their gradients is that of each.
@@ -53,31 +57,6 @@ def before(rank: int, schedule: str, part: Callable[[nn.Sequential], nn.Module],
     for p, q in zip(module.parameters(), plain.parameters()):
         grad: Any = p.grad
         torch.testing.assert_close(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, q.grad)
-
-
-def layer(module: nn.Sequential) -> nn.Module:
-    return module[2]
-
-
-def nested(module: nn.Sequential) -> nn.Module:
-    inner: Any = module[1]
-    found: nn.Module = inner[0]
-    return found
-
-
-def whole(module: nn.Sequential) -> nn.Module:
-    return module
-
-
-@pytest.mark.parametrize(
-    ("schedule", "part", "names"),
-    [("gpipe", layer, "'2'"), ("1f1b", nested, "'1.0'"), ("zb-h1", whole, "the module itself")],
-    ids=["layer", "nested", "all"],
-)
-def test_a_module_that_fsdp_has_is_refused_and_left_as_it_was(
-    world: World, schedule: str, part: Callable[[nn.Sequential], nn.Module], names: str
-) -> None:
-    world.run(before, schedule, part, names)
 
 
 @WAYS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from tests.helpers import scheduled, twin
 from tests.helpers.deferring import double as double
-from tests.helpers.scheduled import mean, mlp
+from tests.helpers.scheduled import loss_of, mlp
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 Way = tuple[str | None, int, dict[str, Any]]
@@ -41,12 +41,6 @@ def twins(module: nn.Sequential, way: Way, **more: Any) -> tuple[nn.Sequential, 
 
 def pair(way: Way) -> tuple[nn.Sequential, SplitPipe]:
     return twins(mlp(5), way, chunks=3)
-
-
-def loss_of(module: nn.Module, x: Tensor) -> Tensor:
-    inside = isinstance(module, SplitPipe) and module.schedule.name != "gpipe"  # That of drop-in, which has no other.
-    loss: Tensor = module(x, target=0.25) if inside else mean(module(x), 0.25)
-    return loss
 
 
 def losses(plain: nn.Module, model: SplitPipe, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from splitpipe import SplitPipe
 from splitpipe.core.torch_private import _profiler_enabled
+from tests.helpers.scheduled import inside, loss_of
+from tests.helpers.twin import stages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit says so")
 CHUNKS = 4
@@ -30,37 +31,19 @@ class Named(nn.Module):
             return x.tanh()
 
 
-class Net(nn.Module):
-    """Two linear layers with a named one between them, in a forward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.named, self.last = nn.Linear(8, 8), Named(), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.named(self.first(x)))
-        return out
-
-
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), Named(), nn.Linear(8, 4))
 
 
 def wrapped(cuts: bool, schedule: str, **options: Any) -> SplitPipe:
-    given = {"devices": ["cpu", "cpu"], "chunks": CHUNKS, "checkpoint": "never", "schedule": schedule} | options
-    if schedule != "gpipe":
-        given["loss_fn"] = F.cross_entropy
-    return SplitPipe(Net(), cuts=["last"], **given) if cuts else SplitPipe(layers(), [2, 1], **given)
+    more = inside({"devices": ["cpu", "cpu"], "chunks": CHUNKS, "checkpoint": "never", "schedule": schedule} | options)
+    module, where = stages(layers(), [2, 1], "cuts" if cuts else "balance")
+    return SplitPipe(module, **where, **more)
 
 
-def stepper(model: SplitPipe, schedule: str) -> Callable[[], None]:
-    x, y = torch.randn(8, 8), torch.randint(4, (8,))
-
-    def step() -> None:
-        loss = model(x, target=y) if schedule != "gpipe" else F.cross_entropy(model(x), y)
-        loss.backward()
-
-    return step
+def stepper(model: SplitPipe) -> Callable[[], None]:
+    x = torch.randn(8, 8)
+    return lambda: loss_of(model, x).backward()
 
 
 def found(step: Callable[[], None], **options: Any) -> Counter[str]:
@@ -72,7 +55,7 @@ def found(step: Callable[[], None], **options: Any) -> Counter[str]:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("cuts", [False, True])
 def test_a_profile_has_each_op_and_name_once_a_microbatch(cuts: bool, schedule: str) -> None:
-    step = stepper(wrapped(cuts, schedule), schedule)
+    step = stepper(wrapped(cuts, schedule))
     step()
     for _ in range(2):
         seen = found(step)
@@ -90,7 +73,7 @@ def test_the_first_call_and_one_without_grad_mode_are_profiled(cuts: bool) -> No
 @pytest.mark.parametrize("cuts", [False, True])
 def test_a_recomputation_is_profiled_where_it_runs(cuts: bool) -> None:
     model = wrapped(cuts, "gpipe", checkpoint="always")
-    stepper(model, "gpipe")()
+    stepper(model)()
     output = model(torch.randn(8, 8))
     assert found(output.sum().backward)["mine"] == CHUNKS
     outputs: list[Tensor] = []
@@ -121,7 +104,7 @@ def test_ops_that_hooks_see_one_at_a_time_are_profiled(cuts: bool) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_all_that_a_profile_can_have_is_there(schedule: str, options: dict[str, bool]) -> None:
     model = wrapped(False, schedule)
-    step = stepper(model, schedule)
+    step = stepper(model)
     step()
     with profile(activities=[ProfilerActivity.CPU], **options) as seen:
         step()
@@ -138,7 +121,7 @@ def test_a_profile_of_some_steps_has_those() -> None:
         counts.append(sum(event.count for event in seen.key_averages() if event.key == "mine"))
 
     when = torch.profiler.schedule(wait=0, warmup=1, active=2, repeat=1)
-    step = stepper(wrapped(True, "1f1b"), "1f1b")
+    step = stepper(wrapped(True, "1f1b"))
     with profile(activities=[ProfilerActivity.CPU], schedule=when, on_trace_ready=ready) as seen:
         for _ in range(4):
             step()
@@ -154,7 +137,7 @@ def test_a_profile_ends_with_its_block_in_every_thread_and_changes_no_result(cut
     next(each for each in model.modules() if isinstance(each, Named)).register_forward_hook(
         lambda *_: inside.append(_profiler_enabled())
     )
-    step, gradients = stepper(model, schedule), []
+    step, gradients = stepper(model), []
     step()  # The first one shows whether anything keeps what the hook is given, and sums in another order.
     inside.clear()
     for around in (nullcontext(), profile(activities=[ProfilerActivity.CPU]), nullcontext()):
@@ -170,7 +153,7 @@ def test_a_profile_ends_with_its_block_in_every_thread_and_changes_no_result(cut
 @pytest.mark.parametrize("cuts", [False, True])
 def test_a_thread_in_which_a_layer_fails_is_profiled_no_longer(cuts: bool, schedule: str) -> None:
     model = wrapped(cuts, schedule)
-    step = stepper(model, schedule)
+    step = stepper(model)
     step()
     inside: list[bool] = []
     named = next(each for each in model.modules() if isinstance(each, Named))
@@ -196,6 +179,6 @@ def test_a_pipeline_inside_a_layer_is_profiled() -> None:
 
 def test_a_torch_without_the_names_runs_unprofiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitpipe.core.thread_state.profiler_state", None)
-    step = stepper(wrapped(False, "1f1b"), "1f1b")
+    step = stepper(wrapped(False, "1f1b"))
     step()
     assert found(step)["mine"] == 0

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from splitpipe import SplitPipe
 from splitpipe.stage.checkpoint import Frame
 from splitpipe.stage.saved import SavedDirectly
 from tests.helpers.covering import pairwise
+from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import assert_same_tensors, stages
 
 
@@ -50,35 +50,6 @@ def test_two_threads_that_miss_a_tensor_run_the_stage_once() -> None:
     for thread in threads:
         thread.join(60)
     assert len(runs) == 1 and len(found) == 2
-
-
-class Square(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grad
-
-
-class Overwrites(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        ctx.saved_tensors[0].mul_(2)
-        return 3 * grad
-
-
-class Both(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.exp()  # Which saves its output.
-        return Square.apply(y) + Overwrites.apply(y)
 
 
 class Moving(nn.Module):
@@ -122,8 +93,8 @@ def test_backward_has_the_buffer_as_its_microbatch_left_it(name: str, by: str, s
     x = torch.rand(8, 6)
     for _ in range(2):
         for part in x.chunk(4):
-            plain(part).mean().backward()
-        (4 * step(model, x)).backward()
+            loss_of(plain, part).backward()
+        (4 * loss_of(model, x)).backward()
         assert_same_tensors(model, plain)
 
 
@@ -134,18 +105,10 @@ def test_a_moved_buffer_that_backward_needs_is_an_error(
     layers = nn.Sequential(nn.Linear(6, 6), Moving(scaled, "before"), nn.Linear(6, 2))
     model = wrapped(layers, by, checkpoint, schedule)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        step(model, torch.rand(8, 6)).backward()
+        loss_of(model, torch.rand(8, 6)).backward()
 
 
 def wrapped(module: nn.Sequential, by: str, checkpoint: Any, schedule: str) -> SplitPipe:
-    given: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 4, "checkpoint": checkpoint, "schedule": schedule}
-    if schedule != "gpipe":
-        given["loss_fn"] = lambda output, target: output.mean()
+    options = inside({"devices": ["cpu"] * 2, "chunks": 4, "checkpoint": checkpoint, "schedule": schedule})
     layers, where = stages(module, [2, 1], by)
-    return SplitPipe(layers, **where, **given)
-
-
-def step(model: SplitPipe, x: Tensor) -> Tensor:
-    scheduled = model.schedule.name != "gpipe"
-    loss: Tensor = model(x, target=x) if scheduled else model(x).mean()
-    return loss
+    return SplitPipe(layers, **where, **options)

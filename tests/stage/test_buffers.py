@@ -51,21 +51,9 @@ def look_at(norm: Any, _: Any, y: Tensor) -> Tensor:
     return y * norm.running_var.clone()
 
 
-class Shift(nn.Module):
-    """Parametrises by a BatchNorm of the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        y: Tensor = self.norm(weight)
-        return y
-
-
 def parametrised() -> nn.Module:
     linear = nn.Linear(6, 6)
-    parametrize.register_parametrization(linear, "weight", Shift())
+    parametrize.register_parametrization(linear, "weight", nn.Sequential(nn.BatchNorm1d(6)))
     return linear
 
 

@@ -12,35 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
 from splitpipe.stage.run import SavedInput
+from tests.helpers.modules import linears, module_of
+from tests.helpers.scheduled import assert_steps, inside, loss_of
 from tests.helpers.skipping import popping, stashing
-from tests.helpers.twin import (
-    Nothing,
-    assert_same_tensors,
-    loss_of,
-    twins,
-)
+from tests.helpers.twin import Nothing, assert_same_tensors, twins
 from tests.promise.layers import Apply
 
 ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
 CHECKPOINT = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-
-
-def inside(options: dict[str, Any]) -> dict[str, Any]:
-    """Options, with a loss function if there is a schedule."""
-    return {**options, "loss_fn": lambda y, _: y.square().mean()} if "schedule" in options else options
-
-
-def loss_by(module: nn.Module, x: Tensor) -> Tensor:
-    """The mean of squares, by the model's schedule if it has one."""
-    scheduled = isinstance(module, SplitPipe) and module.schedule.name != "gpipe"
-    return module(x, target=torch.zeros(len(x))) if scheduled else module(x).square().mean()
-
-
-def assert_steps(plain: nn.Module, model: SplitPipe, x: Tensor) -> None:
-    for _ in range(2):
-        for each in (plain, model):
-            loss_by(each, x.clone()).backward()
-        assert_same_tensors(model, plain)
 
 
 class Phases(nn.Module):
@@ -126,11 +105,8 @@ def test_saved_tensors_are_freed_after_forward_and_backward() -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad * 2 * ctx.saved_tensors[0]
 
-    class Layer(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Square.apply(x.sin())
-
-    model = SplitPipe(nn.Sequential(Layer(), Layer()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    layers = nn.Sequential(*[Apply(lambda x: Square.apply(x.sin())) for _ in range(2)])
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     gc.disable()
     try:
         loss = model(torch.rand(4, 3, requires_grad=True)).sum()
@@ -167,14 +143,13 @@ def test_in_backward_one_nodes_tensors_are_alive(retain: bool) -> None:
     alive: list[int] = []
     runs: list[bool] = []
 
-    class Layer(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            runs.append(is_recomputing())
-            for _ in range(4):
-                x = Keep.apply(x, seen, alive)
-            return x
+    def layer(x: Tensor) -> Tensor:
+        runs.append(is_recomputing())
+        for _ in range(4):
+            x = Keep.apply(x, seen, alive)
+        return x
 
-    model = SplitPipe(nn.Sequential(Layer()), [1], devices=["cpu"], chunks=1, checkpoint="always")
+    model = SplitPipe(nn.Sequential(Apply(layer)), [1], devices=["cpu"], chunks=1, checkpoint="always")
     loss = model(torch.rand(4, 3, requires_grad=True)).sum()
     loss.backward(retain_graph=retain)
     assert alive == [1, 1, 1, 1]
@@ -208,13 +183,12 @@ def test_inputs_of_stages_are_freed_by_backward(backward: Any) -> None:
 def test_unused_recomputed_tensors_are_freed_after_backward() -> None:
     seen: list[StorageWeakRef] = []
 
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            other = x.sin()
-            seen.append(StorageWeakRef(other.untyped_storage()))
-            return x.cos(), other.square()
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        other = x.sin()
+        seen.append(StorageWeakRef(other.untyped_storage()))
+        return x.cos(), other.square()
 
-    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Two()), [2], devices=["cpu"], chunks=1, checkpoint="always")
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Apply(two)), [2], devices=["cpu"], chunks=1, checkpoint="always")
     one, other = model(torch.rand(4, 3))
     one.sum().backward()
     assert len(seen) == 2 and seen[1].expired()
@@ -247,23 +221,16 @@ def test_a_second_backward_says_what_the_stages_keep(backward: Any) -> None:
 @CHECKPOINT
 @pytest.mark.parametrize("use", [lambda given: given[0], lambda given: given[0] + Nothing.apply(given[1])])
 def test_a_layer_whose_output_gets_no_gradient(use: Any, checkpoint: Any) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+    def two(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.used(x), self.unused(x)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.used(x), self.unused(x)
-
-    plain, model = twins(nn.Sequential(Two(), Apply(use)), [1, 1], chunks=2, checkpoint=checkpoint)
+    layers = nn.Sequential(module_of(two, **linears("used", "unused")), Apply(use))
+    plain, model = twins(layers, [1, 1], chunks=2, checkpoint=checkpoint)
     fired: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda grad, name=name: fired.append(name))
-    x = torch.rand(5, 6)
-    for each in (plain, model):
-        each(x).square().sum().backward()
+    assert_steps(plain, model, torch.rand(5, 4), 1)
     assert sorted(fired) == ["0.used.bias", "0.used.weight"]
-    assert_same_tensors(model, plain)
 
 
 LEAF = torch.rand(6, requires_grad=True)
@@ -307,8 +274,8 @@ def test_an_overwritten_input_of_a_later_stage_is_an_error() -> None:
     given: list[Tensor] = []
     _, model = twins(mlp(layers=2), chunks=2, checkpoint="always")
     model[1].register_forward_pre_hook(lambda _, args: given.extend(args))
-    loss_of(model(torch.rand(4, 6)))  # The first pass keeps copies, until it is known who writes to what.
-    loss = loss_of(model(torch.rand(4, 6)))
+    model(torch.rand(4, 6))  # The first pass keeps copies, until it is known who writes to what.
+    loss = model(torch.rand(4, 6)).sum()
     with torch.no_grad():
         given[-1].mul_(2)
     with pytest.raises(RuntimeError, match=r"the input of stage 1 \(cpu\) was modified in place between the forward"):
@@ -325,26 +292,12 @@ def test_saved_tensor_hooks_get_the_inputs_of_stages() -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = loss_of(model(x))
+        loss = model(x).square().sum()
     assert packed.count(torch.Size([2, 6])) == 3 * 2
     loss.backward()
     with torch.autograd.graph.save_on_cpu():
-        loss_of(plain(x)).backward()
+        plain(x).square().sum().backward()
     assert_same_tensors(model, plain)
-
-
-class Write(nn.Module):
-    def forward(self, xs: tuple[Tensor, Tensor]) -> Tensor:
-        return xs[0].relu_() + xs[1].sum(-1, keepdim=True)
-
-
-class Give(nn.Module):
-    def __init__(self, how: Any) -> None:
-        super().__init__()
-        self.layer, self.how = nn.Linear(6, 6), how
-
-    def forward(self, x: Tensor) -> Any:
-        return self.how(self.layer(x))
 
 
 @CHECKPOINT
@@ -352,11 +305,13 @@ class Give(nn.Module):
     lambda y: (y, y), lambda y: (y, y[:, :3]), lambda y: (y[:, :3], y[:, 3:]), lambda y: (y, y.detach()),
 ])
 def test_writing_to_memory_that_another_input_has_is_an_error(how: Any, checkpoint: Any) -> None:
-    for layers, balance in (([Give(how), Write()], [1, 1]), ([Give(how), nn.Identity(), Write()], [1, 1, 1])):
-        model = SplitPipe(nn.Sequential(*layers), balance, devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint)
+    write = Apply(lambda xs: xs[0].relu_() + xs[1].sum(-1, keepdim=True))
+    for between in [], [nn.Identity()]:
+        layers = nn.Sequential(nn.Linear(6, 6), Apply(how), *between, write)
+        model = SplitPipe(layers, [2] + [1] * (len(layers) - 2), devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint)
         with pytest.raises(RuntimeError, match="shares memory"):
             model(torch.rand(4, 6))
-    model = SplitPipe(nn.Sequential(Write()), [1], devices=["cpu"], chunks=2, checkpoint=checkpoint)
+    model = SplitPipe(nn.Sequential(write), [1], devices=["cpu"], chunks=2, checkpoint=checkpoint)
     x = torch.rand(4, 6)
     with pytest.raises(RuntimeError, match="shares memory"):
         model((x, x))
@@ -409,18 +364,12 @@ def test_a_layer_that_writes_to_its_parameters_is_an_error() -> None:
         loss.backward()
 
 
-class HooksItsInput(nn.Module):
+def hooks_its_input(self: Any, x: Tensor) -> Tensor:
     """Makes the gradient of its input twice as large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda grad: grad * 2)
-        y: Tensor = self.layer(x).tanh()
-        return y
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad * 2)
+    y: Tensor = self.layer(x).tanh()
+    return y
 
 
 @pytest.mark.parametrize("options", [
@@ -428,61 +377,44 @@ class HooksItsInput(nn.Module):
 ], ids=str)
 @pytest.mark.parametrize("by", ["balance", "cuts"])
 def test_hooks_that_a_layer_hangs_on_its_input_count_once(options: dict[str, Any], by: str) -> None:
-    layers = nn.Sequential(nn.Linear(6, 6), HooksItsInput(), HooksItsInput(), nn.Linear(6, 6))
-    assert_steps(*twins(layers, by=by, **{"chunks": 3, "checkpoint": "always", **inside(options)}), torch.rand(6, 6))
+    hooking = [module_of(hooks_its_input, **linears("layer")) for _ in range(2)]
+    layers = nn.Sequential(nn.Linear(4, 4), *hooking, nn.Linear(4, 4))
+    assert_steps(*twins(layers, by=by, **{"chunks": 3, "checkpoint": "always", **inside(options)}), torch.rand(6, 4))
 
 
 def test_odd_strides_are_recomputed_as_they_lay() -> None:
-    class Expands(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = self.layer(x)
-            return y[:, :1].expand(-1, 4), y.repeat(1, 2)[:, 1:5]
+    expand = Apply(lambda y: (y[:, :1].expand(-1, 4), y.repeat(1, 2)[:, 1:5]))
 
     def reshaped(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         return *pair, *[x.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4) for x in pair]
 
     for options in {"backward": "split"}, {"schedule": "zb-h1"}:
-        layers = nn.Sequential(Expands(), Apply(reshaped), Apply(lambda several: torch.stack(several).sum(0)))
-        assert_steps(*twins(layers, [1, 1, 1], chunks=3, checkpoint="always", **inside(options)), torch.rand(6, 4))
+        joined = Apply(lambda several: torch.stack(several).sum(0))
+        layers = nn.Sequential(nn.Linear(4, 4), expand, Apply(reshaped), joined)
+        assert_steps(*twins(layers, [2, 1, 1], chunks=3, checkpoint="always", **inside(options)), torch.rand(6, 4))
 
 
 def test_an_input_made_to_require_grad_may_be_handed_on() -> None:
-    class Slope(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def slope(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not x.requires_grad:
+            x.requires_grad_()
+        (grad,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
+        return x, grad
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            if not x.requires_grad:
-                x.requires_grad_()
-            (grad,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
-            return x, grad
-
-    layers = nn.Sequential(Slope(), Apply(lambda pair: pair[0] * pair[1]))
+    layers = nn.Sequential(module_of(slope, **linears("layer")), Apply(lambda pair: pair[0] * pair[1]))
     plain, model = twins(layers, [1, 1], chunks=2, checkpoint="always")
-    assert_steps(plain, model, torch.rand(6, 4))
+    assert_steps(plain, model, torch.rand(6, 4), grad=False)
 
 
-class Sees(nn.Module):
+def sees(self: Any, x: Tensor) -> Tensor:
     """Refers weakly to the tensors that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.seen: list[weakref.ref[Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(weakref.ref(x))
-        y: Tensor = self.layer(x)
-        return y
+    self.seen.append(weakref.ref(x))
+    y: Tensor = self.layer(x)
+    return y
 
 
 def test_the_graph_of_a_checkpointed_input_is_freed() -> None:
-    layer = Sees()
+    layer = module_of(sees, **linears("layer"), seen=[])
     model = SplitPipe(nn.Sequential(nn.Linear(4, 4), layer), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
     gc.collect()
     gc.disable()
@@ -499,10 +431,10 @@ def test_the_graph_of_a_checkpointed_input_is_freed() -> None:
     {"schedule": "1f1b", "backward": "autograd"},
 ], ids=str)
 def test_a_stage_runs_again_once(options: dict[str, Any]) -> None:
-    layer = Sees()
+    layer = module_of(sees, **linears("layer"), seen=[])
     model = SplitPipe(nn.Sequential(layer, nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=3,
                       checkpoint="always", **inside(options))
     for _ in range(2):
         layer.seen.clear()
-        loss_by(model, torch.rand(6, 4)).backward()
+        loss_of(model, torch.rand(6, 4)).backward()
         assert len(layer.seen) == 2 * 3

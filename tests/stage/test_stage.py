@@ -19,6 +19,7 @@ from splitpipe.stage.checkpoint import Batch
 from splitpipe.stage.layers import BlockLayers, StageCache
 from splitpipe.stage.stage import Block
 from splitpipe.stage.task import Result, Skips, Task
+from tests.promise.layers import Apply
 
 CPU = torch.device("cpu")
 
@@ -46,11 +47,6 @@ class Half(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(0.5) if self.in_place else x * 0.5
-
-
-class Saves(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x
 
 
 def facts(memory: StageCache) -> Any:
@@ -107,14 +103,10 @@ class Late(Tensor):
         return self.as_subclass(Tensor)
 
 
-class Sends(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * x).as_subclass(Late)
-
-
 def test_recomputation_waits_for_collectives_without_readers() -> None:
     Late.waited.clear()
-    result = run(StageCache(), Sends(), value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
+    sends = Apply(lambda x: (x * x).as_subclass(Late))
+    result = run(StageCache(), sends, value=torch.ones(2, requires_grad=True) * 1, checkpoint=True)
     assert result.frame is not None and not Late.waited
     result.frame.recompute()
     assert Late.waited == ["again"]
@@ -138,7 +130,8 @@ class Room:
 
 def test_room_is_made_for_each_recomputation_before_it_runs() -> None:
     room = Room()
-    result = run(StageCache(), Saves(), value=torch.rand(2, requires_grad=True) * 1, checkpoint=True, pending=room)
+    x = torch.rand(2, requires_grad=True) * 1
+    result = run(StageCache(), Apply(torch.square), value=x, checkpoint=True, pending=room)
     assert result.frame is not None
     result.frame.recompute()
     assert room.log == ["runs", "makes room", "runs"]

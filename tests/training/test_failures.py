@@ -13,6 +13,7 @@ from splitpipe.training.step import Trainer
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import twins
 from tests.helpers.twin import assert_same_tensors
+from tests.promise.layers import Apply
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
@@ -68,12 +69,7 @@ def test_a_gradient_through_an_object_between_stages_is_an_error(checkpoint: Any
         def forward(self, x: Tensor) -> Any:
             return x * 1, Box(super().forward(x))
 
-    class Opens(nn.Module):
-        def forward(self, given: Any) -> Tensor:
-            x: Tensor = given[0] + given[1].x
-            return x
-
-    module = nn.Sequential(nn.Linear(4, 4), Boxes(4, 4), Opens())
+    module = nn.Sequential(nn.Linear(4, 4), Boxes(4, 4), Apply(lambda given: given[0] + given[1].x))
     plain, model = twins(module, "1f1b", 3, loss_fn=F.mse_loss, chunks=2, checkpoint=checkpoint)
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     with pytest.raises(RuntimeError, match="earlier stages would lose it.*not inside other objects"):

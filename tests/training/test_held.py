@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from splitpipe.training import capture
 from tests.helpers.covering import pairwise
+from tests.helpers.modules import module_of
+from tests.helpers.scheduled import assert_steps, inside
 from tests.helpers.twin import assert_same_tensors, twins
 
 BOTH = pytest.mark.parametrize("by_cuts", [False, True], ids=["layers", "cuts"])
@@ -37,16 +39,6 @@ def pair(*blocks: nn.Module, by_cuts: bool = False, **options: Any) -> tuple[Any
 
 def rows() -> Tensor:
     return torch.randn(6, 4, dtype=torch.float64)
-
-
-def assert_steps(plain: nn.Module, model: nn.Module, steps: int = 3) -> None:
-    """Takes steps with both, and compares all gradients after each."""
-    for _ in range(steps):
-        x = rows()
-        for each in (plain, model):
-            each.zero_grad()
-            each(x).square().sum().backward()
-        assert_same_tensors(model, plain)
 
 
 def deferred(model: SplitPipe) -> bool:
@@ -97,7 +89,7 @@ def test_a_tensor_that_was_computed_elsewhere_keeps_its_gradient(late: bool, by_
     scale: list[Any] = [1.0]
     plain, model = pair(Block(), Block(lambda y, block: y * scale[0]), Block(), by_cuts=by_cuts)
     if late:
-        assert_steps(plain, model)
+        assert_steps(plain, model, rows)
     for _ in range(3):
         x, found = rows(), []
         for each in (plain, model):
@@ -112,19 +104,14 @@ def test_a_tensor_that_was_computed_elsewhere_keeps_its_gradient(late: bool, by_
 
 def test_inputs_of_a_block_of_which_one_is_made_of_the_other() -> None:
     """Its B is asked for both gradients, and must not go from one to the other by the graph around it."""
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.two, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 4), Block()
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.two(self.norm(h).tanh(), h))  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            y: Tensor = self.last(self.two(self.norm(h).tanh(), h))
-            return y
-
-    plain = Two().double()
+    plain = module_of(forward, first=nn.Linear(4, 4), norm=nn.LayerNorm(4), two=nn.Bilinear(4, 4, 4), last=Block())
+    plain = plain.double()
     model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=3, checkpoint="never")
-    assert_steps(plain, model)
+    assert_steps(plain, model, rows)
 
 
 def doubled(grad: Tensor) -> Tensor:
@@ -143,19 +130,11 @@ def test_hooks_of_a_linear_layers_output_change_its_gradients(options: dict[str,
             y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))  # type: ignore[union-attr]
         return y.tanh()
 
-    if "schedule" in options:
-        options = {**options, "loss_fn": nn.functional.mse_loss}
-    plain, model = pair(Block(), Block(hooked), Block(hooked), by_cuts=by_cuts, **options)
+    plain, model = pair(Block(), Block(hooked), Block(hooked), by_cuts=by_cuts, **inside(options))
     if at == "hook of the module":
         for each in (plain, model):
             each[1].linear.register_forward_hook(lambda module, given, y: y.register_hook(doubled) and None)
-    for _ in range(2):
-        x, target = rows(), rows()
-        for each in (plain, model):
-            each.zero_grad()
-            inside = each is model and "schedule" in options
-            (each(x, target=target) if inside else nn.functional.mse_loss(each(x), target)).backward()
-        assert_same_tensors(model, plain)
+    assert_steps(plain, model, rows, 2)
 
 
 @BOTH
@@ -166,7 +145,7 @@ def test_without_hooks_no_python_runs_per_layer_in_b(by_cuts: bool, monkeypatch:
     plain, model = pair(Block(), Block(), Block(), by_cuts=by_cuts)
     with monkeypatch.context() as patched:
         patched.setattr(capture, "_watched", watched)
-        assert_steps(plain, model)
+        assert_steps(plain, model, rows)
         model[1].linear.register_forward_hook(  # type: ignore[union-attr,operator]
             lambda module, given, y: y.register_hook(doubled) and None
         )

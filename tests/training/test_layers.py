@@ -48,14 +48,15 @@ def test_skips_go_down_and_up_a_v(name: str, spans: list[tuple[int, int]], backw
 
 
 @graded(
-    {"checkpoint": ["never", "always"], "name": schedule.names()}, essence=[["checkpoint"]], thorough=[["name"]]
+    {"by": ["balance", "cuts"], "checkpoint": ["never", "always"], "name": schedule.names()},
+    essence=[["by"], ["checkpoint"]], thorough=[["by", "name"]],
 )
-def test_deferred_batch_norm_has_the_batchs_statistics(name: str, checkpoint: Any) -> None:
+def test_deferred_batch_norm_has_the_batchs_statistics(by: str, name: str, checkpoint: Any) -> None:
     """Of the first norm at least, whose input no norm has changed."""
     layers = nn.Sequential(nn.BatchNorm1d(4), *mlp(2 * stages_of(name)))
     plain = copy.deepcopy(layers)
     balance = [2] + [1] * (2 * stages_of(name) - 1)
-    _, model = twins(layers, name, 2, balance, chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
+    _, model = twins(layers, name, 2, balance, by=by, chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
     for rows in (8, 11, 6):
         x = torch.randn(rows, 4) * 3 + 1
         plain(x)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.core.graph import reserve
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import module_of
 from tests.helpers.scheduled import mean, mlp
 from tests.helpers.twin import Nothing, assert_same
 from tests.promise.layers import Apply
@@ -147,21 +148,16 @@ def test_a_tensor_that_was_computed_outside(kind: str, way: Way) -> None:
     assert_equal_for(layers, way, held, before=lambda: computed.append(held.exp() * held))
 
 
-class Twice(nn.Module):
+def twice(self: Any, x: Tensor) -> Tensor:
     """Uses its weight in several ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear((x @ self.weight).tanh(), self.weight) * self.weight.sum()
+    return F.linear((x @ self.weight).tanh(), self.weight) * self.weight.sum()
 
 
 @WAYS
 def test_weights_of_a_functional_call(way: Way) -> None:
     """As meta-learning has them: the gradient is asked for of what stands in the parameters' place."""
-    plain, x = nn.Sequential(nn.Linear(4, 4), Twice(), nn.Tanh(), nn.Linear(4, 4)), torch.randn(7, 4)
+    layer, x = module_of(twice, weight=nn.Parameter(torch.randn(4, 4))), torch.randn(7, 4)
+    plain = nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh(), nn.Linear(4, 4))
     model = wrapped(list(plain), (way[0], {**way[1], "checkpoint": "never"}))
     found = []
     for run in (lambda weights: mean(functional_call(plain, weights, (x,)), 0.25),
@@ -178,17 +174,13 @@ def test_a_leaf_that_some_microbatch_uses_instead_of_a_parameter(way: Way, numbe
     """Its graph has as many nodes as those of the others."""
     outside = leaf(4)
 
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (outside if x[0, 0] > 100 else self.weight)
+    def either(self: Any, x: Tensor) -> Tensor:
+        return x * (outside if x[0, 0] > 100 else self.weight)
 
     x = torch.randn(6, 4)
     x[2 * number, 0] = 200.0
-    layers = [Apply(lambda x: x * 1), Either(), nn.Linear(4, 4), nn.Tanh()]
+    layer = module_of(either, weight=nn.Parameter(torch.randn(4)))
+    layers = [Apply(lambda x: x * 1), layer, nn.Linear(4, 4), nn.Tanh()]
     if "checkpoint" not in way[1] or not number:
         assert_equal_for(layers, way, outside, given=x, parts=3)
         return
@@ -201,16 +193,11 @@ def test_a_leaf_that_some_microbatch_uses_instead_of_a_parameter(way: Way, numbe
 
 @WAYS
 def test_parameters_of_a_loss_function(way: Way) -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(4, 2)
-            self.scale = nn.Parameter(torch.rand(()))
+    def loss(self: Any, output: Tensor, target: Tensor) -> Tensor:
+        return self.scale * F.mse_loss(self.head(output), target)  # type: ignore[no-any-return]
 
-        def forward(self, output: Tensor, target: Tensor) -> Tensor:
-            return self.scale * F.mse_loss(self.head(output), target)
-
-    layers, loss_fn, target, fired = list(mlp(4)), Loss(), torch.randn(7, 2), list[str]()
+    loss_fn = module_of(loss, head=nn.Linear(4, 2), scale=nn.Parameter(torch.rand(())))
+    layers, target, fired = list(mlp(4)), torch.randn(7, 2), list[str]()
     assert_equal_for(layers, way, *loss_fn.parameters(), target=target, loss_fn=loss_fn)
     model = wrapped(layers, way, loss_fn)
     assert not any("head" in key for key in model.state_dict()) and "scale" not in dict(model.named_parameters())

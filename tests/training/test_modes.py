@@ -14,27 +14,21 @@ from splitpipe import SplitPipe, is_recomputing, schedule
 from splitpipe.schedule import Op, Schedule
 from tests.helpers.covering import graded
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.helpers.scheduled import assert_transparent, mean, mlp, stages_of, twins
 from tests.helpers.twin import Note, assert_same_tensors
+from tests.promise.layers import Apply
 
 
-class Logged(nn.Module):
+def noted(self: Any, x: Tensor) -> Tensor:
     """A linear layer that writes each of its passes down."""
-
-    def __init__(self, log: list[str]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.log = log
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.log.append("F")
-        y: Tensor = Note.apply(self.layer(x), self.log, "B")
-        return y
+    self.log.append("F")
+    return Note.apply(self.layer(x), self.log, "B")  # type: ignore[no-any-return]
 
 
 def logged(name: str, **options: Any) -> tuple[SplitPipe, list[str]]:
     log: list[str] = []
-    layers = nn.Sequential(*[Logged(log) for _ in range(2 * stages_of(name))])
+    layers = nn.Sequential(*[module_of(noted, **linears("layer"), log=log) for _ in range(2 * stages_of(name))])
     return twins(layers, name, 2, loss_fn=F.mse_loss, chunks=3, **{"checkpoint": "never", **options})[1], log
 
 
@@ -139,19 +133,6 @@ def test_interleaved_schedules_take_any_number_of_stages_a_device(balance: list[
     assert model.schedule.stages == len(balance)
 
 
-class Recomputed(nn.Module):
-    """Says when it is run again."""
-
-    def __init__(self, again: threading.Event) -> None:
-        super().__init__()
-        self.again = again
-
-    def forward(self, x: Tensor) -> Tensor:
-        if is_recomputing():
-            self.again.set()
-        return x * 1
-
-
 class WaitInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, event: threading.Event) -> Tensor:
@@ -164,18 +145,16 @@ class WaitInBackward(torch.autograd.Function):
         return grad, None
 
 
-class Waits(nn.Module):
-    def __init__(self, event: threading.Event) -> None:
-        super().__init__()
-        self.event = event
-
-    def forward(self, x: Tensor) -> Tensor:
-        return WaitInBackward.apply(x, self.event)
-
-
 def test_a_stage_recomputes_before_its_gradient_arrives() -> None:
     again = threading.Event()
-    layers = nn.Sequential(Recomputed(again), nn.Linear(4, 4), Waits(again), nn.Linear(4, 4))
+
+    def recomputed(x: Tensor) -> Tensor:
+        if is_recomputing():
+            again.set()
+        return x * 1
+
+    waits = Apply(lambda x: WaitInBackward.apply(x, again))
+    layers = nn.Sequential(Apply(recomputed), nn.Linear(4, 4), waits, nn.Linear(4, 4))
     model = SplitPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=1, schedule="1f1b", loss_fn=mean, checkpoint="always")
     model(torch.randn(8, 4), target=0.25).backward()
     assert again.is_set()

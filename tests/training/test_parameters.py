@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from tests.helpers import scheduled
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.helpers.scheduled import mean
 from tests.helpers.twin import assert_same_tensors
 from tests.promise.layers import Checkpointed
@@ -28,23 +29,18 @@ def between(layer: nn.Module) -> list[nn.Module]:
     return [nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Tanh()]
 
 
-class Sometimes(nn.Module):
-    """A layer with parameters that all microbatches use, those with a large number, and none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.spare, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return torch.cat([y[k : k + 1] + self.spare(x[k]) if x.detach()[k].max() > 100 else y[k : k + 1]
-                          for k in range(len(x))])
+def sometimes(self: Any, x: Tensor) -> Tensor:
+    """Uses parameters in all microbatches, in those with a large number, and in none."""
+    y: Tensor = self.layer(x)
+    return torch.cat([y[k : k + 1] + self.spare(x[k]) if x.detach()[k].max() > 100 else y[k : k + 1]
+                      for k in range(len(x))])
 
 
 @WAYS
 @pytest.mark.parametrize("large", [[], [0], [3], [6]])
 def test_parameters_that_no_microbatch_uses_have_no_gradient(way: Way, large: list[int]) -> None:
-    plain, model = twins([Sometimes(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], way)
+    layer = module_of(sometimes, **linears("layer", "spare", "never"))
+    plain, model = twins([layer, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], way)
     x = torch.randn(7, 4)
     x[large] = 200.0
     mean(plain(x), 0.25).backward()
@@ -104,20 +100,14 @@ def test_a_layer_may_go_backward_in_its_forward(way: str, backward: Any) -> None
                                  factor=3.0, chunks=1, backward=backward)
 
 
-class Penalised(nn.Module):
+def penalised(self: Any, x: Tensor) -> Tensor:
     """Keeps a penalty for the loss outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.penalty = self.w.square().sum()
-        return x * self.w
+    self.penalty = self.w.square().sum()
+    return x * self.w
 
 
 def test_a_penalty_that_a_layer_has_kept_leads_to_its_parameter() -> None:
-    layer, fired = Penalised(), []
+    layer, fired = module_of(penalised, w=nn.Parameter(torch.ones(4))), list[Tensor]()
     _, model = scheduled.twins(nn.Sequential(layer, nn.Linear(4, 4)), "1f1b", loss_fn=F.mse_loss, chunks=4)
     layer.w.register_hook(lambda grad: fired.append(grad.clone()))
     x, found = torch.randn(8, 4), []
@@ -131,24 +121,18 @@ def test_a_penalty_that_a_layer_has_kept_leads_to_its_parameter() -> None:
     assert torch.equal(*found)
 
 
-class Probes(nn.Module):
+def probed(self: Any, x: Tensor) -> Tensor:
     """The input; keeps what a head makes of it, which nothing else comes from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.kept = nn.Linear(4, 4), []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept.append(self.head(x.detach()))
-        return x * 1
+    self.kept.append(self.head(x.detach()))
+    return x * 1
 
 
 @ENGINES
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_a_weight_gradient_may_come_after_its_step(name: str, backward: Any) -> None:
     x, y = torch.randn(4, 4), torch.randn(4, 4)
-    plain, model = scheduled.twins(nn.Sequential(nn.Linear(4, 4), Probes(), nn.Linear(4, 4)), name, loss_fn=F.mse_loss,
-                                   chunks=2, checkpoint="never", backward=backward)
+    layers = nn.Sequential(nn.Linear(4, 4), module_of(probed, **linears("head"), kept=[]), nn.Linear(4, 4))
+    plain, model = scheduled.twins(layers, name, loss_fn=F.mse_loss, chunks=2, checkpoint="never", backward=backward)
     for module, loss in ((model, model(x, target=y)), (plain, F.mse_loss(plain(x), y))):
         (loss + torch.cat(module[1].kept).mean()).backward()
     assert_same_tensors(model, plain)
