@@ -1,4 +1,4 @@
-"""Scheduled: one step of any module. The loss is loss_fn's, or the module's own, a field of its output."""
+"""Scheduled: one step of any module. The loss is loss_fn's, or the module's own: its output, or a field of that."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -226,15 +226,18 @@ class CodeStep(StepWork):
 
 
 def loss_of(output: Any) -> Tensor:
-    """The field ``loss`` of a module's output: an attribute, or a key."""
-    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    """The field ``loss`` of a module's output, an attribute or a key; or the output, if it is a number itself."""
+    if isinstance(output, Tensor) and not output.dim():
+        found: Any = output
+    else:
+        found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         kind = "no" if found is None else f"a {type(found).__name__} as its"
         raise TypeError(
             f"the module's output, a {type(output).__name__}, has {kind} loss: a schedule runs backward inside the "
-            "forward, so it needs the field or key 'loss', a number. Pass the model what it computes the loss "
-            "from (labels=...), or use SplitPipe(..., loss_fn=criterion) and a target; if you only need outputs, use "
-            "model.eval() or torch.no_grad(). If the caller computes the loss, as Trainer does for "
+            "forward, so it needs the field or key 'loss', a number, or the loss alone. Pass the model what it "
+            "computes the loss from (labels=...), or use SplitPipe(..., loss_fn=criterion) and a target; if you only "
+            "need outputs, use model.eval() or torch.no_grad(). If the caller computes the loss, as Trainer does for "
             "label_smoothing_factor, leave out the schedule."
         )
     return found
@@ -242,6 +245,8 @@ def loss_of(output: Any) -> Tensor:
 
 def with_loss(output: Any, loss: Tensor) -> Any:
     """The output with another loss in its field; the output itself is changed if possible."""
+    if isinstance(output, Tensor):
+        return loss
     if isinstance(output, dict):
         output["loss"] = loss  # transformers' ModelOutput is a dict too, and this sets its attribute.
     elif isinstance(output, tuple) and hasattr(output, "_replace"):

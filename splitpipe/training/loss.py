@@ -179,9 +179,7 @@ def is_compiled(loss_fn: object) -> bool:
     )
 
 
-def begun(
-    known: Objective | None, loss_fn: Callable[..., Any], reduction: str | None, told: Told
-) -> Objective:
+def begun(known: Objective | None, loss_fn: Callable[..., Any], reduction: str | None, told: Told) -> Objective:
     """The objective of a loss for a new call: the known one, if it has this loss."""
     return known if known is not None and known.loss_fn is loss_fn else Objective(loss_fn, reduction, told)
 
@@ -309,12 +307,11 @@ class Reduction:
         found: list[Amount | None] = []
         for term in each:
             here = None if term.divisor is None else term.divisor.here
-            if term.divisor is terms.NONE:
-                found.append(1.0)  # Like a sum, which it may be.
-            elif isinstance(here, Tensor):
+            if isinstance(here, Tensor):
                 found.append(self._power(here) if single else torch.where(here == 0, sum(self._rows), here * grown))
-            else:
-                found.append(None if here is None else here * grown or 1.0)
+            else:  # NONE may be a sum, whose gradients aren't divided.
+                by = 1.0 if term.divisor is terms.NONE else grown
+                found.append(None if here is None else here * by or 1.0)
         return found
 
     def _power(self, count: Tensor) -> Tensor:

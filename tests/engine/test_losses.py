@@ -58,6 +58,19 @@ def test_the_loss_is_a_field_of_the_output(kind: Any, schedule: str) -> None:
 
 
 @scheduled
+def test_an_output_that_is_a_number_is_the_loss(schedule: str) -> None:
+    plain = Typed()
+    plain.kind = lambda loss, y: loss
+    model, given = piped(plain, CUTS, schedule=schedule), batch()
+    for _ in range(2):
+        (2 * model(**given)).backward()
+        (2 * plain(**given)).backward()
+    assert_same_tensors(model, plain)
+    model.eval()
+    torch.testing.assert_close(model(**given), plain(**given))
+
+
+@scheduled
 def test_an_output_without_a_loss_is_an_error(schedule: str) -> None:
     model = piped(Stack(), CUTS, schedule=schedule)
     with pytest.raises((TypeError, ValueError), match="loss") as error:
