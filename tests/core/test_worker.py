@@ -129,9 +129,10 @@ def test_a_call_fails_if_its_thread_dies_during_or_before_it(
 
 @pytest.mark.parametrize("error", [WorkerDiedError, KeyError], ids=["its thread dies", "it fails"])
 def test_a_call_that_waits_for_another_one_is_stopped_and_waited_for(
-    error: type[Exception], pool: Pool, quiet: None, untraced: None
+    error: type[Exception], pool: Pool, quiet: None, request: pytest.FixtureRequest
 ) -> None:
     if error is WorkerDiedError:
+        request.getfixturevalue("untraced")
         kill(pool._threads[0])
     stop, ended, told = threading.Event(), list[bool](), list[BaseException]()
     with pytest.raises(error) as caught:
