@@ -120,7 +120,7 @@ def test_losses_that_trainer_computes_are_those_of_the_unwrapped_model(name: str
 
 @pytest.mark.parametrize("name", OF_TRAINER)
 def test_by_a_schedule_the_error_says_that_the_model_is_to_compute_the_loss(name: str, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="needs the field or key 'loss', a number. Pass the model what it computes"):
+    with pytest.raises(TypeError, match="needs the field or key 'loss', a number, or the loss alone"):
         trained(WAYS["attach-1f1b"](model()), tmp_path, **OF_TRAINER[name], **SHORT)
 
 
