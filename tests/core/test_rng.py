@@ -288,6 +288,8 @@ def test_one_state_gives_one_list_of_seeds_all_different() -> None:
     first, second = all_of(Seeds(3, 4), 3, 4), all_of(Seeds(3, 4), 3, 4)
     assert first == second and len(set(first)) == 12
     assert torch.equal(default(), before)
+    torch.rand(1)
+    assert not {*first} & {*all_of(Seeds(3, 4), 3, 4)}
 
 
 @pytest.mark.parametrize("drew", [False, True])
