@@ -217,6 +217,7 @@ class ModelLayers:
         known = self._with_loss
         if known is not None and known[0] is objective and known[1].same():
             return known[2]
+        self._with_loss = None  # The copy would keep the one before, and that its own.
         made, structure = copy(self), Structure([objective])
         last = made.stages[-1]
         own = Known.of(objective.named_parameters("loss_fn"))
