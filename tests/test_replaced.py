@@ -87,7 +87,8 @@ def test_a_layer_that_does_what_none_did_before_is_noticed(
     where: str, schedule: str, backward: str, inside: bool
 ) -> None:
     for layer in (nn.ReLU(inplace=True), Scaled(), nn.Dropout(0.0), Tracked()):
-        module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2))
+        kind = Looped if where == "cuts" else nn.Sequential
+        module = kind(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2))
         plain, x, y = copy.deepcopy(module), torch.randn(6, 4), torch.randn(6, 2)
         how: dict[str, Any] = {"cuts": ["1"]} if where == "cuts" else {"balance": [1, 1]}
         loss_fn = None if schedule == "gpipe" else F.mse_loss
