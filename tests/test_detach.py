@@ -200,6 +200,7 @@ def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).primal
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use", [exported, STRICTLY])
 def test_a_block_is_exported_by_itself(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
     model, x = attached(Net()), torch.randn(4, 4)
@@ -207,6 +208,7 @@ def test_a_block_is_exported_by_itself(use: Callable[[nn.Module, Tensor], Tensor
     assert_same(use(model.first, x), model.first(x), "output")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*:FutureWarning")
 @pytest.mark.parametrize("use", [exported, STRICTLY, traced, transformed, forward_mode, symbolic])
 @ways

@@ -62,6 +62,7 @@ def test_the_module_is_left_as_it_was(choose: Callable[..., Any], labels: bool) 
     torch.testing.assert_close(model(**batch())["logits"], copy.deepcopy(module)(**batch())["logits"])
 
 
+@pytest.mark.thorough
 @BOTH
 def test_a_sequential_that_runs_its_layers_itself_is_cut_by_name(choose: Callable[..., Any]) -> None:
     found = choose(3, Chain(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))

@@ -7,6 +7,7 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from splitpipe.balance.solver import solve
+from tests.helpers.covering import few
 
 
 def sums(costs: list[float], lengths: list[int]) -> list[float]:
@@ -24,7 +25,7 @@ def all_cuts(layers: int, parts: int) -> list[list[int]]:
     return [[stop - start for start, stop in pairwise(cut)] for cut in ends]
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("layers", few(4, [1, 2, 3, 4, 5]))
 def test_every_small_list_is_cut_as_evenly_as_the_best_of_all_cuts(layers: int) -> None:
     for costs in product([0, 1, 2, 5], repeat=layers):
         for parts in range(1, layers + 1):

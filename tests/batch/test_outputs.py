@@ -95,6 +95,7 @@ def test_dataclasses_are_joined_by_their_fields(kind: Any) -> None:
                                                                   expected.y["more"][0].y], "output")
 
 
+@pytest.mark.thorough
 def test_a_class_of_outputs_that_is_a_dict_with_attributes_stays_one() -> None:
     generic = pytest.importorskip("transformers.modeling_outputs")
     found, expected = given(lambda y: generic.CausalLMOutput(loss=y.mean(), logits=y, hidden_states=(y, y * 2)))

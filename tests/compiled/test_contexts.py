@@ -49,6 +49,7 @@ def test_a_compiled_node_does_not_enter_the_callers_context(monkeypatch: pytest.
     assert x.grad is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [(), (0, 0)])
 def test_otherwise_nothing_is_done(devices: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = compiled()
@@ -58,6 +59,7 @@ def test_otherwise_nothing_is_done(devices: tuple[int, ...], monkeypatch: pytest
         backward(y, monkeypatch)
 
 
+@pytest.mark.thorough
 def test_a_torch_that_copies_the_context_itself_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "NEEDED", False)
     y = compiled()(torch.ones(2, 4))

@@ -27,10 +27,10 @@ def twins(schedule: str | None, checkpoint: str) -> tuple[nn.Sequential, SplitPi
     return scheduled.twins(module, schedule, 2, loss_fn=square, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("schedule", "checkpoint", "wrap", "batches"), [
     (None, "never", {"gradient_as_bucket_view": True}, 2),
-    pytest.param("zb-h1", "always", {"static_graph": True}, 1, marks=pytest.mark.thorough),
-    pytest.param("1f1b", "never", {}, 1, marks=pytest.mark.thorough),
+    ("zb-h1", "always", {"static_graph": True}, 1), ("1f1b", "never", {}, 1),
 ], ids=["drop-in, without sync", "zb-h1, always, static", "1f1b"])
 @both
 def test_two_processes_train_as_one_on_the_data_of_both(

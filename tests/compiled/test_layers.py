@@ -23,6 +23,7 @@ from tests.helpers.compiling import EAGER
 from tests.helpers.compiling import codes as codes
 from tests.helpers.compiling import graphs as graphs
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
+from tests.helpers.covering import few
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors
 
@@ -96,7 +97,7 @@ def assert_right(model: SplitPipe, plain: nn.Sequential, rows: int = 6) -> None:
     assert_same_tensors(model, plain)
 
 
-@pytest.mark.parametrize("way", [{"checkpoint": "never"}, ALWAYS, SCHEDULED], ids=["never", "always", "zb-h1"])
+@pytest.mark.parametrize("way", few(1, [SCHEDULED, ALWAYS, {"checkpoint": "never"}]), ids=["zb-h1", "always", "never"])
 def test_equal_blocks_are_compiled_once_and_train(way: dict[str, Any], graphs: list[str], codes: list[Code]) -> None:
     plain, model = twins(blocks(8), **way)
     assert "not known yet" in str(model.deferral_report())
@@ -114,6 +115,7 @@ def test_equal_blocks_are_compiled_once_and_train(way: dict[str, Any], graphs: l
     assert len(graphs) == 2 and sorted(called) == sorted(2 * [name for name, _ in model.named_parameters()])
 
 
+@pytest.mark.thorough
 def test_what_torch_has_missed_is_looked_for_again_alone(graphs: list[str], codes: list[Code]) -> None:
     """Its lookup may miss what is compiled while other threads look: with the others gone, it is found."""
     plain, model = twins(blocks(), checkpoint="never")
@@ -145,6 +147,7 @@ class Sometimes(nn.Module):
         return y * float(y.sum() < 1e9) if self.asks else y
 
 
+@pytest.mark.thorough
 def test_one_of_equal_layers_that_can_not_be_compiled_is_alone_in_that(codes: list[Code]) -> None:
     torch.manual_seed(0)
     plain, model = twins(nn.Sequential(*[Sometimes(asks=number == 2) for number in range(4)]), **ALWAYS, chunks=4)
@@ -164,6 +167,7 @@ def test_more_constants_than_graphs() -> None:
     assert "compiled" in {row.why for row in model.deferral_report()}
 
 
+@pytest.mark.thorough
 def test_copies_that_take_all_that_a_layer_has_compute_with_their_own_weights() -> None:
     class Whole(Block):
         def __getstate__(self) -> dict[str, Any]:
@@ -206,6 +210,7 @@ def test_what_is_one_op_is_not_compiled() -> None:
         assert fit(layer)
 
 
+@pytest.mark.thorough
 def test_a_graph_that_is_kept_gives_them_again() -> None:
     plain, model = twins(blocks(), checkpoint="never")
     for each in (plain, model):
@@ -215,6 +220,7 @@ def test_a_graph_that_is_kept_gives_them_again() -> None:
     assert_same_tensors(model, plain)
 
 
+@pytest.mark.thorough
 def test_gradients_of_inputs_alone_leave_nothing_behind() -> None:
     plain, model = twins(blocks(), checkpoint="never")
     given = x().requires_grad_()
@@ -225,6 +231,7 @@ def test_gradients_of_inputs_alone_leave_nothing_behind() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.thorough
 @WAYS
 def test_frozen_weights_are_left_out(way: dict[str, Any]) -> None:
     plain, model = twins(blocks(), **way)
@@ -281,6 +288,7 @@ def test_eval_and_no_grad_between_steps(graphs: list[str]) -> None:
     assert_right(model, plain)
 
 
+@pytest.mark.thorough
 def test_autocast() -> None:
     plain, model = twins(blocks().float(), **ALWAYS)
     given, loss = x().float(), []
@@ -305,6 +313,7 @@ def test_copies_are_compiled_when_they_are_called(copied: Any, codes: list[Code]
     assert isinstance(other[0]._compiled_call_impl, CompiledCall) and len(codes) == 2
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_let_go_of_is_gone() -> None:
     model = piped(blocks())
     step(model, x())
@@ -335,6 +344,7 @@ def test_layers_that_the_user_compiles_by_our_backend_are_the_same(how: str, way
     assert {(row.deferred, row.why) for row in model.deferral_report()} == {(True, "compiled")}
 
 
+@pytest.mark.thorough
 @pytest.mark.compiles
 @TORCHS
 def test_layers_that_the_user_compiles_otherwise_keep_autograds_backward() -> None:
@@ -499,6 +509,7 @@ MADE = {
 }
 
 
+@pytest.mark.thorough
 @WAYS
 @pytest.mark.parametrize("name", MADE)
 def test_gradients_that_arrive_in_other_ways(name: str, way: dict[str, Any], codes: list[Code]) -> None:
@@ -548,7 +559,7 @@ def test_hooks_that_come_and_go_later_are_seen() -> None:
 # What is left as it is
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+@pytest.mark.parametrize("checkpoint", few(1, ["never", "except_last"]))
 def test_second_derivatives_are_an_error_in_every_checkpoint_mode(checkpoint: str) -> None:
     model = piped(blocks(), checkpoint=checkpoint)
     with pytest.raises(RuntimeError, match="second derivatives|double backward"):
@@ -557,6 +568,7 @@ def test_second_derivatives_are_an_error_in_every_checkpoint_mode(checkpoint: st
     step(model, x())
 
 
+@pytest.mark.thorough
 def test_a_layer_that_draws_in_its_own_checkpoint_runs_as_it_is(codes: list[Code]) -> None:
     class Draws(nn.Module):
         def __init__(self) -> None:
@@ -591,6 +603,7 @@ def test_a_number_that_counts_is_not_lost(codes: list[Code]) -> None:
     assert model[0].seen == 2 and not codes
 
 
+@pytest.mark.thorough
 def test_a_layer_that_fails_once_is_compiled_the_next_time(codes: list[Code]) -> None:
     plain, model = twins(blocks())
     with pytest.raises(RuntimeError) as info:
@@ -653,6 +666,7 @@ class Kept(nn.Module):
         return self.last * 2
 
 
+@pytest.mark.thorough
 def test_finalizers_of_what_a_layer_frees_run(codes: list[Code]) -> None:
     freed: list[int] = []
     model = SplitPipe(nn.Sequential(Kept(), Kept()), [1, 1], devices=["cpu"] * 2, chunks=1, compile=EAGER)
@@ -687,6 +701,7 @@ def test_a_layer_that_counts_is_compiled_once(graphs: list[str], codes: list[Cod
     assert [code.why for code in codes] == [None] and len(graphs) < 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("options", "halves"), [
     ({"schedule": "1f1b", "loss_fn": F.mse_loss}, False), (SCHEDULED, True), ({}, True),
     ({"backward": "autograd"}, False),

@@ -106,6 +106,7 @@ def kill(thread: threading.Thread) -> None:
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
 
 
+@pytest.mark.thorough
 def test_calls_to_a_killed_thread_fail(
     pool: Pool, quiet: None, untraced: None
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_forked_child_needs_a_new_pool_and_has_free_locks(pool: Pool) -> None:
     assert pool.usable and not lock.lock.acquire(timeout=0)
 
 
+@pytest.mark.thorough
 def test_the_exit_joins_each_thread_of_a_pool_that_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[Callable[[], None]] = []
     with monkeypatch.context() as patch:

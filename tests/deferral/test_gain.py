@@ -85,6 +85,7 @@ def test_scheduled_splits_a_convolution_if_it_fills_idle_time(
     assert deferred(model) == ({"2.weight": "Convolution"} if deferring else {})
 
 
+@pytest.mark.thorough
 def test_large_microbatches_are_not_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {}
     for limit in (2**19, 0):

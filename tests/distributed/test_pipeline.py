@@ -18,7 +18,7 @@ from splitpipe.distributed import Pipeline
 from splitpipe.distributed.boundary import Part
 from splitpipe.distributed.lowering import separable
 from splitpipe.schedule.op import Op
-from tests.helpers.covering import graded
+from tests.helpers.covering import few, graded
 from tests.helpers.scheduled import NAMES
 from tests.helpers.skipping import Pop, Stash
 from tests.helpers.world import SIZE, World, both
@@ -141,7 +141,7 @@ def bereft(rank: int, name: str) -> None:
             model.step(x, y)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", pytest.param("gpipe", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", few(1, ["zb-h1", "gpipe"]))
 @pytest.mark.thorough
 def test_a_process_that_is_killed_makes_the_others_end_with_an_error(world: World, name: str) -> None:
     world.lose(bereft, name)
@@ -193,6 +193,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_processes(rank: int) -> None
             torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
+@pytest.mark.thorough
 @both
 def test_losses_of_torch_are_those_of_the_whole_batch(rank: int) -> None:
     for loss_fn in (nn.CrossEntropyLoss(ignore_index=0), nn.NLLLoss(torch.tensor([0.0, 2.0, 1.0])),

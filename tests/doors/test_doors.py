@@ -59,6 +59,7 @@ def test_a_public_name_is_explained_by_an_example(door: ModuleType, name: str) -
     assert doctest.DocTestParser().get_examples(doc), "its docstring has no line that starts with >>>"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_run(name: str, no_accelerator: None) -> None:
     known = {name: getattr(door, name) for door in PUBLIC for name in door.__all__}

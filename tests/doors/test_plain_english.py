@@ -74,6 +74,7 @@ def test_a_page_is_in_plain_english(page: Path) -> None:
     assert phrases(page.read_text(encoding="utf-8"), PLAINER) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("room", sorted({path.parent for path in SOURCES}), ids=lambda room: room.name)
 def test_a_room_of_the_package_is_in_plain_english(room: Path) -> None:
     found = [

@@ -83,6 +83,7 @@ def faults(source: str, attributes: set[str]) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_no_other_file_names_what_is_private_to_torch() -> None:
     """Expected it in splitpipe/core/torch_private.py, with what it is for."""
     attributes = listed()

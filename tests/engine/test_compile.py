@@ -70,6 +70,7 @@ def test_compiled_blocks_are_compiled_once(options: dict[str, Any], in_place: bo
         torch.testing.assert_close([x.grad for x in model.parameters()], [x.grad for x in plain.parameters()])
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_runs_its_schedule() -> None:
     plain, model = twins(mlp(4), "zb-v", 2, loss_fn=nn.functional.mse_loss, chunks=3)
     x, y = torch.randn(7, 4), torch.randn(7, 4)

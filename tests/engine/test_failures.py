@@ -137,6 +137,7 @@ def test_after_an_error_in_backward_the_next_step_is_right(schedule: str, checkp
     assert_right(plain, model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_error_in_a_recomputation_has_its_place(schedule: str) -> None:
     plain, model = pair(schedule=schedule, checkpoint="always")

@@ -324,6 +324,7 @@ def test_hooks_of_parameters_that_nothing_uses_are_not_called(by: str, checkpoin
     assert assert_same_calls(plain, model, called) == 3 * 2 * 2
 
 
+@pytest.mark.thorough
 def test_the_report_follows_what_forwards_do() -> None:
     own: list[Forward] = [through]
     plain, model = pair(lambda net, x: own[0](net, x))

@@ -119,6 +119,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("other", OTHERS)
 @KINDS
 def test_a_checkpoint_of_weights_and_optimizer_goes_on_in_another_pipeline(

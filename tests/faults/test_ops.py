@@ -219,6 +219,7 @@ def test_an_error_without_grad_mode_leaves_the_model_usable(name: str) -> None:
     torch.testing.assert_close(output, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind"), [("zb-h1", "weight"), ("drop-in", "forward"), ("drop-in", "tensor hook")])
 def test_failed_steps_leave_no_tensor_and_no_thread_behind(name: str, kind: str) -> None:
     """They need no collector for that."""

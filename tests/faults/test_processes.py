@@ -228,7 +228,8 @@ ALWAYS = (
 WAYS = {"scheduled": [*CASES], "drop-in": [*ALWAYS], "by cuts": [*ALWAYS]}
 
 
-@pytest.mark.parametrize("way", ["scheduled", *(pytest.param(way, marks=pytest.mark.thorough) for way in [*WAYS][1:])])
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
 def test_processes_end_as_they_should(way: str) -> None:
     given = [(name, way, textwrap.dedent(CASES[name].code)) for name in WAYS[way]]
     done = subprocess.run(

@@ -223,6 +223,7 @@ def trains(rank: int, places: list[list[str]], backend: str, backward: str) -> N
         dist.destroy_process_group(group)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backward", ["split", "autograd"])
 @pytest.mark.parametrize(("where", "backend"), [
     ("cpu", "gloo"),

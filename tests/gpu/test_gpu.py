@@ -19,6 +19,7 @@ from tests.gpu.parts import MOST, Outcome, Part, run
 from tests.gpu.syncs import syncs
 
 
+@pytest.mark.thorough
 def test_without_a_gpu_the_command_says_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         assert main([]) == 2

@@ -36,6 +36,12 @@ def graded(
     return pytest.mark.parametrize(tuple(axes), cases)
 
 
+def few(number: int, values: Iterable[Any]) -> list[Any]:
+    """The first ``number`` of a test's cases as they are, the others marked ``thorough``."""
+    return [value if at < number else pytest.param(value, marks=pytest.mark.thorough)
+            for at, value in enumerate(values)]
+
+
 def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrizes a test by cases that have every two values of any two axes; the essence has each value."""
     return graded(axes, [[axis] for axis in axes], pairs([*axes]))

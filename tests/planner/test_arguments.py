@@ -42,6 +42,7 @@ def test_chunks_of_a_schedule_of_ones_own_are_taken_as_they_are() -> None:
     assert chunks_of(4, 5, 2, [build("1f1b", 2, 4)]) == [4]
 
 
+@pytest.mark.thorough
 def test_a_batch_that_no_chunks_divide_is_compared() -> None:
     module, x = layers(), torch.randn(5, 3)
     found = splitpipe.plan(
@@ -93,6 +94,7 @@ def test_in_inference_mode_and_under_autocast_a_plan_is_made(mode: Any) -> None:
         assert planned().chunks == 2
 
 
+@pytest.mark.thorough
 def test_lazy_layers_are_planned() -> None:
     assert sum(planned(nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(3))).balance) == 2
 

@@ -64,6 +64,7 @@ def test_it_prints_the_plan_and_writes_what_it_was_asked_for(room: Path, capsys:
     assert Plan.from_json(room / "plan.json").layers == ("0", "1", "2")
 
 
+@pytest.mark.thorough
 def test_without_a_loss_it_plans_the_drop_in(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "planned_train:make", "--sample", "planned_train:Holder.batch", *QUICK[:6]]) == 0
     assert "schedule=" not in capsys.readouterr().out
@@ -105,6 +106,7 @@ def test_lists_have_commas_or_spaces(place: int, capsys: pytest.CaptureFixture[s
     assert "devices=['cpu', 'cpu']" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_has_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "planned_train:model", "--sample", "4x6", *QUICK[:6], "--memory", "100B"]) == 1
     said = capsys.readouterr()

@@ -42,9 +42,9 @@ def faster(profile: Profile, times: float, **more: Any) -> Profile:
     return replace(profile, kinds=tuple(kinds), compile=EAGER, **more)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("times, compile", [
-    (2.0, EAGER), pytest.param(0.5, False, marks=pytest.mark.thorough),
-    pytest.param(1.0, False, marks=pytest.mark.thorough),
+    (2.0, EAGER), (0.5, False), (1.0, False),
 ])
 def test_what_is_faster_is_chosen_and_the_other_one_is_named(times: float, compile: Any) -> None:
     profile = emulated(0)
@@ -119,6 +119,7 @@ def test_a_plan_that_an_earlier_version_wrote_compiles_nothing(tmp_path: Path) -
     assert Plan.from_json(tmp_path / "plan.json") == found
 
 
+@pytest.mark.thorough
 def test_a_module_with_cuts(nothing_compiled: None, graphs: list[str], codes: list[Any]) -> None:
     module = Net()
     found = splitpipe.plan(

@@ -77,6 +77,7 @@ def test_bytes_are_those_of_a_microbatch(rows: int) -> None:
     assert (one.kept, two.kept, three.kept) == (4 * (64 + 32) * FLOAT, 0, 4 * (32 + 16) * FLOAT)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick")
 def test_of_what_is_saved_input_and_output_are_told_apart() -> None:
     linear, tanh, _ = layers(profiled(mlp(), torch.randn(8, 64)))
@@ -110,6 +111,7 @@ def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads() -> None:
         assert set(seen_by(lambda x: torch.get_num_threads(), rows=3)) == {2} and torch.get_num_threads() == 6
 
 
+@pytest.mark.thorough
 def test_the_layer_gets_its_microbatch_as_it_is() -> None:
     sample = {"x": torch.randn(6, 3), "n": torch.arange(6), "scale": torch.tensor(2.0), "word": "a"}
     for value in seen_by(dict, sample=sample, chunks=[3]):
@@ -117,12 +119,14 @@ def test_the_layer_gets_its_microbatch_as_it_is() -> None:
         assert value["scale"].equal(sample["scale"]) and value["word"] == "a"
 
 
+@pytest.mark.thorough
 def test_strides_of_the_flow_are_kept() -> None:
     last = Apply(lambda x: x.to(memory_format=torch.channels_last))
     seen = seen_by(lambda x: x.is_contiguous(memory_format=torch.channels_last), last, sample=torch.randn(8, 3, 4, 4))
     assert seen and all(seen)
 
 
+@pytest.mark.thorough
 def test_sparse_tensors_between_layers_are_taken_along() -> None:
     module = nn.Sequential(Apply(lambda x: x.to_sparse()), Apply(lambda x: x.to_dense()))
     assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
@@ -135,6 +139,7 @@ def test_skips_reach_the_layer_that_pops_them(rows: int) -> None:
     assert found[2].input == 2 * 4 * 4 * FLOAT
 
 
+@pytest.mark.thorough
 def test_a_layer_may_keep_what_it_computed() -> None:
     class Keeping(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -144,6 +149,7 @@ def test_a_layer_may_keep_what_it_computed() -> None:
     assert len(layers(profiled(nn.Sequential(Keeping(4, 4)), torch.randn(8, 4), seconds=1.0))) == 1
 
 
+@pytest.mark.thorough
 def test_without_anything_to_train_backward_takes_no_time() -> None:
     module = mlp().requires_grad_(False)
     assert {times(layer)[1:] for layer in layers(profiled(module, torch.randn(8, 64)))} == {(0.0, 0.0)}
@@ -203,17 +209,20 @@ def test_nothing_of_the_callers_changes(rows: int) -> None:
     assert torch.get_rng_state().equal(random) and not module.training
 
 
+@pytest.mark.thorough
 def test_numbers_of_threads_are_as_before() -> None:
     before = torch.get_num_threads(), in_new_thread(torch.get_num_threads)
     profiled(mlp(), torch.randn(8, 64), rows=3)
     assert (torch.get_num_threads(), in_new_thread(torch.get_num_threads)) == before
 
 
+@pytest.mark.thorough
 def test_chunks_that_a_layer_refuses_are_left_out() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     assert profiled(module, torch.randn(8, 4), [1, 4, 8]).chunks == [1, 4]
 
 
+@pytest.mark.thorough
 def test_chunks_that_memory_refuses_are_left_out_unless_all_are() -> None:
     most = 4
 
@@ -228,6 +237,7 @@ def test_chunks_that_memory_refuses_are_left_out_unless_all_are() -> None:
         profiled(nn.Sequential(Apply(limited)), torch.randn(8, 4), [1, 2, 4])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows", [1, 2])
 def test_an_error_says_where_it_was_raised(rows: int) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4))
@@ -262,6 +272,7 @@ def test_rows_of_one_cpu_are_one_kind_and_not_apart() -> None:
     assert profiled(mlp(), torch.randn(8, 64)).own_compute
 
 
+@pytest.mark.thorough
 def test_a_hop_between_rows_of_the_cpu_copies_nothing() -> None:
     link = profiled(mlp(), torch.randn(8, 64), rows=2).link
     assert link.latency >= 0 and link.bandwidth == math.inf
@@ -273,6 +284,7 @@ def test_memory_is_what_was_given(memory: Any, expected: list[float]) -> None:
     assert [device.memory for device in found.devices] == expected
 
 
+@pytest.mark.thorough
 def test_progress_is_told_before_each_layer() -> None:
     told: list[tuple[int, int, str]] = []
     profiled(mlp(), torch.randn(8, 64), [1, 2], seconds=0.0, progress=lambda *each: told.append(each))

@@ -113,6 +113,7 @@ def test_it_is_written_and_read(tmp_path: Path) -> None:
     trained(again.apply(Net()), "the module's own loss")
 
 
+@pytest.mark.thorough
 def test_cuts_that_are_not_where_stages_begin_are_refused() -> None:
     found = planned(Net())
     with pytest.raises(ValueError, match="expected the names of the layers with which stages start"):

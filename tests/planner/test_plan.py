@@ -46,6 +46,7 @@ def test_a_schedule_with_a_name_is_named() -> None:
     assert variant.arguments()["schedule"] == variant.schedule
 
 
+@pytest.mark.thorough
 def test_a_plan_for_the_drop_in_has_no_schedule() -> None:
     found = chosen([emulated(0)])
     found = replace(found, devices=("cpu",) * len(found.devices))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from tests.helpers.covering import graded, pairs
+from tests.helpers.covering import few, graded, pairs
 from tests.helpers.deferring import Scale
 from tests.helpers.modules import module_of
 from tests.helpers.twin import assert_same_tensors, step, twins
@@ -217,6 +217,7 @@ def test_neighbours_are_deferred_and_the_report_says_that_compiled_code_is_not()
         assert not rows[name].deferred and rows[name].why == "compiled_function has no rule", rows[name]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "checkpoint"), GRID)
 def test_a_compiled_pipeline(backend: str, checkpoint: str) -> None:
     plain, model = twins(layers(), chunks=2, checkpoint=checkpoint)
@@ -295,6 +296,7 @@ def test_a_stage_defers_while_another_one_compiles(layer: str) -> None:
     assert all(row.deferred for row in model.deferral_report() if "compiled" not in row.why), model.deferral_report()
 
 
+@pytest.mark.thorough
 def test_a_recomputation_is_the_forward_though_another_stage_compiled_meanwhile() -> None:
     model = meeting_of(nn.Linear(6, 6).double(), "always")
     x = batch().requires_grad_()
@@ -306,6 +308,7 @@ def test_a_recomputation_is_the_forward_though_another_stage_compiled_meanwhile(
     torch.testing.assert_close(gradients, [p.grad for p in model.parameters()])
 
 
+@pytest.mark.thorough
 def test_random_numbers_repeat_though_another_stage_compiled_meanwhile() -> None:
     kept: list[Tensor] = []
 
@@ -346,7 +349,7 @@ def test_compiled_autograd_is_told_to_leave_deferred_weight_gradients_alone(
     assert_same_tensors(model, plain)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("checkpoint", few(1, ["always", "never"]))
 @pytest.mark.thorough
 def test_compiled_autograd_runs_the_backward_of_a_pipeline_that_defers_nothing(checkpoint: str) -> None:
     from torch._dynamo import compiled_autograd

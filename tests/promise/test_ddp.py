@@ -195,6 +195,7 @@ def test_each_gradient_is_sent_once(rank: int, way: Way) -> None:
     assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.thorough
 @ways
 @both
 def test_every_forward_starts_from_the_buffers_of_the_first_process(rank: int, way: Way) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.helpers import scheduled
-from tests.helpers.covering import graded, pairs
+from tests.helpers.covering import few, graded, pairs
 from tests.helpers.world import both
 from tests.promise.layers import Apply
 
@@ -216,7 +216,7 @@ class Meets(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("how", ["one group", pytest.param("a group per stage", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("how", few(1, ["one group", "a group per stage"]))
 @both
 def test_every_process_asks_for_collectives_in_the_same_order(rank: int, how: str) -> None:
     module = nn.Sequential(Mlp(), Mlp()).double()
@@ -470,6 +470,7 @@ class Masked(Mlp):
         return self.down(hidden.tanh() * mask)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("setting", SETTINGS[:2])
 @both
 def test_a_recomputation_drops_the_same_columns(rank: int, setting: Setting) -> None:

@@ -97,6 +97,7 @@ def test_ops_that_hooks_see_one_at_a_time_are_profiled(cuts: bool) -> None:
     assert found(step)["mine"] == CHUNKS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [
     pytest.param({"with_stack": True}, marks=pytest.mark.compiles),  # Not code that is measured: its calls don't end.
     {"profile_memory": True, "record_shapes": True, "with_flops": True},
@@ -114,6 +115,7 @@ def test_all_that_a_profile_can_have_is_there(schedule: str, options: dict[str, 
     assert not options.get("profile_memory") or any(event.cpu_memory_usage > 0 for event in ops)
 
 
+@pytest.mark.thorough
 def test_a_profile_of_some_steps_has_those() -> None:
     counts: list[int] = []
 

@@ -45,7 +45,7 @@ def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **optio
 
 
 @graded(
-    AXES, essence=[["name", "by"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
+    AXES, essence=[["name"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
     thorough=[["name", "by", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"]],
     allowed=possible,
 )
@@ -78,7 +78,10 @@ SCHEDULES: dict[str, list[Any]] = {
 }
 
 
-@graded(SCHEDULES, pairs([*SCHEDULES]), [["name", "devices", "sizes"], ["name", "by", "checkpoint", "backward"]])
+@graded(
+    SCHEDULES, essence=[["name", "devices"]],
+    thorough=[*pairs([*SCHEDULES]), ["name", "devices", "sizes"], ["name", "by", "checkpoint", "backward"]],
+)
 def test_every_schedule(
     by: str, checkpoint: str, backward: str, name: str, devices: int, sizes: tuple[int, int]
 ) -> None:

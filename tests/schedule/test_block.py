@@ -123,6 +123,7 @@ def test_a_lifespan_of_just_an_interval_counts_once() -> None:
     assert block.peak_activations == (1,)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60)
 @given(blocks(), st.integers(1, 7))
 def test_any_block_keeps_what_it_says(block: BuildingBlock, m: int) -> None:

@@ -222,10 +222,9 @@ def test_it_needs_no_torch() -> None:
     assert (done.returncode, out, err) == (0, drawn(build("zb-h1", 4, 8)), "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("arguments", [
-    ["schedule", "zb-h1"],
-    *(pytest.param(words, marks=pytest.mark.thorough)
-      for words in ([], ["schedule", "--list"], ["schedule", "--help"])),
+    ["schedule", "zb-h1"], [], ["schedule", "--list"], ["schedule", "--help"],
 ])
 def test_nobody_reading_is_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
@@ -236,6 +235,7 @@ def test_nobody_reading_is_no_error(arguments: list[str]) -> None:
     assert (done.returncode, err) == (141, "")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full, process("schedule", "zb-h1", stdout=full) as done:
@@ -243,6 +243,7 @@ def test_a_full_disk_is_one_line() -> None:
     assert (done.returncode, err) == (2, "splitpipe schedule: No space left on device\n")
 
 
+@pytest.mark.thorough
 def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     build("1f1b", 2, 2).to_csv(tmp_path / "é.csv")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

@@ -12,6 +12,7 @@ import pytest
 
 from splitpipe.schedule import Bytes, Costs, Op, Schedule, Timeline, build, simulate
 from splitpipe.schedule.draw import html, measures, palette, svg, text, trace
+from tests.helpers.covering import few
 
 ROOT = Path(__file__).resolve().parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -183,7 +184,7 @@ def test_an_svg_stands_alone_and_has_a_view_box() -> None:
     assert "href" not in picture and re.findall(r"https?://[^\"]*", picture) == ["http://www.w3.org/2000/svg"]
 
 
-@pytest.mark.parametrize("name", ["1f1b", pytest.param("dualpipe-v", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", few(1, ["1f1b", "dualpipe-v"]))
 def test_an_svg_is_small(name: str) -> None:
     assert len(svg.draw([played(name)])) < 40_000
     assert len(svg.draw([played(name, devices=32, chunks=256)])) < 2_000_000

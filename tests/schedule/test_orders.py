@@ -115,6 +115,7 @@ MEASURED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("times", "p", "m", "bubbles"), MEASURED)
 def test_bubbles_of_measured_times_are_the_papers(
     times: tuple[float, float, float, float], p: int, m: int, bubbles: tuple[float, float, float]

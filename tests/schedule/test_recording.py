@@ -28,6 +28,7 @@ def test_a_recording_is_a_timeline_with_the_spans_of_its_step() -> None:
     assert recording.curve(1) == timeline.curve(1)
 
 
+@pytest.mark.thorough
 @settings(max_examples=30)
 @given(st.data(), st.sampled_from(names()))
 def test_no_bound_is_above_the_makespan_whatever_ops_took(data: st.DataObject, name: str) -> None:

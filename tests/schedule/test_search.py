@@ -13,6 +13,7 @@ from splitpipe.schedule.search.search import finished
 from splitpipe.schedule.search.steady import blocks
 from splitpipe.schedule.search.tighten import tightened
 from splitpipe.schedule.search.word import Problem, Word, ends, latest, length, peak, schedule_of, words_of
+from tests.helpers.covering import few
 from tests.schedule.test_orders import MEASURED
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)
@@ -95,6 +96,7 @@ def test_the_same_arguments_give_the_same_schedule() -> None:
     assert one.name == "search"
 
 
+@pytest.mark.thorough
 def test_stages_follow_the_costs() -> None:
     assert found(2, 4, Costs([1] * 6, 1, 1)).schedule.placement == (0, 1, 0, 1, 0, 1)
     assert found(2, 4, Costs([1, 2], 1, 1)).schedule.placement == (0, 1)
@@ -195,7 +197,7 @@ def test_tightening_stops_at_its_goal() -> None:
     assert 26.5 <= span <= 27
 
 
-@pytest.mark.parametrize("chunks", [5, *(pytest.param(chunks, marks=pytest.mark.thorough) for chunks in (40, 41))])
+@pytest.mark.parametrize("chunks", few(1, [5, 40, 41]))
 def test_a_short_schedule_is_spliced_to_a_whole_one(chunks: int) -> None:
     problem = v_problem(4, chunks, 6)
     period = next(period for _, period in blocks(problem, 1, 0)).times(2)

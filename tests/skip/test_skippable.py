@@ -256,6 +256,7 @@ def test_pairs_of_one_name_in_namespaces_do_not_meet(box):
     assert box == {(ns2, "foo"): 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.compiles
 def test_compiled_model_gives_the_same(box):
     model = nn.Sequential(StashFoo(10.0), nn.ReLU(), PopFoo())

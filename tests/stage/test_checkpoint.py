@@ -382,6 +382,7 @@ def test_hooks_that_a_layer_hangs_on_its_input_count_once(options: dict[str, Any
     assert_steps(*twins(layers, by=by, **{"chunks": 3, "checkpoint": "always", **inside(options)}), torch.rand(6, 4))
 
 
+@pytest.mark.thorough
 def test_odd_strides_are_recomputed_as_they_lay() -> None:
     expand = Apply(lambda y: (y[:, :1].expand(-1, 4), y.repeat(1, 2)[:, 1:5]))
 

@@ -63,6 +63,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, **options: Any) -> bool:
     return bool(seen)
 
 
+@pytest.mark.thorough
 def test_groups_are_verified_for_autograds_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verified(monkeypatch)
     assert not verified(monkeypatch, schedule="1f1b", loss_fn=nn.functional.mse_loss)

@@ -44,6 +44,7 @@ def test_a_count_is_any_number(kind: Any) -> None:
 # Of torch's own
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch is older")
 def test_a_loss_with_the_last_layer_inside() -> None:
     weight = torch.tensor([0.5, 2.0, 0.25, 1.0], dtype=torch.float64)
