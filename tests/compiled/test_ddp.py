@@ -27,7 +27,6 @@ def twins(schedule: str | None, checkpoint: str) -> tuple[nn.Sequential, SplitPi
     return scheduled.twins(module, schedule, 2, loss_fn=square, **options)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("schedule", "checkpoint", "wrap", "batches"), [
     (None, "never", {"gradient_as_bucket_view": True}, 2),
     ("zb-h1", "always", {"static_graph": True}, 1), ("1f1b", "never", {}, 1),
@@ -42,7 +41,6 @@ def test_two_processes_train_as_one_on_the_data_of_both(
     assert {row.why for row in model.deferral_report()} == {why}
 
 
-@pytest.mark.thorough
 @both
 def test_hooks_after_accumulation_are_called_once(rank: int) -> None:
     from torch.nn.parallel import DistributedDataParallel

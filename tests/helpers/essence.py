@@ -7,15 +7,17 @@ import pytest
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Marks as ``thorough`` what the essence leaves out of tests with more than one list of parameters.
+    """Marks as ``thorough`` tests of two processes, and what the essence leaves out of those with several parameters.
 
-    What they mark themselves stays so. A test with one list has a say of each of its cases.
+    What they mark themselves stays so. A test with one list of parameters has a say of each of its cases.
 
     Args:
         items: all that were collected.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in sorted(items, key=lambda item: item.nodeid):
+        if "world" in getattr(item, "fixturenames", ()):  # To start the processes alone takes ten seconds.
+            item.add_marker(pytest.mark.thorough)
         if len([*item.iter_markers("parametrize")]) > 1 and not item.get_closest_marker("thorough"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():

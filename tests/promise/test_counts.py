@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.promise.losses import Loss
-from tests.promise.test_losses import CHUNKS, EVEN, UNEVEN, WAYS, assert_close, backward, batch, made
+from tests.promise.test_losses import CHUNKS, EVEN, UNEVEN, assert_close, backward, batch, made, ways
 
 
 def positives(t: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def with_a_metric(o: Tensor, t: Tensor) -> Tensor:
     return (o - t).square().sum() / len(o) + 0 * len(found)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@ways
 def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
     ways: list[Loss] = [
         # All elements over the number of some.
@@ -67,7 +67,7 @@ def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@ways
 def test_a_loss_that_is_0_where_nothing_counts_is_so_for_the_batch(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: o[t > 0].square().mean().nan_to_num(),

@@ -28,10 +28,7 @@ WAYS: dict[str, Way] = {
     "zb-v": ("zb-v", {}),
     "v-half, autograd": ("v-half", {"backward": "autograd"}),
 }
-FEW = ("always", "never, autograd", "zb-h1, always")
-ways = pytest.mark.parametrize("way", [
-    pytest.param(way, id=name, marks=[] if name in FEW else pytest.mark.thorough) for name, way in WAYS.items()
-])
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
 class Spare(nn.Module):
@@ -139,7 +136,6 @@ def test_parameters_that_some_process_does_not_use(rank: int, way: Way, users: t
     train(rank, *twins(layers(Spare(users)), way), {"find_unused_parameters": True})
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"}])
 @both
 def test_an_attached_module_with_its_own_loss(rank: int, options: dict[str, Any]) -> None:
@@ -195,7 +191,6 @@ def test_each_gradient_is_sent_once(rank: int, way: Way) -> None:
     assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.thorough
 @ways
 @both
 def test_every_forward_starts_from_the_buffers_of_the_first_process(rank: int, way: Way) -> None:
@@ -233,7 +228,6 @@ class Faulty(nn.Module):
 
 
 @pytest.mark.parametrize(("way", "where"), [("always", "forward"), ("1f1b", "backward")])
-@pytest.mark.thorough
 @both
 def test_an_exception_in_one_process_is_an_error_in_the_other(rank: int, way: str, where: str) -> None:
     import torch.distributed as dist

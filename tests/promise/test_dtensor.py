@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.helpers import scheduled
-from tests.helpers.covering import few, graded, pairs
+from tests.helpers.covering import graded, pairs
 from tests.helpers.world import both
 from tests.promise.layers import Apply
 
@@ -216,7 +216,7 @@ class Meets(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("how", few(1, ["one group", "a group per stage"]))
+@pytest.mark.parametrize("how", ["one group", "a group per stage"])
 @both
 def test_every_process_asks_for_collectives_in_the_same_order(rank: int, how: str) -> None:
     module = nn.Sequential(Mlp(), Mlp()).double()
@@ -235,7 +235,6 @@ def nodes(count: int) -> nn.Module:
     return Apply(lambda x: [x, *(torch.zeros((), requires_grad=True).sin() for _ in range(count))][0])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @both
 def test_backward_goes_in_one_order_though_a_process_makes_more_nodes(rank: int, checkpoint: str) -> None:
@@ -245,7 +244,6 @@ def test_backward_goes_in_one_order_though_a_process_makes_more_nodes(rank: int,
         assert_same(model, plain, batch())
 
 
-@pytest.mark.thorough
 @both
 def test_a_pipeline_is_sharded_after_its_first_forward(rank: int) -> None:
     plain = layers()
@@ -292,7 +290,6 @@ class Parts(nn.Module):
         return self.linear(shared).redistribute(mesh, [Replicate()]).to_local()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @both
 def test_gradients_of_which_each_process_has_a_part_add_up(rank: int, checkpoint: str) -> None:
@@ -315,7 +312,6 @@ def test_gradients_of_which_each_process_has_a_part_add_up(rank: int, checkpoint
     assert all(row.deferred for row in model.deferral_report())
 
 
-@pytest.mark.thorough
 @both
 def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(rank: int) -> None:
     module = nn.Sequential(Mlp(), Mlp())
@@ -329,7 +325,6 @@ def test_large_sharded_matrices_are_not_multiplied_by_kernels_that_take_none(ran
         torch.testing.assert_close(whole(p.grad), q.grad)
 
 
-@pytest.mark.thorough
 @both
 def test_after_a_forward_a_sharded_pipeline_is_copied_wrapped_again_and_changes_its_type(rank: int) -> None:
     plain, model = pair(layers(), [2, 2], checkpoint="always")
@@ -433,7 +428,6 @@ SETTINGS: list[Setting] = [
 ]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("how", "setting"), [
     *zip(("DTensors", "tied") * 2, SETTINGS), *zip(("parted scores",) * 2, SETTINGS)])
 @both
@@ -470,7 +464,6 @@ class Masked(Mlp):
         return self.down(hidden.tanh() * mask)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("setting", SETTINGS[:2])
 @both
 def test_a_recomputation_drops_the_same_columns(rank: int, setting: Setting) -> None:

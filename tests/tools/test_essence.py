@@ -26,6 +26,11 @@ def test_of_its_own(x, y): pass
 @pytest.mark.thorough
 def test_long(): pass
 
+@pytest.fixture
+def world(): pass
+
+def test_of_two_processes(world): pass
+
 def test_short(): pass
 '''
 
@@ -55,4 +60,4 @@ def test_the_default_runs_the_essence(tmp_path: Path) -> None:
         [*words, str(tmp_path), str(tmp_path)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
     )
-    assert "6 passed, 6 deselected" in ran.stdout, ran.stdout
+    assert "6 passed, 7 deselected" in ran.stdout, ran.stdout
