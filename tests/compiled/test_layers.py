@@ -244,6 +244,7 @@ def test_frozen_weights_are_left_out(way: dict[str, Any]) -> None:
     assert_right(model, plain)
 
 
+@pytest.mark.thorough
 def test_recomputation_draws_what_forward_drew() -> None:
     class Drops(nn.Module):
         def __init__(self) -> None:
@@ -278,6 +279,7 @@ def test_statistics_are_those_of_a_loop_over_microbatches() -> None:
         assert_same_tensors(model, plain)
 
 
+@pytest.mark.thorough
 def test_eval_and_no_grad_between_steps(graphs: list[str]) -> None:
     plain, model = twins(blocks())
     assert_right(model, plain)

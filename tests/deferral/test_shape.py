@@ -18,6 +18,7 @@ from splitpipe.deferral import owners
 from splitpipe.deferral.owners import survey
 from splitpipe.deferral.shape import Entered, Shape
 from splitpipe.training import capture
+from tests.helpers.covering import few
 from tests.helpers.scheduled import assert_steps, mean
 
 ROWS, CHUNKS = 8, 4
@@ -106,7 +107,7 @@ def rows() -> Tensor:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("other", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("other", few(5, WAYS), ids=lambda way: way.__name__)
 def test_a_microbatch_with_another_graph_has_its_own_gradients(
     other: Callable[[Choosing, Tensor], Tensor], style: str
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_microbatch_with_another_graph_has_its_own_gradients(
         assert_steps(plain, model, rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", STYLES)
 def test_graphs_of_one_shape_are_surveyed_once_per_model(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)).double()

@@ -58,10 +58,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", [
-    pytest.param(page, id=page.stem, marks=[] if page.stem == "README" else pytest.mark.thorough)
-    for page in PAGES if blocks(page, "python")
-])
+    page for page in PAGES if blocks(page, "python")
+], ids=lambda page: page.stem)
 @pytest.mark.filterwarnings("default:::transformers", "default:::lightning")
 @pytest.mark.filterwarnings("default:`torch.jit.script_method` is deprecated")  # bitsandbytes, when it is imported.
 @pytest.mark.filterwarnings("ignore:no accelerator is available")
@@ -154,6 +154,7 @@ def test_the_commands_are_these_and_those_of_schedules_and_plans() -> None:
     assert [line for line in commands(*PAGES) if not line.startswith((SCHEDULE, PLAN))] == [TRAIN, TEST, GPU, ACROSS]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", [line for line in commands(*PAGES) if line.startswith(PLAN)])
 def test_a_command_of_plans_does_what_it_says(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

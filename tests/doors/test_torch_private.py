@@ -170,6 +170,7 @@ def module_of(file: str) -> Any:
         pytest.skip(str(error))  # Of pipelining, with torch 2.11.
 
 
+@pytest.mark.thorough
 def test_no_class_overrides_what_is_private_to_torch_unlisted() -> None:
     attributes, files = listed(), [file for file in FILES if "\nclass " in FILES[file]]
     assert [fault for file in files for kind in heirs(module_of(file)) for fault in taken_over(kind, attributes)] == []
@@ -245,6 +246,7 @@ def missing(error: pytest.ExceptionInfo[ImportError], name: str) -> bool:
 PRIVATE = [(module, name) for module, name in taken(CORE) if is_private(f"{module}.{name}")]
 
 
+@pytest.mark.thorough
 def test_an_import_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in PRIVATE:
         with monkeypatch.context() as patch, pytest.raises(ImportError) as error:

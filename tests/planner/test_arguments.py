@@ -14,6 +14,7 @@ from splitpipe.checks import number_of
 from splitpipe.core.stream import Place
 from splitpipe.planner.arguments import chunks_of, memory_of, places_of
 from splitpipe.schedule import build
+from tests.helpers.covering import few
 
 mse = nn.functional.mse_loss
 
@@ -88,7 +89,9 @@ def test_an_error_advises_nothing_that_a_plan_does_not_take() -> None:
     assert "batched" not in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16)])
+@pytest.mark.parametrize("mode", few(1, [
+    torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16),
+]))
 def test_in_inference_mode_and_under_autocast_a_plan_is_made(mode: Any) -> None:
     with mode():
         assert planned().chunks == 2

@@ -23,6 +23,7 @@ from splitpipe.planner.machine import shared_threads
 from splitpipe.planner.measure import bar
 from splitpipe.planner.profile import Layer, Profile
 from tests.helpers.copied import Log
+from tests.helpers.covering import few
 from tests.helpers.skipping import Pop, Stash
 from tests.promise.layers import Apply
 
@@ -57,6 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work.Work, "again", lambda *_: True)
 
 
+@pytest.mark.thorough
 def test_each_number_of_chunks_has_each_layer() -> None:
     found = profiled(mlp(), torch.randn(8, 64), [1, 4])
     assert found.chunks == [1, 4] and found.names == ("0", "1", "2")
@@ -69,7 +71,7 @@ def test_forward_backward_and_weight_gradient_have_times_of_their_own(monkeypatc
     assert {times(layer) for layer in layers(profiled(mlp(), torch.randn(8, 64)))} == {(8.0, 0.0, 4.5)}
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", few(1, [2, 1]))
 def test_bytes_are_those_of_a_microbatch(rows: int) -> None:
     one, two, three = layers(profiled(mlp(), torch.randn(8, 64), rows=rows))
     assert (one.input, two.input, three.input) == (4 * 64 * FLOAT, 4 * 32 * FLOAT, 4 * 32 * FLOAT)
@@ -95,15 +97,18 @@ def seen_by(function: Any, *before: nn.Module, sample: Any = None, **options: An
     return seen
 
 
+@pytest.mark.thorough
 def test_a_layer_longer_than_its_part_of_the_time_runs_once() -> None:
     assert len(seen_by(type, seconds=0.0)) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick")
 def test_other_layers_run_at_least_three_times_more() -> None:
     assert len(seen_by(type, chunks=[1])) > 3
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quick")
 def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads() -> None:
     with shared_threads(1):
@@ -132,7 +137,7 @@ def test_sparse_tensors_between_layers_are_taken_along() -> None:
     assert len(layers(profiled(module, torch.randn(8, 4)))) == 2
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", few(1, [2, 1]))
 def test_skips_reach_the_layer_that_pops_them(rows: int) -> None:
     module = nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
     found = layers(profiled(module, torch.randn(8, 4), rows=rows))
@@ -164,6 +169,7 @@ def test_the_loss_counts_for_the_last_layer() -> None:
     assert found[2].saved == plain[2].saved + 2 * 4 * 16 * FLOAT  # The output and the target.
 
 
+@pytest.mark.thorough
 def test_the_loss_gets_the_target_of_the_microbatch() -> None:
     seen = Log()
     target = [torch.arange(8), torch.tensor(3), "word"]
@@ -176,6 +182,7 @@ def test_the_loss_gets_the_target_of_the_microbatch() -> None:
     assert all(one.equal(torch.arange(4)) and two == 3 and word == "word" for one, two, word in seen)
 
 
+@pytest.mark.thorough
 def test_a_loss_with_parameters_keeps_them() -> None:
     loss = nn.Linear(16, 1)
     log = Log()
@@ -247,6 +254,7 @@ def test_an_error_says_where_it_was_raised(rows: int) -> None:
     assert f"Raised while profiling {where}" in caught.value.__notes__[-1]
 
 
+@pytest.mark.thorough
 def test_parameters_and_other_state_count_where_they_come_first() -> None:
     first, norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False)
     second = nn.Linear(4, 4)

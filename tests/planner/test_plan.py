@@ -102,6 +102,7 @@ def test_what_is_no_plan_is_not_read(tmp_path: Path, change: dict[str, object], 
         Plan.from_json(path)
 
 
+@pytest.mark.thorough
 def test_it_prints_what_it_is_made_of() -> None:
     found = made(memory=300 * MIB)
     text = str(found)

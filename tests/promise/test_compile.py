@@ -289,6 +289,7 @@ WEIGHT = nn.Parameter(torch.rand(6, dtype=torch.float64))
 LAYERS = {"layer": nn.Linear(6, 6).double(), "function": lambda x: Scale.apply(x, WEIGHT)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_stage_defers_while_another_one_compiles(layer: str) -> None:
     model = meeting_of(LAYERS[layer], "never")

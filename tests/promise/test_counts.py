@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.helpers.covering import few
 from tests.promise.losses import Loss
 from tests.promise.test_losses import CHUNKS, EVEN, UNEVEN, assert_close, backward, batch, made, ways
 
@@ -28,7 +29,7 @@ def with_a_metric(o: Tensor, t: Tensor) -> Tensor:
     return (o - t).square().sum() / len(o) + 0 * len(found)
 
 
-@ways
+@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
 def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
     ways: list[Loss] = [
         # All elements over the number of some.

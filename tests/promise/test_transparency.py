@@ -79,7 +79,7 @@ SCHEDULES: dict[str, list[Any]] = {
 
 
 @graded(
-    SCHEDULES, essence=[["name", "devices"]],
+    SCHEDULES, essence=[["name"], ["devices"], ["sizes"]],
     thorough=[*pairs([*SCHEDULES]), ["name", "devices", "sizes"], ["name", "by", "checkpoint", "backward"]],
 )
 def test_every_schedule(

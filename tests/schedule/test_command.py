@@ -216,6 +216,7 @@ def test_numbers_beyond_the_machine_and_control_c_end_it(
     assert run("zb-h1") == Ran(code=code, out="", err=said)
 
 
+@pytest.mark.thorough
 def test_it_needs_no_torch() -> None:
     with process("schedule", "zb-h1", "--width", "100", stdout=subprocess.PIPE) as done:
         out, err = done.communicate()

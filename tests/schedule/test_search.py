@@ -190,6 +190,7 @@ def test_ops_without_time_never_come_to_wait_in_a_circle() -> None:
         assert length(problem, tight) <= length(problem, words_of(schedule))
 
 
+@pytest.mark.thorough
 def test_tightening_stops_at_its_goal() -> None:
     problem = v_problem(4, 8, 6, Costs())
     words = next(period for _, period in blocks(problem, 1, 0)).unrolled(8)
