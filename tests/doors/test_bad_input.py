@@ -139,7 +139,7 @@ def offered() -> dict[str, Callable[..., Any]]:
     """What takes arguments at the doors: classes, their methods, and functions."""
     found: dict[str, Callable[..., Any]] = {}
     for door, names in PUBLIC.items():
-        for name in names:
+        for name in sorted(names):
             whole = label(door, name)
             found[whole] = value = getattr(door, name)
             if inspect.isclass(value):
