@@ -96,6 +96,8 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
     if row is not None:
         return row
     made = [number_of(facts, x) for x in given]
+    if any(isinstance(each, Stack) for each in made):
+        return _sums(facts, name, list(zip(given, made, signs)), out)
     if all(not isinstance(each, Number) or ROWS in made and is_constant(each) for each in made):
         return facts.other(name, given, out)
     return _sum(facts, name, list(zip(given, made, signs)), out)
@@ -105,6 +107,26 @@ def one_row(made: Sequence[Made]) -> Row | None:
     """The row, if everything belongs to one row or is constant."""
     rows = {each.row for each in made if isinstance(each, Row)}
     return Row(*rows) if len(rows) == 1 and all(isinstance(each, Row) or is_constant(each) for each in made) else None
+
+
+def _sums(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out: Tensor) -> Made:
+    """Several sums in one tensor."""
+    several: list[list[tuple[Any, Made, float]]] = [[] for _ in range(out.numel())]
+    for x, made, sign in parts:
+        whole = isinstance(x, Tensor) and x.dim() > 0
+        if made is not CONSTANT and not isinstance(made, Stack) or whole and x.shape != out.shape:
+            return Unknown(name)
+        for k, value in enumerate(x.flatten().unbind() if whole else [x] * out.numel()):
+            several[k].append((value, made.numbers[k] if isinstance(made, Stack) else made, sign))
+    found = [_sum(facts, name, each, to) for each, to in zip(several, out.flatten().unbind())]
+    numbers = tuple([number for number in found if isinstance(number, Number)])
+    return Stack(numbers) if len(numbers) == len(found) else Unknown(name)
+
+
+def dot(facts: Facts, name: str, x: Tensor, y: Tensor) -> Made | None:
+    """The sum of several numbers, each multiplied by a constant; None if the factors aren't that."""
+    made = _times(x, y, y, name, facts) if isinstance(facts.of(x), Stack) and facts.of(y) is CONSTANT else None
+    return Number(tuple([t for number in made.numbers for t in number.terms])) if isinstance(made, Stack) else made
 
 
 def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out: Tensor) -> Made:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from splitpipe.loss.arithmetic import dot
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, tensors, term
 from splitpipe.loss.positions import made_by
 from splitpipe.loss.terms import SUM, Number, Unknown
@@ -34,6 +35,10 @@ _PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm mv".split())
 def matmul(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Products: of rows with a constant, and of rows with each other."""
     given = list(tensors(args))
+    if len(given) == 2 and not out.dim():
+        made = dot(facts, name, given[0], given[1]) or dot(facts, name, given[1], given[0])
+        if made is not None:
+            return made
     both = [x for x in given if facts.of(x) is ROWS]
     if name in _PRODUCTS and out.dim() and both:
         sides = given if name != "__rmatmul__" else given[::-1]

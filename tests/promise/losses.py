@@ -707,6 +707,11 @@ def penalised(o: Tensor, t: Tensor, own: Any) -> Tensor:
     return F.cross_entropy(o[has], t[has]) + 0.01 * squares(own) if has.any() else o.new_zeros(())
 
 
+def two(o: Tensor, t: Tensor) -> Tensor:
+    """The losses of two tasks."""
+    return torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])
+
+
 PENALTIES: Table = {
     "if anything counts": ("tokens", penalised),
     "l2 and words": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) + 0.01 * squares(own)),
@@ -723,4 +728,9 @@ PENALTIES: Table = {
     "weighted times a weight": ("some", lambda o, t, own: own[-1][0].exp() * F.cross_entropy(o, t, WEIGHT)),
     "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
     "mean times a weight": ("tokens", lambda o, t, own: own[-1][0] * o[t > 0].square().mean()),
+    "two weighed by parameters": ("values", lambda o, t, own: (
+        two(o, t) / own[-1][:2].exp() + own[-1][:2]).mean()),
+    "two minus numbers": ("values", lambda o, t, own: (0.3 - own[-1][:2].exp() * two(o, t) + own[-1][0]).sum()),
+    "a product of two with weights": ("values", lambda o, t, own: two(o, t) @ own[-1][:2].softmax(0)),
+    "dot of two with weights": ("values", lambda o, t, own: torch.dot(own[-1][:2], two(o, t) * 2 + own[-1].sum())),
 }
