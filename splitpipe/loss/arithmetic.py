@@ -203,9 +203,9 @@ def _times(x: Tensor, factor: Any, out: Tensor, name: str, facts: Facts, power: 
     if isinstance(made, Stack):
         factors = [factor] * len(made.numbers)
         if isinstance(factor, Tensor) and factor.dim():
-            if factor.shape != x.shape or out.shape != x.shape:
+            if out.shape != x.shape:
                 return Unknown(name)
-            factors = list(factor.flatten())
+            factors = list(factor.expand_as(x).flatten())
         return Stack(tuple([_scaled(number, each, power) for number, each in zip(made.numbers, factors)]))
     if not isinstance(made, Number):
         return facts.other(name, [x, factor], out)

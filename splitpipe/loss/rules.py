@@ -96,7 +96,8 @@ def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     x, index = args[0], args[1]
     made, first = facts.of(x), index[0] if isinstance(index, tuple) and index else index
     if isinstance(made, Stack):
-        return made.numbers[index] if isinstance(index, int) else Unknown(name)
+        found = made.numbers[index] if isinstance(index, (int, slice)) else Unknown(name)
+        return Stack(found) if isinstance(found, tuple) else found
     if isinstance(made, Number):
         return single(made, out, name) if x.numel() > 1 else made
     number = isinstance(first, int) and not isinstance(first, bool) and x.dim() > 0

@@ -389,6 +389,9 @@ HAND: Table = {
     "stack times weights": ("flat", lambda o, t: (torch.stack([
         (o - t)[:, k].square().mean() for k in range(CLASSES)]) * WEIGHT).sum()),
     "stack times a number": ("flat", lambda o, t: (torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]) * 0.3).sum()),
+    "stack times one": ("flat", lambda o, t: (torch.stack([
+        F.mse_loss(o, t), F.l1_loss(o, t)]) * WEIGHT[:1]).sum()),
+    "stack from an index": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])[:2].sum()),
     "one of a stack": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])[1]),
     "both of a stack": ("flat", lambda o, t: sum(torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).unbind())),
     "two terms times a constant": ("flat", lambda o, t: (F.mse_loss(o, t) + F.l1_loss(o, t)) * WEIGHT[3]),
@@ -562,10 +565,7 @@ SAID: Table = {
     "added with an option": ("flat", lambda o, t: torch.add((o - t).square().sum(), o.sum(), alpha=2, out=None)),
     "a mean by a count": ("tokens", lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()) / counted(t).sum()),
     "a share of two terms": ("tokens", lambda o, t: (1.0 / counted(t).sum()) * (each(o, t).sum() + o.mean())),
-    "stack times one": ("flat", lambda o, t: (torch.stack([
-        F.mse_loss(o, t), F.l1_loss(o, t)]) * WEIGHT[:1]).sum()),
     "stack reshaped": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).reshape(2, 1).sum()),
-    "stack from an index": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])[:2].sum()),
     "written numbers": ("flat", written),
     "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5)),
     "divided by minus at least": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / -counted(t).sum().clamp(
