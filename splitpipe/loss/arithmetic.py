@@ -59,7 +59,9 @@ def _counted(facts: Facts, values: Sequence[Any], row: Row, divided: bool) -> bo
     """True if a row's value is divided by a number of the batch, or multiplied by its inverse."""
     sums = Number((term(0.0, SUM),), frozenset([row.row]))
     ask = facts.divisor if divided else facts.factor
-    return any(ask(float(x), sums) not in (None, NONE) for x in values if not isinstance(x, Tensor) and x)
+    numbers = [x for x in values if not isinstance(x, Tensor) and x]
+    return any(ask(float(x), sums) not in (None, NONE) for x in numbers
+               if not facts.of_rows.has(row.row, x if divided else 1 / x))
 
 
 def single(made: Number, out: Tensor, name: str) -> Made:
@@ -93,7 +95,8 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
     if "sub" in name:
         signs = [-float(alpha), 1.0] if name.endswith("rsub__") or name == "rsub" else [1.0, -float(alpha)]
     row = one_row([facts.of(x) for x in given])
-    if row is not None:
+    # If there is a single row, a sum that starts from 0 is one over rows.
+    if row is not None and (facts.rows > 1 or all(isinstance(x, Tensor) or x for x in given)):
         return row
     made = [number_of(facts, x) for x in given]
     if any(isinstance(each, Stack) for each in made):

@@ -109,6 +109,8 @@ def counted(facts: Facts, x: object) -> Count | None:
 
 def counting(facts: Facts, value: Any, made: object) -> Any:
     """The number that Python has read from a tensor: a Count if the tensor counts rows."""
+    if isinstance(made, Row) and type(value) in (int, float):
+        return facts.of_rows.read_item(made.row, value)
     divisor = divided(made) if isinstance(made, Number) and type(value) in (int, float) else None
     return value if divisor is None else _count(weakref.ref(facts), value, divisor, False)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
+from splitpipe.loss.row_numbers import RowNumbers
 from splitpipe.loss.terms import BEFORE, NONE, SUM, Divisor, Number, Term, Unknown, divided
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 
@@ -91,6 +92,7 @@ class Facts:
         self._shapes: set[tuple[int, ...]] = set()
         self._lengths: set[int] = set()
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they count.
+        self.of_rows = RowNumbers(self.rows, self.counts)  # Others, of single rows.
         self.statistics: dict[float, str] = {}  # Other numbers that Python has read, and the functions they come from.
         self.zero = False  # Whether Python may have taken 1 in place of a count of 0: max(n, 1).
         self._host = False  # Whether Python has read numbers of unknown meaning.
@@ -233,6 +235,8 @@ class Facts:
             self.zero = self.zero or plain and value == 0
         elif made is not CONSTANT:
             self._host = True
+            if isinstance(made, Row):
+                self.of_rows.read(made.row, [value])
             if type(value) is float and not value.is_integer() and not isinstance(made, Row):
                 self.statistics[value] = made.function if isinstance(made, Unknown) else "item"
 
@@ -259,7 +263,9 @@ class Facts:
             self._shapes.add((x.shape[axis], *x.shape[:axis], *x.shape[axis + 1 :]))
             if length:
                 self._lengths.add(x.shape[0])
-        self._host = self._host or isinstance(made, Row)
+        if isinstance(made, Row):
+            self._host = True
+            self.of_rows.read(made.row, [*x.shape, x.numel()])
 
     def divisor(self, value: float, made: Number) -> Divisor | Unknown | None:
         """The meaning of a Python number by which a sum is divided; None if all microbatches have it."""

@@ -235,16 +235,17 @@ def _where(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     condition = facts.of(args[0])
     if isinstance(condition, Unknown):
         return condition
-    numbers = [made for made in map(facts.of, args[1:3]) if isinstance(made, Number) and any(
-        t.factor for t in made.terms)]
+    made = [each for each in map(facts.of, args[1:3]) if isinstance(each, Number) and any(t.factor for t in each.terms)]
     others = [x for x in args[1:3] if facts.of(x) is CONSTANT or isinstance(facts.of(x), Number)]
-    return numbers[0] if len(numbers) == 1 and len(others) == 2 else facts.other(name, args, out)
+    return made[0] if len(made) == 1 and len(others) == 2 else facts.other(name, args, out)
 
 
 def _compare(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     made = facts.of(args[0])
     if isinstance(made, Number) and len(args) > 1:
         return facts.compared(made, name, args[1])
+    if isinstance(made, Row) and not args[0].dim() and type(args[1]) is int and args[0] <= args[1]:
+        facts.of_rows.taken(made.row, args[1])
     return facts.other(name, [*args, *kwargs.values()], out)
 
 
@@ -284,8 +285,7 @@ def _gradient(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
     """Gradients of a sum over rows belong to the rows, as in a gradient penalty."""
     starts = list(tensors([args[0]]))
     inputs = list(tensors([args[1] if len(args) > 1 else kwargs["inputs"]]))
-    made = [facts.of(x) for x in starts]
-    plain = all(each is ROWS or isinstance(each, Number) and undivided(each) for each in made)
+    plain = all(each is ROWS or isinstance(each, Number) and undivided(each) for each in map(facts.of, starts))
     for x, found in zip(inputs, tensors([out])):
         facts.put(found, ROWS if plain and facts.of(x) is ROWS else Unknown(name))
     return None

@@ -5,7 +5,9 @@ import copy
 import json
 import math
 import pickle
+from collections.abc import Callable
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,26 @@ def test_a_loss_that_is_0_where_nothing_counts_is_so_for_the_batch(way: str) -> 
             y[:] = -1
             y[3, 1] = 1 if some else -1
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
+@pytest.mark.parametrize("way", few(2, ["sequential", "own", "own scheduled", "cuts"]))
+def test_a_count_of_a_row_divides_that_row(way: str) -> None:
+    ways: list[Loss] = [
+        lambda x, has: x.sum() / max(1, has.sum()),
+        lambda x, has: x.sum() / max(1, has.sum().item()),
+        lambda x, has: x[has].sum() * (1 / max(1, int(has.sum()))),
+        lambda x, has: x[has].sum() / max(1, len(x[has])),
+    ]
+    ends: list[Callable[..., Any]] = [lambda rows: sum(rows) / len(rows), lambda rows: sum(torch.stack(rows))]
+    for row, end in product(ways, ends):
+        def loss(o: Tensor, t: Tensor, row: Loss = row, end: Callable[..., Any] = end) -> Any:
+            return end([row((a - b).square(), b > 0) for a, b in zip(o, t)])
+
+        plain, model, expected, found = made(way, loss)
+        x, y = batch("flat", UNEVEN)
+        for k, count in enumerate([4, 1, 5, 2, 0, 4, 2]):  # Not 3, as many as rows: see ``RowNumbers``.
+            y[k, :count], y[k, count:] = 1, -1
+        assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
 def test_a_count_from_an_earlier_call_is_a_constant() -> None:

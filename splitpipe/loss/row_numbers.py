@@ -1,0 +1,50 @@
+"""Numbers that Python has from a single row: in a loop over images, the number of boxes in each."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+
+class RowInt(int):
+    """What ``n.item()`` returns for a row's n; a number that is computed from it is a plain one."""
+
+    row: int
+
+
+class RowFloat(float):
+    """As RowInt."""
+
+    row: int
+
+
+class RowNumbers:
+    """By row, what Python has read from it, or takes in place of that: max(n, 1).
+
+    Numbers of other types are recognised by value, unless they equal the number of rows, or one that ``counts`` knows.
+    """
+
+    def __init__(self, rows: int, counts: Callable[[float], bool]) -> None:
+        self._rows = rows
+        self._counts = counts
+        self._of: dict[int, set[float]] = {}
+
+    def read(self, row: int, values: Iterable[float]) -> None:
+        """Records numbers that were read from a row. If it is the only one, 1 may be the number of rows instead."""
+        found = [1.0 if value == 0 else float(value) for value in values]
+        self._of.setdefault(row, set()).update(x for x in found if self._rows > 1 or x != 1)
+
+    def read_item(self, row: int, value: int | float) -> int | float:
+        """The number that ``item()`` has read from a row, which knows the row."""
+        found = RowInt(value) if isinstance(value, int) else RowFloat(value)
+        found.row = row
+        return found
+
+    def taken(self, row: int, value: float) -> None:
+        """Records a number that Python takes in place of a row's, which is less."""
+        self._of.setdefault(row, set()).add(float(value))
+
+    def has(self, row: int, value: float) -> bool:
+        """True if a number is one of a row's."""
+        if isinstance(value, (RowInt, RowFloat)):
+            return value.row == row
+        plain = self._rows == 1 or value != self._rows and not self._counts(value)
+        return plain and value in self._of.get(row, ())
