@@ -196,8 +196,8 @@ def _names() -> list[str]:
 
 def _options(given: Namespace) -> dict[str, Any]:
     """The options of a schedule that were given."""
-    each = {"split": given.split or None, "stages_per_device": given.stages_per_device, "group": given.group}
-    return {name: value for name, value in each.items() if value is not None}
+    each = {option: vars(given)[option] for name in SCHEDULES for option in options(name)}
+    return {option: value for option, value in each.items() if value is not None and value is not False}
 
 
 def _first(given: Namespace, costs: Costs) -> Schedule:

@@ -15,6 +15,7 @@ from torch.distributed import pipelining
 
 from splitpipe.__main__ import main
 from splitpipe.schedule import build, names, simulate
+from splitpipe.schedule.construct.library import options
 from tests.doors.test_layers import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +189,9 @@ def test_a_command_of_schedules_does_what_it_says(
 def test_the_table_of_schedules_has_what_a_simulation_finds() -> None:
     page = TEXT[ROOT / "docs/schedules.md"]
     rows = re.findall(r"^\| `([\w-]+)`(, `split=True`)? \| ([\d.]+) \| ([\d.]+) \|", page, flags=re.MULTILINE)
-    assert {name for name, *_ in rows} == set(names())
+    assert {name for name, *_ in rows} == set(names()), "the table in docs/schedules.md"
+    missing = {option for name in names() for option in options(name) if f"`{option}" not in page}
+    assert not missing, f"docs/schedules.md doesn't have the options {missing}"
     for name, split, makespan, memory in rows:
         timeline = simulate(build(name, 4, 8, split=True if split else None))
         assert (timeline.makespan, max(timeline.peak_activations)) == (float(makespan), float(memory)), name

@@ -13,6 +13,7 @@ import pytest
 
 from splitpipe import __main__
 from splitpipe.schedule import Costs, Schedule, build, command, from_csv, names, simulate
+from splitpipe.schedule.construct.library import options
 from splitpipe.schedule.draw import html, svg, text, trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +122,21 @@ def test_the_list_has_a_line_a_name(run: Any) -> None:
     assert [line.split()[0] for line in lines] == names()
     assert all(len(line.split()) > 3 for line in lines)
     assert next(line for line in lines if line.startswith("1f1b ")).endswith("[--split]")
+
+
+@pytest.mark.parametrize("name", [name for name in names() if options(name)])
+def test_each_option_of_a_schedule_is_passed_on(name: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def built(name: str, devices: int, chunks: int, **given: Any) -> Schedule:
+        asked.update(given)
+        return build("1f1b", devices, chunks)
+
+    monkeypatch.setattr(command, "build", built)
+    flags = [f"--{option.replace('_', '-')}" + " 3" * (option != "split") for option in options(name)]
+    found = run(name, *" ".join(flags).split())
+    assert found.code == 0, f"{found.err.strip()}: add it to parser() in schedule/command.py"
+    assert asked == {option: option == "split" or 3 for option in options(name)}
 
 
 def test_help_shows_every_option_and_an_example(run: Any) -> None:
