@@ -175,7 +175,8 @@ def test_each_argument_of_what_is_public_has_wrong_values_here(name: str, functi
         return
     door = next((door for door in DOORS if door.name == name), None)
     assert door is not None, f"give {name} a Door in wrong.py"
-    assert parameters(function) == set(door.wrong) | set(door.free)
+    known = set(door.wrong) | set(door.free)
+    assert parameters(function) == known, f"{parameters(function) ^ known}: mend the Door named {name!r} in wrong.py"
 
 
 @pytest.mark.parametrize("door", [door for door in DOORS if door is not wrong.ITEM], ids=str)

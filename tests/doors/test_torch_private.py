@@ -85,9 +85,12 @@ def faults(source: str, attributes: set[str]) -> list[str]:
 
 @pytest.mark.thorough
 def test_no_other_file_names_what_is_private_to_torch() -> None:
-    """Expected it in splitpipe/core/torch_private.py, with what it is for."""
     attributes = listed()
-    assert {file: found for file, source in FILES.items() if (found := faults(source, attributes))} == {}
+    found = {file: names for file, source in FILES.items() if (names := faults(source, attributes))}
+    assert not found, (
+        f"{found}: import them in a torch_private.py with what they are for, or add attributes of torch's objects to "
+        "LATE or ATTRIBUTES in splitpipe/core/torch_private.py"
+    )
 
 
 @pytest.mark.parametrize(
