@@ -26,8 +26,8 @@ from splitpipe.stage.layers import BlockLayers, ModelLayers, StageCache, StageFa
 from splitpipe.stage.run import SeparateRun, may_be_plain, plain
 from splitpipe.stage.stage import Block, Stage
 from splitpipe.stage.task import Task
-from splitpipe.training.dropped import Dropped, may_be_made_again, outputs_of
 from splitpipe.training.loss import Losses
+from splitpipe.training.recomputed import Recomputed, may_be_made_again, outputs_of
 from splitpipe.training.sink import Keyed, Sink
 
 
@@ -129,7 +129,7 @@ class BlockNodes:
 
 def made_again(
     again: SeparateRun, sink: Sink, given: Sequence[Any], i: int, alone: bool = False
-) -> tuple[list[Any], Any, Dropped | None]:
+) -> tuple[list[Any], Any, Recomputed | None]:
     """The leaves of a checkpointed block's output, their nesting, and what its node has if it can be recomputed so.
 
     Args:
@@ -160,10 +160,10 @@ def made_again(
     if others:
         phony, ids = sink.phony((stage.own, *map(id, others)), [*parameters, *others])
 
-    blocks: list[Dropped] = []
+    blocks: list[Recomputed] = []
 
-    def flight(places: list[tuple[int, Any]]) -> Dropped:
-        blocks.append(Dropped(again, sink, i, ids, places, count, again.where, others))
+    def flight(places: list[tuple[int, Any]]) -> Recomputed:
+        blocks.append(Recomputed(again, sink, i, ids, places, count, again.where, others))
         return blocks[0]
 
     made = outputs_of(made, own, flight, phony, again.entered)

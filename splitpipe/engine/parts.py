@@ -39,8 +39,8 @@ from splitpipe.engine.run import Run
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.stage.run import TENSORS
 from splitpipe.training.capture import Graph
-from splitpipe.training.dropped import OPEN
 from splitpipe.training.node import BlockNode, Held
+from splitpipe.training.recomputed import OPEN
 from splitpipe.training.sink import DropinSink
 
 #: The flat output of a microbatch and its nesting.

@@ -1,5 +1,7 @@
 """Checkpointing with saved-tensor hooks: forward saves numbers, and backward computes the tensors behind them.
 
+This is for what isn't recomputed as a separate graph (``training.recomputed``), as with ``backward="autograd"``.
+
 The nested backward of the usual checkpoint function fires parameter hooks twice, breaks double backward, and returns no
 gradients for ``autograd.grad(loss, parameters)``. Here, the graph of the first forward stays, and only what its nodes
 saved is dropped:

@@ -2,7 +2,7 @@
 
     surrounding    ... <── BlockNode <── ...       one node per call: its edges are inputs, and a phony
                                ¦
-    separate        input <── layers <── output    made in forward (Held), or again in backward (``dropped``)
+    separate        input <── layers <── output    made in forward (Held), or again in backward (``recomputed``)
 
 What B finds goes to a ``Sink``: weight gradients go into the sums and the ledger of a scheduled step, or, drop-in, to a
 Flush, which gives them to the parameters as one sum. Gradients that are to be differentiated don't get here: with

@@ -25,7 +25,7 @@ from splitpipe.training.sink import Ids, Sink, used_by
 _BEFORE = -1
 
 
-class Dropped(Flight):
+class Recomputed(Flight):
     """What a checkpointed microbatch keeps; its graph is made in backward."""
 
     __slots__ = ("_again", "_kinds", "_lock", "_others", "_places", "_ready")
@@ -130,7 +130,7 @@ def may_be_made_again(
 
 
 def outputs_of(
-    made: list[Any], own: dict[int, Tensor], flight: Callable[[list[tuple[int, Any]]], Dropped], phony: Tensor,
+    made: list[Any], own: dict[int, Tensor], flight: Callable[[list[tuple[int, Any]]], Recomputed], phony: Tensor,
     inputs: Sequence[Tensor],
 ) -> list[Any]:
     """The leaves of a block's output, with a BlockNode for those that require grad; passed-through values stay as is.
