@@ -196,7 +196,7 @@ def _names() -> list[str]:
 
 def _options(given: Namespace) -> dict[str, Any]:
     """The options of a schedule that were given."""
-    each = {option: vars(given)[option] for name in SCHEDULES for option in options(name)}
+    each = {option: vars(given).get(option) for name in SCHEDULES for option in options(name)}
     return {option: value for option, value in each.items() if value is not None and value is not False}
 
 
