@@ -61,7 +61,11 @@ def _counted(facts: Facts, values: Sequence[Any], row: Row, divided: bool) -> bo
     ask = facts.divisor if divided else facts.factor
     numbers = [x for x in values if not isinstance(x, Tensor) and x]
     return any(ask(float(x), sums) not in (None, NONE) for x in numbers
-               if not facts.of_rows.has(row.row, x if divided else 1 / x))
+               if not _of_row(facts, x if divided else 1 / x, row))
+
+
+def _of_row(facts: Facts, value: float, row: Row) -> bool:
+    return facts.of_rows.has(row.row, value) and (facts.rows == 1 or not facts.counts(value))
 
 
 def single(made: Number, out: Tensor, name: str) -> Made:

@@ -92,7 +92,7 @@ class Facts:
         self._shapes: set[tuple[int, ...]] = set()
         self._lengths: set[int] = set()
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they count.
-        self.of_rows = RowNumbers(self.rows, self.counts)  # Others, of single rows.
+        self.of_rows = RowNumbers(self.rows)  # Others, of single rows.
         self.statistics: dict[float, str] = {}  # Other numbers that Python has read, and the functions they come from.
         self.zero = False  # Whether Python may have taken 1 in place of a count of 0: max(n, 1).
         self._host = False  # Whether Python has read numbers of unknown meaning.

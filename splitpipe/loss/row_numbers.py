@@ -1,7 +1,7 @@
 """Numbers that Python has from a single row: in a loop over images, the number of boxes in each."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 
 class RowInt(int):
@@ -19,12 +19,11 @@ class RowFloat(float):
 class RowNumbers:
     """By row, what Python has read from it, or takes in place of that: max(n, 1).
 
-    Numbers of other types are recognised by value, unless they equal the number of rows, or one that ``counts`` knows.
+    Numbers of other types are recognised by value, unless they equal the number of rows.
     """
 
-    def __init__(self, rows: int, counts: Callable[[float], bool]) -> None:
+    def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._counts = counts
         self._of: dict[int, set[float]] = {}
 
     def read(self, row: int, values: Iterable[float]) -> None:
@@ -46,5 +45,4 @@ class RowNumbers:
         """True if a number is one of a row's."""
         if isinstance(value, (RowInt, RowFloat)):
             return value.row == row
-        plain = self._rows == 1 or value != self._rows and not self._counts(value)
-        return plain and value in self._of.get(row, ())
+        return (self._rows == 1 or value != self._rows) and value in self._of.get(row, ())
