@@ -26,7 +26,7 @@ if measuring is not None:
     measuring.d_miss_threshold = 2**31 - 1
 
 # The same cases every time, however long one takes, and no file left behind.
-hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None, max_examples=60)
+hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None, max_examples=40)
 # Of the essence: a few of them.
 hypothesis.settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=10)
 # Other cases each time, and many: --hypothesis-profile thorough.

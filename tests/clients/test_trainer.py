@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import splitpipe
 from splitpipe import SplitPipe
 from tests.clients.tiny import FOUR, WORDS
+from tests.helpers.covering import graded
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("default")]
 
@@ -63,8 +64,7 @@ def trained(
     return [{name: log[name] for name in names if name in log} for log in trainer.state.log_history[:-1]]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", WAYS)
+@graded({"way": [*WAYS], "case": [*CASES]}, [["way"], ["case"]])
 def test_losses_and_norms_are_those_of_the_unwrapped_model_and_of_a_resumed_run(
     way: str, case: str, tmp_path: Path
 ) -> None:

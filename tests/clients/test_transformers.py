@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import splitpipe
 from splitpipe import SplitPipe
 from tests.clients.tiny import FOUR, MORE, ROWS, VISION, Tiny, images, text
+from tests.helpers.covering import graded
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("default")]
 
@@ -55,8 +56,7 @@ def test_four_models_have_their_losses_logits_and_gradients_in_all_ways(name: st
     verify(FOUR[name], WAYS[way], chunks=4)  # Rows 2, 2, 2: fewer than asked for.
 
 
-@pytest.mark.parametrize("way", TWO)
-@pytest.mark.parametrize("name", [name for name in MORE if name != "gemma3n"])
+@graded({"way": [*TWO], "name": [name for name in MORE if name != "gemma3n"]}, [["way"], ["name"]])
 def test_other_families_have_them_too(name: str, way: str) -> None:
     verify(MORE[name], TWO[way])
 

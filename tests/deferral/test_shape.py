@@ -18,7 +18,7 @@ from splitpipe.deferral import owners
 from splitpipe.deferral.owners import survey
 from splitpipe.deferral.shape import Entered, Shape
 from splitpipe.training import capture
-from tests.helpers.covering import few
+from tests.helpers.covering import graded
 from tests.helpers.scheduled import assert_steps, mean
 
 ROWS, CHUNKS = 8, 4
@@ -106,8 +106,7 @@ def rows() -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("other", few(5, WAYS), ids=lambda way: way.__name__)
+@graded({"other": WAYS, "style": [*STYLES]}, essence=[["style"]], thorough=[["other"]])
 def test_a_microbatch_with_another_graph_has_its_own_gradients(
     other: Callable[[Choosing, Tensor], Tensor], style: str
 ) -> None:
