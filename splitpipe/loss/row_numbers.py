@@ -2,18 +2,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
-class RowInt(int):
-    """What ``n.item()`` returns for a row's n; a number that is computed from it is a plain one."""
+class RowNumber:
+    """What ``n.item()`` returns for a row's n. What is computed from it, and a copy of it, is a plain number."""
 
+    plain: int | float
     row: int
 
+    def __reduce__(self) -> Any:
+        return type(self.plain), (self.plain,)
 
-class RowFloat(float):
-    """As RowInt."""
 
-    row: int
+class _RowInt(RowNumber, int):
+    pass
+
+
+class _RowFloat(RowNumber, float):
+    pass
 
 
 class RowNumbers:
@@ -33,9 +40,9 @@ class RowNumbers:
 
     def read_item(self, row: int, value: int | float) -> int | float:
         """The number that ``item()`` has read from a row, which knows the row."""
-        found = RowInt(value) if isinstance(value, int) else RowFloat(value)
-        found.row = row
-        return found
+        found: Any = _RowInt(value) if isinstance(value, int) else _RowFloat(value)
+        found.plain, found.row = value, row
+        return found  # type: ignore[no-any-return]
 
     def taken(self, row: int, value: float) -> None:
         """Records a number that Python takes in place of a row's, which is less."""
@@ -43,6 +50,6 @@ class RowNumbers:
 
     def has(self, row: int, value: float) -> bool:
         """True if a number is one of a row's."""
-        if isinstance(value, (RowInt, RowFloat)):
+        if isinstance(value, RowNumber):
             return value.row == row
         return (self._rows == 1 or value != self._rows) and value in self._of.get(row, ())

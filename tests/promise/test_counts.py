@@ -122,11 +122,12 @@ def test_a_count_from_an_earlier_call_is_a_constant() -> None:
     assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
-def test_a_count_that_python_reads_is_a_number_like_others() -> None:
+@pytest.mark.parametrize("of", [lambda t: t > -9, lambda t: t[0].repeat(2) > -9], ids=["batch", "row"])
+def test_a_count_that_python_reads_is_a_number_like_others(of: Callable[[Tensor], Tensor]) -> None:
     told: list[Any] = []
 
     def loss(o: Tensor, t: Tensor) -> Tensor:
-        n, half = (t > -9).sum().item(), ((t > -9).sum() / 2).item()
+        n, half = of(t).sum().item(), (of(t).sum() / 2).item()
         told.append([
             n, pickle.loads(pickle.dumps(n)), copy.deepcopy([half]), json.dumps({"n": n, "half": half}), f"{n:3d} {n}",
             {n: 1}[int(n)], list(range(n)), [1] * n, n + 1, 1 + n, n - 1, 2 * n, n / 2, 60 / n, n // 2, -n, n**2, n + n,
