@@ -329,7 +329,7 @@ def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     if isinstance(made, Stack):
         scale = 1 / len(made.numbers) if mean else 1.0
         terms = tuple([t for number in made.numbers for t in number.scaled(scale).terms])
-        return Unknown(name) if out.dim() else Number(terms)
+        return Unknown(name) if out.dim() or name == "nanmean" else Number(terms)
     if made is not ROWS and not isinstance(made, Share):
         return made
     axes = [*range(x.dim())] if dims is None or dims == () else axes_of(x, dims)
@@ -340,6 +340,8 @@ def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         return made
     if isinstance(made, Share):
         return Number((term(out, MEAN, made.divisor, name),)) if made.rows and not mean else Unknown(name)
+    if name == "nanmean":
+        return Unknown(name) if out.dim() else Number((term(out, MEAN, Divisor((~x.isnan()).sum()), name),))
     count = Divisor(float(math.prod([x.shape[axis] for axis in axes]))) if mean else None
     return Number((term(out, MEAN if mean else SUM, count, name),))
 

@@ -373,7 +373,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (add, "add add_ __radd__ __iadd__ __add__ sub sub_ subtract subtract_ __sub__ __isub__ rsub __rsub__"),
     (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
     (divide, f"reciprocal {' '.join(DIVISIONS)}"),
-    (reduce, "sum mean nansum count_nonzero"),
+    (reduce, "sum mean nansum nanmean count_nonzero"),
     (matmul, "matmul __matmul__ __rmatmul__ mm mv bmm linear cdist dot vdot inner"),
     (_index, "__getitem__"), (_places, "nonzero argwhere"), (_set, "__setitem__"),
     (_apart, "unbind split chunk tensor_split"),

@@ -13,6 +13,7 @@ Outputs are [rows, 5] for batches in ``FLAT``, else [rows, WORDS, 5]; all is flo
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -392,6 +393,8 @@ HAND: Table = {
     "stack times one": ("flat", lambda o, t: (torch.stack([
         F.mse_loss(o, t), F.l1_loss(o, t)]) * WEIGHT[:1]).sum()),
     "stack from an index": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])[:2].sum()),
+    "mean of numbers": ("flat", lambda o, t: torch.where(t > 0, (o - t).square(), math.nan).nanmean()),
+    "mean of rows' numbers": ("flat", lambda o, t: torch.where(t > 0, (o - t).square(), math.nan).nanmean(1).nanmean()),
     "one of a stack": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])[1]),
     "both of a stack": ("flat", lambda o, t: sum(torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).unbind())),
     "two terms times a constant": ("flat", lambda o, t: (F.mse_loss(o, t) + F.l1_loss(o, t)) * WEIGHT[3]),
