@@ -34,6 +34,7 @@ class Reducer(Protocol):
         """The number of the batch."""
 
 
+_NUMBERS = (torch.Size, int, float)
 _PLAIN = (torch.Size, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -96,10 +97,12 @@ def joined(
     reducer: Reducer,
     known: Batches | None = None,
     verify: bool = False,
+    others: Sequence[Any] = (),
 ) -> Any:
     """The output of the batch. Raises ValueError for what can't be joined.
 
     ``known``: the dimension of the batch in each leaf; None: the first. ``verify``: compare the leaves that have none.
+    ``others``: these leaves for another number of rows, if known.
     """
     if len(outputs) == 1:
         return unflatten(*outputs[0])
@@ -121,8 +124,8 @@ def joined(
             _verify_rows(column, rows)
         known = [0] * len(columns)
     made = [
-        reducer.reduced(column, rows) if reducer.gives(column) else _one(list(column), rows, dim, verify)
-        for column, dim in zip(columns, known)
+        reducer.reduced(column, rows) if reducer.gives(column) else _one(list(column), dim, verify, other)
+        for column, dim, other in zip(columns, known, others or [None] * len(known))
     ]
     return unflatten(made, first)
 
@@ -131,7 +134,7 @@ def _same_nesting(one: Any, other: Any) -> bool:
     return bool(one[0] == other[0] and one[1] == other[1])
 
 
-def _one(column: list[Any], rows: list[int], dim: int | None, verify: bool) -> Any:
+def _one(column: list[Any], dim: int | None, verify: bool, other: Any) -> Any:
     first = column[0]
     if isinstance(first, Entries):
         return concatenated(column)
@@ -146,7 +149,8 @@ def _one(column: list[Any], rows: list[int], dim: int | None, verify: bool) -> A
     if dim is None and any(x.shape != first.shape for x in column):
         dim = 0  # Selected rows: by chance, one row of the batch has as many as two.
     if first.dim() and dim is None:
-        if verify and any(x is not first and not torch.equal(x, first) for x in column):
+        differs = verify and any(x is not first and not torch.equal(x, first) for x in column)
+        if differs or isinstance(other, Tensor) and not _close(first, other.to(first.device)):
             raise ValueError(without_rows(list(first.shape)))
         return first
     return torch.cat(column, dim) if dim else join(tuple(column))
@@ -215,13 +219,14 @@ def _verify_proportion(found: Sequence[tuple[list[Any], Any]], rows: list[int], 
 
 
 def _verify_numbers(leaves: Sequence[Any], others: Sequence[Any], rows: int, other: int) -> None:
-    """Raises for plain numbers that depend on the number of rows: no microbatch has the batch's number."""
+    """Raises for plain numbers and sizes that depend on the number of rows: no microbatch has the batch's."""
     for x, y in zip(leaves, others):
-        if type(x) is type(y) and type(x) in (int, float) and not same(x, y):
+        if type(x) is type(y) and type(x) in _NUMBERS and not same(x, y):
+            what, one, two = ("size", [*x], [*y]) if isinstance(x, torch.Size) else ("number", x, y)
             raise ValueError(
-                f"the output has the number {x} for {rows} rows and {y} for {other}: no microbatch knows the batch's "
-                "number. Expected a number that doesn't depend on the rows. Return a tensor, such as x.new_ones("
-                "len(x)).sum(), or compute it outside the module."
+                f"the output has the {what} {one} for {rows} rows and {two} for {other}: no microbatch knows the "
+                f"batch's {what}. Expected a {what} that doesn't depend on the rows. Return a tensor, such as "
+                "x.new_ones(len(x)).sum(), or compute it outside the module."
             )
 
 
@@ -280,7 +285,7 @@ class Joiner:
             values = [first, *(unflatten(*each) for each in found[1:])]
             found = [flatten(value) for value in self._lists.marked(values, rows, f"{arguments} ", once)]
         leaves, nesting = found[0]
-        if not any(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) in (int, float) for leaf in leaves):
+        if not any(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) in _NUMBERS for leaf in leaves):
             return joined(found, rows, reducer)
         dims = [leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves]
         key = f"{nesting[0]} {[fields and fields.names for _, fields in nesting[1]]} {dims} {arguments}"
@@ -301,7 +306,7 @@ class Joiner:
             _verify_adjacent(leaves, rows[0], others, other, known)
         if exact:
             _verify_proportion(found, rows, known)
-        whole = joined(found, rows, reducer, known, verify=True)
+        whole = joined(found, rows, reducer, known, verify=True, others=others)
         if known is None or all(leaf.numel() for leaf in others if isinstance(leaf, Tensor)):
             # With none of the rows, it would show little.
             self._known[key] = known  # Only now: what can't be joined raises each time.

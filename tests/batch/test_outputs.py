@@ -123,6 +123,8 @@ def test_numbers_without_dimensions_are_means_by_rows_or_sums_or_what_a_function
     (lambda y: y.shape.numel, {}, TypeError, "the output is a builtin_function.*, and every microbatch returns a"),
     (lambda y: y.mean(), {"reduction": lambda values, rows: 3}, TypeError, "reduction returned int: expected a tensor"),
     (lambda y: y @ y.t(), {}, ValueError, r"has the shape \[3, 3\].*each row is compared with all others"),
+    (lambda y: (y, torch.tensor([len(y)])), {"chunks": 7}, ValueError, r"shape \[1\] has no dimension of the batch"),
+    (lambda y: (y, y.shape), {"chunks": 7}, ValueError, r"has the size \[1, 4\] for 1 rows and \[2, 4\] for 2"),
     (lambda y: {"a" if len(y) == 3 else "b": y}, {}, ValueError, "microbatches 0 and 2 return outputs with different"),
     (lambda y: [y, None if len(y) == 3 else y.mean()], {}, ValueError, "0 and 2 return the outputs None and .a tensor"),
     (lambda y: [y, y.mean() if len(y) == 3 else 0.0], {}, ValueError, "0 and 2 return the outputs .a tensor. and 0.0"),
