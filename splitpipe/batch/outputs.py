@@ -4,13 +4,14 @@
     the same for any rows         the tensor: a weight, positions
     a number                      combined, see ``reducing``
     equal values                  the value
-    an object, such as a cache    None: its rows can't be identified
+    an object, such as a cache    None, with a warning: its rows can't be identified
 
 A run with another number of rows shows the dimension of the batch: the one that differs.
 """
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, Protocol
@@ -141,9 +142,14 @@ def _one(column: list[Any], dim: int | None, verify: bool, other: Any) -> Any:
     if not isinstance(first, Tensor):
         if all(isinstance(x, (Tensor, *_PLAIN)) for x in column):
             return join(tuple(column))
-        # Caches: they hold what each microbatch has computed, whose rows can't be identified. (One that all
-        # microbatches were given belongs to the caller.)
-        return first if all(same(first, x) for x in column) else None
+        if all(same(first, x) for x in column):
+            return first  # An object that all microbatches were given belongs to the caller.
+        warnings.warn(
+            f"the output holds a {type(first).__name__}, and every microbatch returns a different one: None takes its "
+            "place. Return tensors, in any nesting of tuple, list, dict, namedtuple and dataclass, or use chunks=1.",
+            stacklevel=2,
+        )
+        return None
     # A microbatch may have skipped the last stages, so that its values are on another device.
     column = [x.to(first.device) if isinstance(x, Tensor) else x for x in column]
     if dim is None and any(x.shape != first.shape for x in column):

@@ -142,12 +142,13 @@ def test_a_reduction_is_a_name_or_a_function(reduction: Any) -> None:
         piped(Giving(torch.sum), ["two"], reduction=reduction)
 
 
-def test_a_cache_in_the_output_is_dropped() -> None:
+def test_an_object_in_the_output_is_dropped_with_a_warning() -> None:
     class Cache:
         def __init__(self, y: Tensor) -> None:
             self.y = y
 
-    found, _ = given(lambda y: {"y": y, "cache": Cache(y)})
+    with pytest.warns(UserWarning, match="the output holds a Cache, and every microbatch .*: None takes"):
+        found, _ = given(lambda y: {"y": y, "cache": Cache(y)})
     assert found["cache"] is None and found["y"].shape == (7, 4)
     found, _ = given(lambda y: {"y": y, "cache": Cache(y)}, chunks=1)
     assert isinstance(found["cache"], Cache)
