@@ -36,7 +36,9 @@ class Node:
         self.children: list[Node] | None = None
         if parts is None:
             if is_nested(flag):
-                raise misfit(where, flag, value)
+                if value is not None:
+                    raise misfit(where, flag, value)
+                self.flag = None  # An optional value that is left out.
             self.stop = start + 1
             return
         keys = list(value) if isinstance(value, dict) else range(len(parts))

@@ -149,6 +149,7 @@ def test_writing_to_it_before_it_is_recomputed_is_an_error() -> None:
     ((True, {"a": False}), deque([1, {"a": 2}]), [True, False]),
     (True, {"a": (1, 2)}, [True, True]),
     ((True, False), (None, None), [True, False]),
+    ((True, (1, {"a": False})), (1, None), [True, None]),
     ((True, ()), (1, []), [True]),
 ])
 def test_flags_go_by_the_nesting(batched: Any, value: Any, flags: list[bool]) -> None:
