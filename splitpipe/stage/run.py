@@ -41,12 +41,14 @@ T = TypeVar("T")
 class SavedInput:
     """A tensor that a recomputation starts from."""
 
-    __slots__ = ("_hooks", "_in_place", "_packed", "_version", "requires_grad")
+    __slots__ = ("_hooks", "_in_place", "_packed", "_strides", "_version", "requires_grad")
 
     def __init__(self, leaf: Tensor, hooks: Hooks | None = None, in_place: bool = False) -> None:
         self.requires_grad = leaf.requires_grad
         self._in_place = in_place
         x = leaf.detach()  # The input itself would keep the graph of every earlier stage alive.
+        strided = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+        self._strides = x.stride() if strided else None
         if in_place:
             x = x.clone()  # The stage uses the input itself, as without a pipeline.
         # The caller's hooks pack the kept tensor: they may move it to the CPU, or recompute it.
@@ -62,7 +64,7 @@ class SavedInput:
     def keep(self, storages: Collection[int]) -> None:
         """Copies it if it is in one of these storages."""
         if self._hooks is None and not self._in_place and storage_of(self._packed) in storages:
-            self._packed = _copied(self._packed)
+            self._packed = self._packed.clone()
             self._version = version_of(self._packed)
 
     def again(self, whose: str) -> Tensor:
@@ -70,22 +72,29 @@ class SavedInput:
         x: Tensor = self._packed if self._hooks is None else self._hooks[1](self._packed)
         if self._version is not None and x._version != self._version:
             raise RuntimeError(WRITTEN.format(f"input of {whose}"))
-        x = x.detach().clone() if self._in_place else x.detach()
+        x = x.detach()
+        if self._strides is not None and x.stride() != self._strides:
+            x = _laid_out(x, self._strides)
+        elif self._in_place:
+            x = x.clone()
         return x.requires_grad_() if self.requires_grad else x
 
 
-def _copied(x: Tensor) -> Tensor:
-    """A copy with the tensor's memory layout, on which it depends whether a reshape of it is a view."""
-    base = x
-    for dim, stride in enumerate(x.stride()):
-        if not stride and x.shape[dim]:  # Expanded.
-            base = base.narrow(dim, 0, 1)
-    reach = 0
-    for stride, size in sorted(zip(base.stride(), base.shape)):
-        if size > 1 and stride <= reach:  # Elements overlap, and can't be written separately.
-            return x.clone()
+def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy with these strides, on which it depends whether a reshape of it is a view."""
+    shape = x.shape
+    for dim, stride in enumerate(strides):
+        if not stride and shape[dim]:  # Expanded.
+            x = x.narrow(dim, 0, 1)
+    reach, overlapping = 0, False
+    for stride, size in sorted(zip(strides, x.shape)):
+        overlapping |= size > 1 and stride <= reach
         reach += stride * (size - 1)
-    return torch.empty_strided(base.shape, base.stride(), dtype=x.dtype, device=x.device).copy_(base).expand(x.shape)
+    if overlapping:  # As after unfold: elements can't be written separately.
+        memory = x.new_empty(reach + 1)
+        memory[torch.arange(reach + 1, device=x.device).as_strided(x.shape, strides)] = x
+        return memory.as_strided(x.shape, strides).expand(shape)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x).expand(shape)
 
 
 class StageRun:

@@ -395,6 +395,15 @@ def test_odd_strides_are_recomputed_as_they_lay() -> None:
         assert_steps(*twins(layers, [2, 1, 1], chunks=3, checkpoint="always", **inside(options)), torch.rand(6, 4))
 
 
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+@pytest.mark.parametrize("part", [lambda x: x[:, 1:], lambda x: x.flatten(1).unfold(1, 4, 2)], ids=["slice", "unfold"])
+def test_a_part_of_a_sequence_is_recomputed_as_it_lay(part: Any, by: str, backward: Any) -> None:
+    # With a bias, a linear layer saves other tensors if its input isn't contiguous.
+    layers = nn.Sequential(nn.Linear(4, 4), Apply(part), nn.Linear(4, 4), nn.ReLU())
+    assert_steps(*twins(layers, [2, 2], by=by, chunks=3, checkpoint="always", backward=backward), torch.rand(6, 3, 4))
+
+
 def test_an_input_made_to_require_grad_may_be_handed_on() -> None:
     def slope(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         if not x.requires_grad:
