@@ -31,7 +31,10 @@ taker: ContextVar[Taker | None] = ContextVar("splitpipe.taker", default=None)
 
 
 class CallHook:
-    """The call of a block, passed to the current handler; ``compiled``: the call that was in the slot before."""
+    """The call of a block, passed to the current handler; ``compiled``: the call that was in the slot before.
+
+    Some blocks, such as recurrent layers, are copied with what is in the slot. A copy of this is None.
+    """
 
     __slots__ = ("_block", "arriving", "compiled", "guard", "watch")
 
@@ -44,6 +47,12 @@ class CallHook:
         self.arriving: Callable[[nn.Module, Any], Any] | None = None
         #: Makes the call of an attached module, and sees whether it ran as a pipeline.
         self.watch: Callable[..., Any] | None = None
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block: Any = self._block()

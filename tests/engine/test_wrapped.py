@@ -67,18 +67,28 @@ def test_a_module_without_a_length_has_none() -> None:
         iter(model)
 
 
+class Whole(nn.Linear):
+    """A layer that is copied with all its attributes, as torch's recurrent layers are."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+
 @pairwise(
     place=[SplitPipe, attach], called=[False, True], schedule=SCHEDULES,
     way=[copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
 )
 def test_copies_and_pickles_run_by_themselves(place: Any, schedule: str, way: Any, called: bool) -> None:
-    model, given = placed(place, Stack(), schedule=schedule), batch()
+    model, given = placed(place, Stack(block=Whole), schedule=schedule), batch()
     if called:
         model(**given)["loss"].backward()
     other = way(model)
     assert type(other) is type(model) and {*other.parameters()}.isdisjoint(model.parameters())
     assert place is SplitPipe or other.forward.runtime.module is other
-    plain = Stack()
+    plain = Stack(block=Whole)
     plain.load_state_dict(other.state_dict())
     with torch.no_grad():
         model.last.weight.zero_()
