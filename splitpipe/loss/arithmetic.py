@@ -168,7 +168,7 @@ def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
             made_of = number_of(facts, x)
             if isinstance(made_of, Unknown):
                 return made_of
-            return _by_divisor(made_of, count.divisor, out, name) if count.inverse else Unknown(A_COUNT)
+            return _by_divisor(made_of, count.divisor, out, name, x) if count.inverse else Unknown(A_COUNT)
         row = one_row([facts.of(x) for x in args])
         if row is not None and not _counted(facts, args, row, False):
             return row
@@ -187,16 +187,18 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
         return Share(NONE, True)
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
         if isinstance(one, Number) and undivided(one) and not isinstance(y, Tensor) and y:
-            divisor = facts.factor(float(y), one)
+            divisor, doubt = facts.factor(float(y), one), None if in_place(name) else float(y)
+            if isinstance(divisor, Unknown):
+                return _unknown(one, divisor.function, facts.rows, out, doubt)
             if divisor is not None:
-                return divisor if isinstance(divisor, Unknown) else _over(one, divisor, out, name)
+                return _over(one, divisor, out, name, x, doubt)
         if isinstance(one, Number) and not undivided(one) and type(y) is int and y > 1 and facts.counts(y):
             return Unknown("a mean times a number that may be a count")
         return _times(x, y, out, name, facts)
     if not isinstance(one, Share):
         return None
     if other is ROWS or isinstance(other, Row):
-        return Share(one.divisor, True)
+        return replace(one, rows=True)
     if other is CONSTANT:
         return one
     if one.rows or not isinstance(other, Number) or not undivided(other) or len(other.terms) > 1:
@@ -252,34 +254,34 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         return Unknown(A_COUNT)
     count = counted(facts, below)
     if count is not None:
-        return Unknown(A_COUNT) if count.inverse else _by_divisor(made, count.divisor, out, name)
+        return Unknown(A_COUNT) if count.inverse else _by_divisor(made, count.divisor, out, name, above)
     if made is ROWS and not isinstance(below, Tensor):
         length = Divisor(float(below)) if facts.is_length(float(below)) else facts.count(float(below))
         length = NONE if facts.least(below) else length
         if length is not None:
-            return Share(length, True)
+            return Share(length, True, 2 <= below <= 4)
     if by is CONSTANT and isinstance(made, (Number, Stack)):
-        divisor = None
-        if isinstance(made, Number) and undivided(made) and not isinstance(below, Tensor):
-            divisor = facts.divisor(float(below), made) if any(t.kind is SUM for t in made.terms) else None
-        if isinstance(divisor, Divisor):
-            return _over(made, divisor, out, name)  # type: ignore[arg-type]
-        return divisor or _times(args[0], below, out, name, facts, -1)
+        if isinstance(made, Number) and not isinstance(below, Tensor):
+            sums = resolved(made, above)
+            some = undivided(sums) and any(t.kind is SUM for t in sums.terms)
+            divisor = facts.divisor(float(below), sums) if some else None
+            if isinstance(divisor, Divisor):
+                doubt = 1 / below if 2 <= abs(below) <= 4 and not in_place(name) else None
+                return _over(sums, divisor, out, name, above, doubt)
+            if divisor is not None and undivided(made):
+                return divisor
+        return _times(args[0], below, out, name, facts, -1)
     if by is CONSTANT and isinstance(made, Share):
         return made
     if not isinstance(by, Number) or below.numel() > 1:
         return facts.other(name, [above, below], out)
-    return _by_number(made, by, out, name)
-
-
-def _by_number(made: Made, by: Number, out: Tensor, name: str) -> Made:
     divisor = divided(by)
-    return _mean_by_mean(made, by, out, name) if divisor is None else _by_divisor(made, divisor, out, name)
+    return _mean_by_mean(made, by, out, name) if divisor is None else _by_divisor(made, divisor, out, name, above)
 
 
-def _by_divisor(made: Made, divisor: Divisor, out: Tensor, name: str) -> Made:
+def _by_divisor(made: Made, divisor: Divisor, out: Tensor, name: str, above: Any) -> Made:
     if isinstance(made, Number):
-        return _over(made, divisor, out, name)
+        return _over(made, divisor, out, name, above)
     return Share(divisor, made is not CONSTANT) if made in (CONSTANT, ROWS) or isinstance(made, Row) else Unknown(name)
 
 
@@ -305,18 +307,43 @@ def _mean_by_mean(made: Made, by: Number, out: Tensor, name: str) -> Made:
     return Number((term(out * scale, MEAN, total, above[0].function),))
 
 
-def _over(made: Number, divisor: Divisor, out: Tensor, name: str) -> Made:
-    """The quotient of a sum and a count."""
+def _over(made: Number, divisor: Divisor, out: Tensor, name: str, above: Any, doubt: float | None = None) -> Made:
+    """The quotient of a sum and a count; ``doubt``: the factor that the division is, if the count may be a constant."""
+    made = resolved(made, above)
     if not undivided(made):
         return Unknown(name)
-    if len(made.terms) == 1 and made.terms[0].kind is SUM:
-        return Number((term(out, MEAN, divisor, made.terms[0].function),), made.rows)
+    if len(made.terms) == 1 and made.terms[0].kind is SUM and (made.terms[0].factor == 1 or out.numel() > 1):
+        one = made.terms[0]
+        sums = None if doubt is None else replace(one, factor=one.factor * doubt)
+        return Number((replace(term(out, MEAN, divisor, one.function), doubt=sums),), made.rows)
     here = divided_by(divisor.here)
     return Unknown(name) if out.numel() > 1 else Number(tuple([
         replace(t, divisor=divisor) if t.kind is A_CONSTANT
-        else replace(term(t.value / here, MEAN, divisor, t.function), factor=t.factor)
+        else replace(term(t.value / here, MEAN, divisor, t.function), factor=t.factor,
+                     doubt=None if doubt is None else replace(t, factor=doubt))
         for t in made.terms
     ]), made.rows)
+
+
+def _unknown(made: Number, function: str, rows: int, out: Tensor, doubt: float | None) -> Made:
+    """The product of a sum and what may be the inverse of a count: a mean, unless it is divided by a count later."""
+    if len(made.terms) > 1 or doubt is None:
+        return Unknown(function)
+    mean = by_rows(out, rows, function).terms[0]
+    return Number((replace(mean, doubt=replace(made.terms[0], factor=made.terms[0].factor * doubt)),))
+
+
+def resolved(made: Number, x: Any) -> Number:
+    """The number ``x``, which is divided by a count now: what it seemed to be divided by before were constants."""
+    divided = [t for t in made.terms if t.divisor is not None]
+    if not divided or any(t.doubt is None for t in divided):
+        return made
+    terms = tuple([
+        t if t.doubt is None else replace(t.doubt, factor=t.doubt.factor * t.factor, asked=t.asked) for t in made.terms
+    ])
+    if len(terms) > 1 and all(t.kind is SUM for t in terms):
+        terms = (term(x, SUM, None, terms[0].function),)
+    return replace(made, terms=terms)
 
 
 def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -339,7 +366,9 @@ def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
             facts.turn(out, axis - sum(each < axis for each in axes))
         return made
     if isinstance(made, Share):
-        return Number((term(out, MEAN, made.divisor, name),)) if made.rows and not mean else Unknown(name)
+        sums = term(out, SUM, None, name) if made.doubt else None
+        return Number((replace(term(out, MEAN, made.divisor, name), doubt=sums),)) if made.rows and not mean else (
+            Unknown(name))
     if name == "nanmean":
         return Unknown(name) if out.dim() else Number((term(out, MEAN, Divisor((~x.isnan()).sum()), name),))
     count = Divisor(float(math.prod([x.shape[axis] for axis in axes]))) if mean else None

@@ -39,10 +39,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Share:
-    """A value with rows, or a constant, divided by a number of the batch."""
+    """A value with rows, or a constant, divided by a number of the batch, or (``doubt``) by a constant like that."""
 
     divisor: Divisor
     rows: bool
+    doubt: bool = False
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class Term:
     unknown: bool = False
     #: How many conditions Python had read before, or BEFORE: their answers decide which microbatches have the term.
     asked: int = 0
+    #: If the divisor may be a constant that equals the number of rows: the sum, with a factor besides the term's own.
+    doubt: Term | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +94,8 @@ class Number:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
         """The number with other tensors as its terms' values."""
         return replace(self, terms=tuple([
-            replace(term, value=change(term.value)) if isinstance(term.value, Tensor) else term for term in self.terms
+            replace(term, value=change(term.value), doubt=None) if isinstance(term.value, Tensor) else term
+            for term in self.terms
         ]))
 
     def detached(self) -> Number:

@@ -107,6 +107,31 @@ def test_a_count_of_a_row_divides_that_row(way: str) -> None:
         assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
+def halves(o: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """A reconstruction and a divergence, both summed."""
+    return (o - t).square().sum(), (1 + o - o.exp()).sum()
+
+
+@pytest.mark.parametrize("way", few(2, ["sequential", "own", "own scheduled", "cuts"]))
+def test_a_half_and_the_number_of_two_rows_are_told_apart(way: str) -> None:
+    ways: list[Loss] = [
+        lambda o, t: halves(o, t)[0] / len(o) + -0.5 * halves(o, t)[1] / len(o),
+        lambda o, t: (halves(o, t)[0] - 0.5 * halves(o, t)[1]) / o.size(0),
+        lambda o, t: (lambda n: (halves(o, t)[0] - 0.5 * halves(o, t)[1]) / n)(len(o)),
+        lambda o, t: (lambda n: (halves(o, t)[0] + halves(o, t)[1] / -2) / n)(len(o)),
+        lambda o, t: (lambda n: halves(o, t)[0] / n - 0.5 * halves(o, t)[1] / n)(o.shape[0]),
+        lambda o, t: (lambda n: halves(o, t)[0] / 2 / n + halves(o, t)[1] / n / 2)(len(o)),
+        lambda o, t: (lambda n: ((o - t).square() / 2).sum() / n)(len(o)),
+        lambda o, t: (lambda n: halves(o, t)[0] * 0.5 / (t > -9).sum())(len(o)),
+        lambda o, t: halves(o, t)[0] * (1 / len(o)),
+    ]
+    for loss in ways:
+        plain, model, expected, found = made(way, loss)
+        for rows in (6, 5):  # Two rows each, or two, two and one.
+            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
 def test_a_count_from_an_earlier_call_is_a_constant() -> None:
     kept = [3.0]
     plain, model, expected, found = made("sequential", lambda o, t: (o - t).square().sum() / kept[0])
