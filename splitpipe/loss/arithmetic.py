@@ -334,12 +334,12 @@ def _unknown(made: Number, function: str, rows: int, out: Tensor, doubt: float |
 
 
 def resolved(made: Number, x: Any) -> Number:
-    """The number ``x``, which is divided by a count now: what it seemed to be divided by before were constants."""
+    """The number ``x``, which is divided by a count now or stays a sum: what divided it before were constants."""
     divided = [t for t in made.terms if t.divisor is not None]
     if not divided or any(t.doubt is None for t in divided):
         return made
     terms = tuple([
-        t if t.doubt is None else replace(t.doubt, factor=t.doubt.factor * t.factor, asked=t.asked) for t in made.terms
+        t if t.doubt is None else replace(t.doubt, factor=t.doubt.factor * t.factor) for t in made.terms
     ])
     if len(terms) > 1 and all(t.kind is SUM for t in terms):
         terms = (term(x, SUM, None, terms[0].function),)
