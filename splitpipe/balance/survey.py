@@ -87,14 +87,21 @@ def surveyed(module: object, sample: object, whose: str = "sample") -> Surveyed:
         copied = copy_of(module)
         try:
             where, output = _called(copied, *_first(batch, 1, home))
+            has_loss = _has_loss(output)
+            if has_loss and rows > 1 and loss_of(output).dim():  # Of two rows, one number for each isn't a loss.
+                has_loss = _has_loss(_called(copied, *_first(batch, 2, home))[1])
         except Exception as error:
             add_note(error, f"Raised while a copy of the {type(module).__name__} ran on one row, to find its blocks.")
             raise
+    return Surveyed(copied, where, has_loss, batch, rows)
+
+
+def _has_loss(output: Any) -> bool:
     try:
         loss_of(output)
     except TypeError:
-        return Surveyed(copied, where, False, batch, rows)
-    return Surveyed(copied, where, True, batch, rows)
+        return False
+    return True
 
 
 def _batch_of(module: nn.Module, sample: object, whose: str) -> tuple[Division, int]:

@@ -100,6 +100,15 @@ def test_one_row_of_the_batch_runs_in_a_copy_in_eval_mode() -> None:
     assert seen == [((1, 3), (7, 2), False)] and module.training
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("loss", "one"), [
+    (lambda y: y.mean(), True), (lambda y: y.mean().reshape(1), True), (lambda y: y.mean(1), False)
+])
+def test_a_loss_for_each_row_is_no_loss_of_a_schedule(loss: Any, one: bool, rows: int) -> None:
+    module = Run(lambda own, x: {"loss": loss(own.b(own.a(x)))}, a=pair(), b=pair())
+    assert surveyed(module, torch.randn(rows, 3)).has_loss == (one or rows == 1)
+
+
 def test_what_a_block_raises_says_where() -> None:
     with pytest.raises(IndexError) as caught:
         surveyed(Net(), {"ids": torch.full((2, 3), 99)})
