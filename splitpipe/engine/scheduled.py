@@ -206,6 +206,8 @@ class CodeStep(StepWork):
         found, values = loss_of(output), forward.values
         made = None if forward.trace is None else forward.trace.number(found)
         loss = values.here(found)
+        if made is None and loss.dim() and forward.trace is not None and forward.trace.facts.rows == 1:
+            made = Unknown("a loss with a dimension, which may be that of the rows")
         leaves, nesting = outputs.flatten(output)
         numbers = numbers_of(forward.trace, leaves)
         leaves = [values.latest(x).detach() if isinstance(x, Tensor) else x for x in leaves]

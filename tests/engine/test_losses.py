@@ -84,6 +84,18 @@ def test_an_output_without_a_loss_is_an_error(schedule: str) -> None:
     model(**batch())["loss"].backward()
 
 
+@pytest.mark.parametrize("rows", [3, 6])
+@scheduled
+def test_a_loss_for_each_row_is_an_error_or_if_each_is_alone_a_warning(schedule: str, rows: int) -> None:
+    module = module_of(lambda self, x: {"loss": self.b(self.a(x)).mean(1)}, **linears("a", "b"))
+    pipe = piped(module, ["b"], schedule=schedule, chunks=3)
+    expected: Any = pytest.raises(TypeError, match="has a Tensor as its loss") if rows == 6 else pytest.warns(
+        UserWarning, match="a loss with a dimension"
+    )
+    with expected:
+        pipe(torch.rand(rows, 4))
+
+
 def test_a_target_without_a_function_to_take_it_is_an_error() -> None:
     with pytest.raises((TypeError, ValueError), match="target"):
         piped(Stack(), CUTS, schedule="1f1b")(torch.randn(6, 4), target=torch.randn(6, 4))
