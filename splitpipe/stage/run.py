@@ -26,7 +26,7 @@ from splitpipe.core.graph import Edge, enter, kinds_of, reached
 from splitpipe.core.note import add_note
 from splitpipe.core.phase import in_phase
 from splitpipe.core.rng import DeviceState, DisturbedError, Numbers
-from splitpipe.core.tensors import storage_of, version_of
+from splitpipe.core.tensors import is_plain, storage_of, version_of
 from splitpipe.core.thread_state import Hooks, State
 from splitpipe.core.torch_private import _get_sequence_nr
 from splitpipe.stage.call import Call
@@ -47,8 +47,7 @@ class SavedInput:
         self.requires_grad = leaf.requires_grad
         self._in_place = in_place
         x = leaf.detach()  # The input itself would keep the graph of every earlier stage alive.
-        strided = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
-        self._strides = x.stride() if strided else None
+        self._strides = x.stride() if is_plain(x) else None
         if in_place:
             x = x.clone()  # The stage uses the input itself, as without a pipeline.
         # The caller's hooks pack the kept tensor: they may move it to the CPU, or recompute it.

@@ -1,6 +1,8 @@
 """Checkpointing drops what autograd saves, and changes nothing else."""
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import weakref
 from typing import Any
@@ -12,10 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
 from splitpipe.stage.run import SavedInput
+from tests.helpers.covering import pairwise
 from tests.helpers.modules import linears, module_of
 from tests.helpers.scheduled import assert_steps, inside, loss_of
 from tests.helpers.skipping import popping, stashing
-from tests.helpers.twin import Nothing, assert_same_tensors, twins
+from tests.helpers.twin import Looped, Nothing, assert_same_tensors, twins
 from tests.promise.layers import Apply
 
 ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
@@ -395,13 +398,38 @@ def test_odd_strides_are_recomputed_as_they_lay() -> None:
         assert_steps(*twins(layers, [2, 1, 1], chunks=3, checkpoint="always", **inside(options)), torch.rand(6, 4))
 
 
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-@pytest.mark.parametrize("part", [lambda x: x[:, 1:], lambda x: x.flatten(1).unfold(1, 4, 2)], ids=["slice", "unfold"])
-def test_a_part_of_a_sequence_is_recomputed_as_it_lay(part: Any, by: str, backward: Any) -> None:
-    # With a bias, a linear layer saves other tensors if its input isn't contiguous.
-    layers = nn.Sequential(nn.Linear(4, 4), Apply(part), nn.Linear(4, 4), nn.ReLU())
-    assert_steps(*twins(layers, [2, 2], by=by, chunks=3, checkpoint="always", backward=backward), torch.rand(6, 3, 4))
+#: Inputs that aren't in one piece: of these, matmul saves the weight first.
+LAYOUTS: dict[str, Any] = {
+    "slice": lambda x: x[:, -2:],
+    "transposed": lambda x: x.transpose(1, 2),
+    "expanded": lambda x: x[:, :1].expand(-1, 2, -1),
+    "overlapping": lambda x: x.flatten(1).unfold(1, 4, 1)[:, :2],
+}
+
+
+def assert_recomputed_as_it_lay(name: str, by: str = "cuts", hooks: Any = None, **options: Any) -> None:
+    made, where = (Looped, {"cuts": ["2"]}) if by == "cuts" else (nn.Sequential, {"balance": [2, 1]})
+    plain, x = made(nn.Linear(4, 4), Apply(LAYOUTS[name]), nn.Linear(4, 4)), torch.rand(4, 4, 4)
+    model = SplitPipe(copy.deepcopy(plain), **inside({
+        "devices": ["cpu"] * 2, "chunks": 2, "checkpoint": "always", **where, **options,
+    }))
+    loss_of(plain, x).backward()
+    with hooks or contextlib.nullcontext():
+        loss = loss_of(model, x)
+    loss.backward()
+    assert_same_tensors(model, plain)
+
+
+@pairwise(name=[*LAYOUTS], by=["cuts", "balance"], backward=["split", "autograd"], schedule=["gpipe", "1f1b"])
+def test_the_first_step_recomputes_an_input_as_it_lay(name: str, by: str, backward: Any, schedule: str) -> None:
+    assert_recomputed_as_it_lay(name, by, backward=backward, schedule=schedule)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_input_that_hooks_lay_out_anew_is_recomputed_as_it_lay(name: str) -> None:
+    # As save_on_cpu(pin_memory=True) does.
+    hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.contiguous, lambda x: x)
+    assert_recomputed_as_it_lay(name, hooks=hooks)
 
 
 def test_an_input_made_to_require_grad_may_be_handed_on() -> None:
