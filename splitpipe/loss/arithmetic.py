@@ -317,12 +317,14 @@ def _over(made: Number, divisor: Divisor, out: Tensor, name: str, above: Any, do
         sums = None if doubt is None else replace(one, factor=one.factor * doubt)
         return Number((replace(term(out, MEAN, divisor, one.function), doubt=sums),), made.rows)
     here = divided_by(divisor.here)
-    return Unknown(name) if out.numel() > 1 else Number(tuple([
+    terms = [
         replace(t, divisor=divisor) if t.kind is A_CONSTANT
-        else replace(term(t.value / here, MEAN, divisor, t.function), factor=t.factor,
-                     doubt=None if doubt is None else replace(t, factor=doubt))
+        else replace(term(t.value / here, MEAN, divisor, t.function), factor=t.factor)
         for t in made.terms
-    ]), made.rows)
+    ] if out.numel() == 1 else []
+    if doubt is not None:
+        terms = [replace(own, doubt=replace(t, factor=doubt)) for own, t in zip(terms, made.terms)]
+    return Number(tuple(terms), made.rows) if terms else Unknown(name)
 
 
 def _unknown(made: Number, function: str, rows: int, out: Tensor, doubt: float | None) -> Made:
