@@ -40,7 +40,7 @@ from splitpipe.core.tensors import storage_of
 from splitpipe.core.thread_state import Hooks
 from splitpipe.core.torch_private import _current_graph_task_id, _get_current_graph_task_keep_graph, queue_callback
 from splitpipe.schedule.plurals import counted
-from splitpipe.stage.saved import Meta, Record, Refill, SavedDirectly, load, recomputation_error
+from splitpipe.stage.saved import Meta, Record, Refill, SavedDirectly, load, meta_of, recomputation_error
 
 #: Runs the stage in the call that it is given, and keeps what that saves: as copies if it is in memory that gets other
 #: values afterwards, which the second call names.
@@ -76,10 +76,10 @@ class Frame:
         def pack(x: Tensor) -> Record | int:
             if x.is_leaf and (x.requires_grad or id(x) in ids):
                 return direct.record(x)
-            number, shape, dtype = len(metas), x.shape, x.dtype
+            number, own = len(metas), meta_of(x)
             meta = like[number] if number < len(like) else None
-            if meta is None or meta[0] != shape or meta[1] != dtype:
-                meta = same.setdefault((shape, dtype), (shape, dtype))  # Looking at the previous one is cheaper.
+            if meta != own:
+                meta = same.setdefault(own, own)  # Looking at the previous one is cheaper.
             metas.append(meta)
             if held is not None:
                 held.append((x, x._version))

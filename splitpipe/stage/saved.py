@@ -14,8 +14,14 @@ from splitpipe.core.thread_state import Hooks, Packed, unchanged
 
 #: A tensor saved as itself, and its version at that time.
 Record = tuple[Tensor, int]
-#: The shape and dtype of a saved tensor.
-Meta = tuple[torch.Size, torch.dtype]
+#: The shape, dtype and, if it has some, strides of a saved tensor: of factors that lie in memory otherwise, matmul may
+#: save the second one first.
+Meta = tuple[torch.Size, torch.dtype, "tuple[int, ...] | None"]
+
+
+def meta_of(x: Tensor) -> Meta:
+    """What must be the same in a recomputation."""
+    return x.shape, x.dtype, x.stride() if x.layout is torch.strided else None
 
 
 @uncompiled
@@ -78,10 +84,10 @@ class Refill:
                 return direct.record(x)
             number = len(tensors)
             if number < len(metas):
-                shape, dtype = metas[number]
-                if x.shape != shape or x.dtype != dtype:
+                shape, dtype, strides = metas[number]
+                if x.shape != shape or x.dtype != dtype or strides is not None and x.stride() != strides:
                     raise recomputation_error(
-                        f"saved {(x.shape, x.dtype)} as its tensor {number}, but the forward saved {metas[number]}"
+                        f"saved {meta_of(x)} as its tensor {number}, but the forward saved {metas[number]}"
                     )
             tensors.append(x)
             versions.append(x._version)

@@ -432,6 +432,19 @@ def test_an_input_that_hooks_lay_out_anew_is_recomputed_as_it_lay(name: str) -> 
     assert_recomputed_as_it_lay(name, hooks=hooks)
 
 
+@pytest.mark.parametrize("by", ["cuts", "balance"])
+def test_factors_that_a_recomputation_lays_out_otherwise_are_an_error(by: str) -> None:
+    # Of such factors, matmul may save the second one first.
+    def squared(x: Tensor) -> Tensor:
+        return (x.t().contiguous().t() if is_recomputing() else x.clone()) @ x.clone()
+
+    layers = nn.Sequential(nn.Linear(4, 4), Apply(squared), nn.Linear(4, 4))
+    _, model = twins(layers, [1, 2], by=by, chunks=2, checkpoint="always", backward="autograd")
+    loss = loss_of(model, torch.rand(8, 4))
+    with pytest.raises(RuntimeError, match=r"saved .*\(1, 4\)\) as its tensor 1, but the forward saved .*\(4, 1\)\)"):
+        loss.backward()
+
+
 def test_an_input_made_to_require_grad_may_be_handed_on() -> None:
     def slope(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         if not x.requires_grad:
