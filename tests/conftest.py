@@ -28,7 +28,7 @@ if measuring is not None:
 # The same cases every time, however long one takes, and no file left behind.
 hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None, max_examples=40)
 # Of the essence: a few of them.
-hypothesis.settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=10)
+hypothesis.settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=5)
 # Other cases each time, and many: --hypothesis-profile thorough.
 hypothesis.settings.register_profile(
     "thorough", derandomize=False, deadline=None, database=None, max_examples=3000, print_blob=False

@@ -126,6 +126,7 @@ def test_the_graph_that_is_given_stays_as_it_was() -> None:
     assert graph.print_readable(print_output=False) == before
 
 
+@pytest.mark.thorough
 def test_as_many_bytes_as_the_eager_engine_holds_or_fewer(nothing_compiled: None) -> None:
     """Between B and W a layer norm, two linear layers and a gelu keep no more than those two layers' pairs, eagerly."""
     held: list[int] = []

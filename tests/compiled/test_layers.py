@@ -328,7 +328,9 @@ def test_a_model_that_is_let_go_of_is_gone() -> None:
 
 @pytest.mark.compiles
 @TORCHS
-@pytest.mark.parametrize(("how", "way"), [("layer.compile", ALWAYS), ("torch.compile", SCHEDULED)])
+@pytest.mark.parametrize(("how", "way"), [
+    ("torch.compile", SCHEDULED), pytest.param("layer.compile", ALWAYS, marks=pytest.mark.thorough),
+])
 def test_layers_that_the_user_compiles_by_our_backend_are_the_same(how: str, way: dict[str, Any]) -> None:
     plain = blocks()
     module = copy.deepcopy(plain)
@@ -561,7 +563,8 @@ def test_hooks_that_come_and_go_later_are_seen() -> None:
 # What is left as it is
 
 
-@pytest.mark.parametrize("checkpoint", few(1, ["never", "except_last"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 def test_second_derivatives_are_an_error_in_every_checkpoint_mode(checkpoint: str) -> None:
     model = piped(blocks(), checkpoint=checkpoint)
     with pytest.raises(RuntimeError, match="second derivatives|double backward"):

@@ -54,6 +54,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_it_prints_the_plan_and_writes_what_it_was_asked_for(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "planned_train:model", "--sample", "4x6", "--target", "4x3", "--loss", "mse_loss", *QUICK
     assert main(["plan", *arguments, "--json", "plan.json", "--html", "page.html"]) == 0

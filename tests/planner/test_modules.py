@@ -24,7 +24,6 @@ from splitpipe.planner.work import Work
 from splitpipe.schedule import build
 from tests.clients.tiny import FOUR, MORE
 from tests.doors.test_bad_input import of_module
-from tests.helpers.covering import few
 from tests.helpers.modules import Net, batch
 from tests.helpers.planned import emulated
 
@@ -147,7 +146,8 @@ def profiled(chunks: Sequence[int] = (2,), rows: int = 1, **options: Any) -> Pro
     return measure.profile(Net(), surveyed(Net(), batch()), None, None, places, chunks, **more)
 
 
-@pytest.mark.parametrize("seconds", few(1, [0.0, 0.2]), ids=["once", "again"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["once", "again"])
 def test_each_unit_has_the_costs_of_a_stage(seconds: float) -> None:
     done: list[tuple[int, int]] = []
     found = profiled((1, 2), seconds=seconds, progress=lambda at, whole, what: done.append((at, whole)))

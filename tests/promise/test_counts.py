@@ -87,7 +87,7 @@ def test_a_loss_that_is_0_where_nothing_counts_is_so_for_the_batch(way: str) -> 
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
-@pytest.mark.parametrize("way", few(2, ["sequential", "own", "own scheduled", "cuts"]))
+@pytest.mark.parametrize("way", few(1, ["sequential", "own", "own scheduled", "cuts"]))
 def test_a_count_of_a_row_divides_that_row(way: str) -> None:
     ways: list[Loss] = [
         lambda x, has: x.sum() / max(1, has.sum()),
@@ -112,7 +112,7 @@ def halves(o: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return (o - t).square().sum(), (1 + o - o.exp()).sum()
 
 
-@pytest.mark.parametrize("way", few(2, ["sequential", "own", "own scheduled", "cuts"]))
+@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
 def test_a_half_and_the_number_of_two_rows_are_told_apart(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: halves(o, t)[0] / len(o) + -0.5 * halves(o, t)[1] / len(o),
