@@ -74,8 +74,7 @@ def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], 
     made = facts.of(args[0])
     if isinstance(made, Number):
         if name == "detach":
-            kept = [replace(t, value=t.value.detach()) if isinstance(t.value, Tensor) else t for t in made.terms]
-            return replace(made, terms=tuple(kept))
+            return made.detached()
         return single(made, out, name) if out.numel() > 1 else made
     if isinstance(made, Stack) and out.shape != args[0].shape:
         return Unknown(name)

@@ -72,6 +72,11 @@ class Term:
     #: If the divisor may be a constant that equals the number of rows: the sum, with a factor besides the term's own.
     doubt: Term | None = None
 
+    def detached(self) -> Term:
+        """The term without its graph."""
+        value = self.value.detach() if isinstance(self.value, Tensor) else self.value
+        return replace(self, value=value, doubt=self.doubt and self.doubt.detached())
+
 
 @dataclass(frozen=True, eq=False)
 class Number:
@@ -92,7 +97,7 @@ class Number:
         return replace(self, terms=tuple([replace(term, factor=term.factor * factor) for term in self.terms]))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
-        """The number with other tensors as its terms' values."""
+        """The number, which isn't computed with any more, with other tensors as its terms' values."""
         return replace(self, terms=tuple([
             replace(term, value=change(term.value), doubt=None) if isinstance(term.value, Tensor) else term
             for term in self.terms
@@ -100,7 +105,7 @@ class Number:
 
     def detached(self) -> Number:
         """The number without its graph."""
-        return self.mapped(Tensor.detach)
+        return replace(self, terms=tuple([term.detached() for term in self.terms]))
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ def test_a_half_and_the_number_of_two_rows_are_told_apart(way: str) -> None:
         lambda o, t: (lambda n: halves(o, t)[0] * 0.5 / (t > -9).sum())(len(o)),
         lambda o, t: halves(o, t)[0] * (1 / len(o)),
         lambda o, t: (lambda n: (halves(o, t)[0] + 3.0) * 0.5 / n)(len(o)),
+        lambda o, t: (lambda n: halves(o, t)[0] / n + (0.5 * halves(o, t)[1]).detach() / n)(len(o)),
         lambda o, t: halves(o, t)[0] - 0.5 * halves(o, t)[1] + 0 * len(o),
         lambda o, t: halves(o.reshape(o.shape[0], -1), t)[0] - 0.5 * halves(o, t)[1],
     ]
