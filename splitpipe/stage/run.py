@@ -89,7 +89,7 @@ def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
     for stride, size in sorted(zip(strides, x.shape)):
         overlapping |= size > 1 and stride <= reach
         reach += stride * (size - 1)
-    if overlapping:  # As after unfold: elements can't be written separately.
+    if overlapping and x.numel():  # As after unfold: elements can't be written separately.
         memory = x.new_empty(reach + 1)
         memory[torch.arange(reach + 1, device=x.device).as_strided(x.shape, strides)] = x
         return memory.as_strided(x.shape, strides).expand(shape)

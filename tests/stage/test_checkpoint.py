@@ -432,6 +432,12 @@ def test_an_input_that_hooks_lay_out_anew_is_recomputed_as_it_lay(name: str) -> 
     assert_recomputed_as_it_lay(name, hooks=hooks)
 
 
+def test_no_windows_of_some_rows_are_laid_out_anew() -> None:
+    windows = torch.rand(4, 4)[::2, :3].unfold(1, 2, 1)[:0]
+    again = SavedInput(windows, (lambda x: torch.empty(x.shape), lambda x: x)).again("a stage")
+    assert again.shape == (0, 2, 2) and again.stride() == windows.stride() == (8, 1, 1)
+
+
 @pytest.mark.parametrize("by", ["cuts", "balance"])
 def test_factors_that_a_recomputation_lays_out_otherwise_are_an_error(by: str) -> None:
     # Of such factors, matmul may save the second one first.
