@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.counts import counted
-from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, of_row, term
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, few_digits, is_constant, of_row, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
 
@@ -187,7 +187,7 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
         return Share(NONE, True)
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
         if isinstance(one, Number) and undivided(one) and not isinstance(y, Tensor) and y:
-            divisor, doubt = facts.factor(float(y), one), None if in_place(name) else float(y)
+            divisor, doubt = facts.factor(float(y), one), None if in_place(name) or not few_digits(y) else float(y)
             if isinstance(divisor, Unknown):
                 return _unknown(one, divisor.function, facts.rows, out, doubt)
             if divisor is not None:
@@ -198,7 +198,7 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
     if not isinstance(one, Share):
         return None
     if other is ROWS or isinstance(other, Row):
-        return replace(one, rows=True)
+        return Share(one.divisor, True)
     if other is CONSTANT:
         return one
     if one.rows or not isinstance(other, Number) or not undivided(other) or len(other.terms) > 1:
@@ -259,15 +259,14 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         length = Divisor(float(below)) if facts.is_length(float(below)) else facts.count(float(below))
         length = NONE if facts.least(below) else length
         if length is not None:
-            return Share(length, True, 2 <= below <= 4)
+            return Share(length, True)
     if by is CONSTANT and isinstance(made, (Number, Stack)):
         if isinstance(made, Number) and not isinstance(below, Tensor):
             sums = resolved(made, above)
             some = undivided(sums) and any(t.kind is SUM for t in sums.terms)
             divisor = facts.divisor(float(below), sums) if some else None
             if isinstance(divisor, Divisor):
-                doubt = 1 / below if 2 <= abs(below) <= 4 and not in_place(name) else None
-                return _over(sums, divisor, out, name, above, doubt)
+                return _over(sums, divisor, out, name, above)
             if divisor is not None and undivided(made):
                 return divisor
         return _times(args[0], below, out, name, facts, -1)
@@ -308,7 +307,7 @@ def _mean_by_mean(made: Made, by: Number, out: Tensor, name: str) -> Made:
 
 
 def _over(made: Number, divisor: Divisor, out: Tensor, name: str, above: Any, doubt: float | None = None) -> Made:
-    """The quotient of a sum and a count; ``doubt``: the factor that the division is, if the count may be a constant."""
+    """The quotient of a sum and a count; ``doubt``: the factor by which it is made, if that may be a constant."""
     made = resolved(made, above)
     if not undivided(made):
         return Unknown(name)
@@ -336,7 +335,7 @@ def _unknown(made: Number, function: str, rows: int, out: Tensor, doubt: float |
 
 
 def resolved(made: Number, x: Any) -> Number:
-    """The number ``x``, which is divided by a count now or stays a sum: what divided it before were constants."""
+    """The number ``x``, which is divided by a count now: what it was multiplied by before were constants."""
     divided = [t for t in made.terms if t.divisor is not None]
     if not divided or any(t.doubt is None for t in divided):
         return made
@@ -368,9 +367,7 @@ def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
             facts.turn(out, axis - sum(each < axis for each in axes))
         return made
     if isinstance(made, Share):
-        sums = term(out, SUM, None, name) if made.doubt else None
-        return Number((replace(term(out, MEAN, made.divisor, name), doubt=sums),)) if made.rows and not mean else (
-            Unknown(name))
+        return Number((term(out, MEAN, made.divisor, name),)) if made.rows and not mean else Unknown(name)
     if name == "nanmean":
         return Unknown(name) if out.dim() else Number((term(out, MEAN, Divisor((~x.isnan()).sum()), name),))
     count = Divisor(float(math.prod([x.shape[axis] for axis in axes]))) if mean else None

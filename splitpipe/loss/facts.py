@@ -39,11 +39,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Share:
-    """A value with rows, or a constant, divided by a number of the batch, or (``doubt``) by a constant like that."""
+    """A value with rows, or a constant, divided by a number of the batch."""
 
     divisor: Divisor
     rows: bool
-    doubt: bool = False
 
 
 @dataclass(frozen=True)
@@ -300,8 +299,8 @@ class Facts:
             return _negative(found) if isinstance(found, Divisor) else found
         by = 1 / value
         by = round(by) if math.isclose(by, round(by), rel_tol=1e-6) else by
-        if not _plain(value):
-            return Divisor(by) if self._shapes and _plain(value * self.rows) else self.divisor(by, made)
+        if not few_digits(value):
+            return Divisor(by) if self._shapes and few_digits(value * self.rows) else self.divisor(by, made)
         if self.is_length(by):
             return self.divisor(by, made)
         counts = self.rows > 1 and self._shapes and (self.counts(by) or by == 2 * self.rows)  # 1.0 is a weight.
@@ -386,7 +385,7 @@ def _negative(divisor: Divisor) -> Divisor | Unknown:
     return Divisor(divisor.count * -1, divisor.more * -1, None, divisor.source)
 
 
-def _plain(value: float) -> bool:
+def few_digits(value: float) -> bool:
     """True for a number with one or two digits besides zeros."""
     return math.isclose(float(f"{value:.2g}"), value, rel_tol=1e-12)
 

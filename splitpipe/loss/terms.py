@@ -69,7 +69,7 @@ class Term:
     unknown: bool = False
     #: How many conditions Python had read before, or BEFORE: their answers decide which microbatches have the term.
     asked: int = 0
-    #: If the divisor may be a constant that equals the number of rows: the sum, with a factor besides the term's own.
+    #: If it was multiplied by what may be a constant, not 1 / count: the sum, with a factor besides the term's own.
     doubt: Term | None = None
 
     def detached(self) -> Term:

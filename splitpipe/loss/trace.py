@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
-from splitpipe.loss.arithmetic import before, resolved
+from splitpipe.loss.arithmetic import before
 from splitpipe.loss.counts import counting, note_figures
 from splitpipe.loss.facts import ROWS, Facts, is_constant, tensors, term
 from splitpipe.loss.positions import MAKERS, note
@@ -34,9 +34,7 @@ class Trace(TorchFunctionMode):
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows consists of; None for one with rows."""
         with DisableTorchFunction():
-            made = self.facts.number(x)
-            sums = isinstance(made, Number) and any(t.kind is SUM and t.divisor is None for t in made.terms)
-            return resolved(made, x) if sums else made  # type: ignore[arg-type]
+            return self.facts.number(x)
 
     @uncompiled
     def __torch_function__(

@@ -118,16 +118,16 @@ def test_a_half_and_the_number_of_two_rows_are_told_apart(way: str) -> None:
         lambda o, t: halves(o, t)[0] / len(o) + -0.5 * halves(o, t)[1] / len(o),
         lambda o, t: (halves(o, t)[0] - 0.5 * halves(o, t)[1]) / o.size(0),
         lambda o, t: (lambda n: (halves(o, t)[0] - 0.5 * halves(o, t)[1]) / n)(len(o)),
-        lambda o, t: (lambda n: (halves(o, t)[0] + halves(o, t)[1] / -2) / n)(len(o)),
         lambda o, t: (lambda n: halves(o, t)[0] / n - 0.5 * halves(o, t)[1] / n)(o.shape[0]),
         lambda o, t: (lambda n: halves(o, t)[0] / 2 / n + halves(o, t)[1] / n / 2)(len(o)),
-        lambda o, t: (lambda n: ((o - t).square() / 2).sum() / n)(len(o)),
         lambda o, t: (lambda n: halves(o, t)[0] * 0.5 / (t > -9).sum())(len(o)),
         lambda o, t: halves(o, t)[0] * (1 / len(o)),
+        lambda o, t: halves(o, t)[0] * (1 / len(o)) + o.abs().sum(),
+        lambda o, t: halves(o, t)[0] / len(o) - o.abs().sum(),
+        lambda o, t: ((o - t).square() / len(o)).sum() + o.abs().sum(),
         lambda o, t: (lambda n: (halves(o, t)[0] + 3.0) * 0.5 / n)(len(o)),
         lambda o, t: (lambda n: halves(o, t)[0] / n + (0.5 * halves(o, t)[1]).detach() / n)(len(o)),
-        lambda o, t: halves(o, t)[0] - 0.5 * halves(o, t)[1] + 0 * len(o),
-        lambda o, t: halves(o.reshape(o.shape[0], -1), t)[0] - 0.5 * halves(o, t)[1],
+        lambda o, t: (lambda n: (halves(o, t)[0] / n + halves(o, t)[1] / n) / 2)(len(o)),
     ]
     for loss in ways:
         plain, model, expected, found = made(way, loss)
