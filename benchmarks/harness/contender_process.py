@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     step = contender.start(subject, options.rank)
     contenders.unwrapped(case(Subject("gpt", "tiny", 1)))[1]()  # Loads autograd.
     rest()
-    before = held()
-    measure.forget_peak()
+    before = sum(map(torch.cuda.memory_allocated, measure.gpus())) if measure.gpus() else measure.forget_peak()
     print(json.dumps({}), file=answers)
     for line in sys.stdin:
         print(json.dumps(answer(line.strip(), step, before)), file=answers)
@@ -69,21 +68,18 @@ def answer(word: str, step: Step, before: int) -> dict[str, float | None]:
         measure.synchronize()
         return {"loss": loss, "cpu": time.process_time() - began}
     if word == "peak":
-        return {"peak": most() - before}
+        return {"peak": growth(before)}
     if word == "rest":
         rest()
         return {}
     raise ValueError(f"found {word!r}: expected step, rest or peak")
 
 
-def held() -> int:
-    """Bytes of memory: the GPUs', or else the process's."""
-    return sum(map(torch.cuda.memory_allocated, measure.gpus())) if measure.gpus() else measure.resident()
-
-
-def most() -> int:
-    """The most that there ever was of it."""
-    return sum(map(torch.cuda.max_memory_allocated, measure.gpus())) if measure.gpus() else measure.peak()
+def growth(before: int) -> int:
+    """Bytes of memory at most, beyond ``before``: the GPUs', or else the process's."""
+    if not measure.gpus():
+        return measure.growth(before)
+    return sum(map(torch.cuda.max_memory_allocated, measure.gpus())) - before
 
 
 def rest() -> None:

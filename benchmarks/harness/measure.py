@@ -119,19 +119,25 @@ def spread(name: str, values: Sequence[float]) -> Row:
     return dict(zip((name, f"{name}: 25%", f"{name}: 75%"), quartiles(values)))
 
 
-def peak() -> int:
-    """Bytes of memory that the process has had at most since ``forget_peak``, or since it started."""
-    return _status("VmHWM")
+def forget_peak() -> int:
+    """Lets ``growth`` start again. Linux alone can.
 
-
-def resident() -> int:
-    """Bytes of memory that the process has."""
+    Returns:
+        Bytes of memory that the process has.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
-def forget_peak() -> None:
-    """Lets ``peak`` start again. Linux alone can."""
-    Path("/proc/self/clear_refs").write_text("5")
+def growth(before: int) -> int:
+    """Bytes of memory that the process has had at most since ``forget_peak``, beyond those it had then.
+
+    Not below 0: Linux counts pages a few at a time, and gives some back between the two counts.
+
+    Args:
+        before: what ``forget_peak`` returned.
+    """
+    return max(0, _status("VmHWM") - before)
 
 
 def _status(name: str) -> int:

@@ -205,7 +205,7 @@ def _join() -> Callable[[], object]:
                 return join  # type: ignore[no-any-return]
     raise OSError(
         f"torch {torch.__version__} has no function by which a thread joins its profiler: expected {_JOIN} in one of "
-        f"{', '.join(_LIBRARIES)}. Count resident memory instead (measure.peak), or on another system."
+        f"{', '.join(_LIBRARIES)}. Count resident memory instead (measure.growth), or on another system."
     )
 
 

@@ -114,6 +114,13 @@ def test_the_peak_of_one_case_is_a_number(threads: None, capsys: pytest.CaptureF
     assert int(capsys.readouterr().out) >= 0
 
 
+def test_the_growth_of_memory_counts_what_was_freed_and_is_never_below_zero() -> None:
+    before = measure.forget_peak()
+    torch.ones(2**24)  # 64 MiB, freed at once.
+    assert measure.growth(before) > 60 * 2**20
+    assert measure.growth(before + 2**40) == 0  # As if memory had been given back between the two counts.
+
+
 def test_growth_prints_a_row_for_each_schedule_and_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert module(["parts.growth"]).main(["--schedules", "1f1b", "zb-h1"]) == 0
     assert capsys.readouterr().out.count("| zb-h1 |") == 3

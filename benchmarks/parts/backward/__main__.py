@@ -133,15 +133,14 @@ def peak(options: argparse.Namespace) -> None:
     on_cpu = options.device == "cpu"
     if on_cpu:
         case("mlp", PRESETS["tiny"], "cpu").step(case("mlp", PRESETS["tiny"], "cpu").layers)()  # Loads autograd.
-        before = measure.resident()
-        measure.forget_peak()
+        before = measure.forget_peak()
     else:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     for _ in range(options.passes):
         run()
         measure.synchronize()
-    print((measure.peak() if on_cpu else torch.cuda.max_memory_allocated()) - before)
+    print(measure.growth(before) if on_cpu else torch.cuda.max_memory_allocated() - before)
 
 
 def merge(options: argparse.Namespace) -> dict[str, list[Row]]:
