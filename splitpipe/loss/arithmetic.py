@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.counts import counted
+from splitpipe.loss.counts import Size, counted
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, few_digits, is_constant, of_row, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
@@ -192,7 +192,7 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
                 return _unknown(one, divisor.function, facts.rows, out, doubt)
             if divisor is not None:
                 return _over(one, divisor, out, name, x, doubt)
-        if isinstance(one, Number) and not undivided(one) and type(y) is int and y > 1 and facts.counts(y):
+        if isinstance(one, Number) and not undivided(one) and isinstance(y, int) and y > 1 and facts.counts(y):
             return Unknown("a mean times a number that may be a count")
         return _times(x, y, out, name, facts)
     if not isinstance(one, Share):
@@ -256,7 +256,8 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     if count is not None:
         return Unknown(A_COUNT) if count.inverse else _by_divisor(made, count.divisor, out, name, above)
     if made is ROWS and not isinstance(below, Tensor):
-        length = Divisor(float(below)) if facts.is_length(float(below)) else facts.count(float(below))
+        known = isinstance(below, Size) and below.facts() is facts or facts.is_length(float(below))
+        length = Divisor(float(below)) if known else facts.count(float(below))
         length = NONE if facts.least(below) else length
         if length is not None:
             return Share(length, True)

@@ -2,6 +2,7 @@
 
 What ``n.item()`` returns remembers what it counts when it is multiplied, divided or shifted, so that a loss divided by
 n / 2, or multiplied by 1 / n, is traced as a mean. Other functions, such as int(n) and round(n), make plain numbers.
+A size along the rows, ``x.shape[0]``, is such a number if it is multiplied, or in 1 / n.
 """
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from splitpipe.loss.facts import CONSTANT, Facts, Row, tensors
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Row, tensors
 from splitpipe.loss.terms import Divisor, Number, divided
 
 Change = Callable[[float], "tuple[Divisor, bool] | None"]
@@ -87,7 +89,7 @@ class Count:
     def _made(self, function: Callable[[Any, Any], Any], other: Any, change: Change) -> Any:
         if isinstance(other, Count):
             return function(self.plain, other.plain)
-        if type(other) not in (int, float):
+        if type(other) not in (int, float, Size):
             return NotImplemented
         value = function(self.plain, other)
         meaning = change(other)
@@ -100,6 +102,40 @@ class _IntCount(Count, int):
 
 class _FloatCount(Count, float):
     pass
+
+
+class Size(int):
+    """A tensor's size along its rows, or a multiple of it: an integer, apart from divisions."""
+
+    facts: weakref.ref[Facts]
+
+    def __mul__(self, other: Any) -> Any:
+        value = super().__mul__(other)
+        return _size(self.facts, value) if type(other) in (int, Size) else value
+
+    __rmul__ = __mul__
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _count(self.facts, int(self), Divisor(float(self)), False).__rtruediv__(other)
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def _size(facts: weakref.ref[Facts], value: int) -> Size:
+    size = Size(value)
+    size.facts = facts
+    return size
+
+
+def sized(facts: Facts, x: Any, dim: int | None, size: Any) -> Any:
+    """A tensor's size along a dimension, or all sizes or elements (None), as Python has read it."""
+    if facts.of(x) is not ROWS or not x.dim():
+        return size
+    axis, own = facts.axis(x), weakref.ref(facts)
+    if isinstance(size, torch.Size):
+        return torch.Size([_size(own, n) if dim == axis else n for dim, n in enumerate(size)])
+    return _size(own, size) if dim is None or dim % x.dim() == axis else size
 
 
 def counted(facts: Facts, x: object) -> Count | None:

@@ -17,7 +17,7 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
 from splitpipe.loss.arithmetic import before
-from splitpipe.loss.counts import counting, note_figures
+from splitpipe.loss.counts import counting, note_figures, sized
 from splitpipe.loss.facts import ROWS, Facts, is_constant, tensors, term
 from splitpipe.loss.positions import MAKERS, note
 from splitpipe.loss.rules import LOOKED_AT, RULES
@@ -82,6 +82,8 @@ class Trace(TorchFunctionMode):
             made = rule(facts, name, args, given, out)
             if name == "item":
                 out = counting(facts, out, facts.of(args[0]))
+            elif isinstance(out, torch.Size) or name in ("size", "numel", "nelement"):
+                out = sized(facts, args[0], args[1] if len(args) > 1 else given.get("dim"), out)
             if name == "mean" and isinstance(made, Number) and not args[0].numel() and "out" not in given:
                 out = torch.sum(*args, **given)  # 0 instead of 0 / 0: see ``torch_losses``.
                 made = rule(facts, name, args, given, out)

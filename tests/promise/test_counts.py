@@ -136,6 +136,28 @@ def test_a_half_and_the_number_of_two_rows_are_told_apart(way: str) -> None:
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
+@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+def test_rows_may_be_divided_by_their_number_before_they_are_added_up(way: str) -> None:
+    ways: list[Loss] = [
+        lambda o, t: ((o - t).square() / o.shape[0]).sum(),
+        lambda o, t: ((o - t).square() / t.size(0)).sum() + o.abs().sum(),
+        lambda o, t: ((o - t).square() / o.size(dim=-2)).sum(1).sum(),
+        lambda o, t: ((o - t).square() / o.numel()).sum() + o.abs().mean(),
+        lambda o, t: (lambda b, c: ((o - t).square() / (c * b)).sum() + (o.abs() / (2 * b) / c).sum())(*o.shape),
+        lambda o, t: (lambda x: (x.square() / x.shape[1]).sum())((o - t).T),
+        lambda o, t: (lambda x: (x.square() / x.shape[0]).sum())((o - t).flatten()),
+        lambda o, t: (lambda x: (x.square() / max(x.shape[0], 1)).sum())((o - t)[t > -9]),
+        lambda o, t: ((o - t).square() * (1 / o.shape[0])).sum() + o.abs().sum() * (1 / o.size(0)),
+        lambda o, t: (lambda x: (x.square() / x.shape[1]).sum())(o - t),  # Not the rows: a sum.
+        lambda o, t: (o - t).square().sum() / (o.shape[0] * o.shape[1]) + 0.5 * o.abs().sum() / o.shape[0],
+    ]
+    for loss in ways:
+        plain, model, expected, found = made(way, loss)
+        for rows in (6, 5):  # Two rows each, or two, two and one.
+            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
 def test_a_count_from_an_earlier_call_is_a_constant() -> None:
     kept = [3.0]
     plain, model, expected, found = made("sequential", lambda o, t: (o - t).square().sum() / kept[0])
