@@ -9,12 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.counts import Size, counted
+from splitpipe.loss.counts import counted
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, few_digits, is_constant, of_row, term
+from splitpipe.loss.quotients import (
+    A_COUNT,
+    by_divisor,
+    doubted,
+    mean_by_mean,
+    over,
+    resolved,
+    rising,
+    times_count,
+    undivided,
+    with_count,
+)
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
-
-A_COUNT = "a number that counts rows"
 
 
 def in_place(name: str) -> bool:
@@ -79,8 +89,14 @@ def single(made: Number, out: Tensor, name: str) -> Made:
     return replace(made, terms=(replace(term(out, kind, one.divisor, one.function), asked=one.asked),))
 
 
-def undivided(number: Number) -> bool:
-    return number.least is None and all(t.divisor is None for t in number.terms)
+def _varies(x: Any) -> bool:
+    """True for a tensor with a gradient."""
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _is_long(facts: Facts, value: Any) -> bool:
+    """True for a number that equals the length of a tensor, unless it is a small one: 2 is a constant more often."""
+    return type(value) is int and value > 4 and facts.is_length(value)
 
 
 def negative(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -93,8 +109,10 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
     alpha = kwargs.get("alpha", 1)
     if len(given) != 2 or kwargs.keys() - {"other", "alpha"}:
         return facts.other(name, given, out)
-    if any(counted(facts, x) is not None for x in given):
-        return Unknown(A_COUNT)
+    if any(counted(facts, x) is not None for x in given) and not any(
+        isinstance(number_of(facts, x), Number) for x in given
+    ):
+        return with_count(facts, name, given, out)
     signs = [1.0, float(alpha)]
     if "sub" in name:
         signs = [-float(alpha), 1.0] if name.endswith("rsub__") or name == "rsub" else [1.0, -float(alpha)]
@@ -139,13 +157,21 @@ def dot(facts: Facts, name: str, x: Tensor, y: Tensor) -> Made | None:
 def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out: Tensor) -> Made:
     numbers: list[Number] = []
     for x, made, sign in parts:
-        if made is CONSTANT:
+        count = counted(facts, x)
+        if count is not None:
+            if count.inverse or count.divisor.least is not None:
+                return Unknown(A_COUNT)
+            numbers.append(rising(count, 1.0).scaled(sign))
+        elif made is CONSTANT:
             whole = sign > 0 and "sub" in name and not isinstance(x, Tensor) and x != 1 and facts.counts(x) and all(
                 undivided(other) for _, other, _ in parts if isinstance(other, Number))
             if isinstance(x, Tensor) or x != 0:  # mask.numel() - mask.sum() counts elements.
                 numbers.append(Number((replace(term(x, SUM if whole else A_CONSTANT), factor=sign),)))
         elif isinstance(made, Number) and made.least is None:
             numbers.append(made.scaled(sign))
+        elif isinstance(made, Share) and not made.rows and made.divisor is not NONE and x.numel() == out.numel() == 1:
+            constant = term(x * divided_by(made.divisor.here), A_CONSTANT, made.divisor)
+            numbers.append(Number((replace(constant, factor=sign),)))
         elif isinstance(made, Unknown) and not x.dim():  # The other terms are exact nevertheless.
             numbers.append(by_rows(x, facts.rows, made.function).scaled(sign))
         else:
@@ -168,7 +194,9 @@ def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
             made_of = number_of(facts, x)
             if isinstance(made_of, Unknown):
                 return made_of
-            return _by_divisor(made_of, count.divisor, out, name, x) if count.inverse else Unknown(A_COUNT)
+            if not count.inverse:
+                return times_count(facts, name, x, made_of, count, out)
+            return by_divisor(made_of, count.divisor, out, name, x)
         row = one_row([facts.of(x) for x in args])
         if row is not None and not _counted(facts, args, row, False):
             return row
@@ -183,15 +211,19 @@ def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
 def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, out: Tensor) -> Made | None:
     if isinstance(one, Unknown):
         return one
+    if one is CONSTANT and other is CONSTANT and _varies(x) and (
+        type(y) is float and not few_digits(y) and (facts.counts(y) or facts.counts(2 * y)) or _is_long(facts, y)
+    ):
+        return Unknown("a constant times a number that may be a count")
     if one is ROWS and facts.least(y):
         return Share(NONE, True)
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
         if isinstance(one, Number) and undivided(one) and not isinstance(y, Tensor) and y:
             divisor, doubt = facts.factor(float(y), one), None if in_place(name) or not few_digits(y) else float(y)
             if isinstance(divisor, Unknown):
-                return _unknown(one, divisor.function, facts.rows, out, doubt)
+                return doubted(one, divisor.function, facts.rows, out, doubt)
             if divisor is not None:
-                return _over(one, divisor, out, name, x, doubt)
+                return over(one, divisor, out, name, x, doubt)
         if isinstance(one, Number) and not undivided(one) and isinstance(y, int) and y > 1 and facts.counts(y):
             return Unknown("a mean times a number that may be a count")
         return _times(x, y, out, name, facts)
@@ -254,10 +286,13 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         return Unknown(A_COUNT)
     count = counted(facts, below)
     if count is not None:
-        return Unknown(A_COUNT) if count.inverse else _by_divisor(made, count.divisor, out, name, above)
+        return Unknown(A_COUNT) if count.inverse else by_divisor(made, count.divisor, out, name, above)
+    if _is_long(facts, below) and (made is CONSTANT and _varies(above) or isinstance(made, Number) and any(
+        t.divisor is not None for t in resolved(made, above).terms
+    )):
+        return Unknown("a mean or constant divided by a number that may be a count")
     if made is ROWS and not isinstance(below, Tensor):
-        known = isinstance(below, Size) and below.facts() is facts or facts.is_length(float(below))
-        length = Divisor(float(below)) if known else facts.count(float(below))
+        length = Divisor(float(below)) if facts.is_length(float(below)) else facts.count(float(below))
         length = NONE if facts.least(below) else length
         if length is not None:
             return Share(length, True)
@@ -267,7 +302,7 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
             some = undivided(sums) and any(t.kind is SUM for t in sums.terms)
             divisor = facts.divisor(float(below), sums) if some else None
             if isinstance(divisor, Divisor):
-                return _over(sums, divisor, out, name, above)
+                return over(sums, divisor, out, name, above)
             if divisor is not None and undivided(made):
                 return divisor
         return _times(args[0], below, out, name, facts, -1)
@@ -276,76 +311,7 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     if not isinstance(by, Number) or below.numel() > 1:
         return facts.other(name, [above, below], out)
     divisor = divided(by)
-    return _mean_by_mean(made, by, out, name) if divisor is None else _by_divisor(made, divisor, out, name, above)
-
-
-def _by_divisor(made: Made, divisor: Divisor, out: Tensor, name: str, above: Any) -> Made:
-    if isinstance(made, Number):
-        return _over(made, divisor, out, name, above)
-    return Share(divisor, made is not CONSTANT) if made in (CONSTANT, ROWS) or isinstance(made, Row) else Unknown(name)
-
-
-def _mean_by_mean(made: Made, by: Number, out: Tensor, name: str) -> Made:
-    """For means over the same number of elements, the quotient is that of the sums: x / (m + e) is nx / (nm + ne)."""
-    above = made.terms if isinstance(made, Number) and made.least is None else ()
-    below = [t for t in by.terms if t.kind is MEAN]
-    constants = [t for t in by.terms if t.kind is A_CONSTANT and t.divisor is None]
-    means = [t for t in (*above, *below) if t.kind is MEAN and t.divisor is not None and t.divisor.more == 0]
-    counts = {None if isinstance(t.divisor.here, Tensor) else t.divisor.here for t in means}  # type: ignore[union-attr]
-    if len(above) != 1 or len(below) != 1 or len(means) < 2 or len(below) + len(constants) < len(by.terms) or (
-        len(counts) > 1 or None in counts
-    ):
-        return Unknown(name)
-    many: Any = counts.pop()
-    kinds = {MEAN: SUM, A_CONSTANT: A_CONSTANT}
-    sums = [replace(t, kind=kinds[t.kind], divisor=None, factor=t.factor * many) for t in by.terms]
-    total = divided(Number(tuple(sums), least=None if by.least is None else by.least * many))
-    if total is None:
-        return Unknown(name)
-    total = replace(total, count=total.count + total.more, more=0.0)  # Both grow with the rows.
-    scale = torch.where(total.here == 0, many, 1.0) if isinstance(total.here, Tensor) else 1.0
-    return Number((term(out * scale, MEAN, total, above[0].function),))
-
-
-def _over(made: Number, divisor: Divisor, out: Tensor, name: str, above: Any, doubt: float | None = None) -> Made:
-    """The quotient of a sum and a count; ``doubt``: the factor by which it is made, if that may be a constant."""
-    made = resolved(made, above)
-    if not undivided(made):
-        return Unknown(name)
-    if len(made.terms) == 1 and made.terms[0].kind is SUM and (made.terms[0].factor == 1 or out.numel() > 1):
-        one = made.terms[0]
-        sums = None if doubt is None else replace(one, factor=one.factor * doubt)
-        return Number((replace(term(out, MEAN, divisor, one.function), doubt=sums),), made.rows)
-    here = divided_by(divisor.here)
-    terms = [
-        replace(t, divisor=divisor) if t.kind is A_CONSTANT
-        else replace(term(t.value / here, MEAN, divisor, t.function), factor=t.factor)
-        for t in made.terms
-    ] if out.numel() == 1 else []
-    if doubt is not None:
-        terms = [replace(own, doubt=replace(t, factor=doubt)) for own, t in zip(terms, made.terms)]
-    return Number(tuple(terms), made.rows) if terms else Unknown(name)
-
-
-def _unknown(made: Number, function: str, rows: int, out: Tensor, doubt: float | None) -> Made:
-    """The product of a sum and what may be the inverse of a count: a mean, unless it is divided by a count later."""
-    if len(made.terms) > 1 or doubt is None:
-        return Unknown(function)
-    mean = by_rows(out, rows, function).terms[0]
-    return Number((replace(mean, doubt=replace(made.terms[0], factor=made.terms[0].factor * doubt)),))
-
-
-def resolved(made: Number, x: Any) -> Number:
-    """The number ``x``, which is divided by a count now: what it was multiplied by before were constants."""
-    divided = [t for t in made.terms if t.divisor is not None]
-    if not divided or any(t.doubt is None for t in divided):
-        return made
-    terms = tuple([
-        t if t.doubt is None else replace(t.doubt, factor=t.doubt.factor * t.factor) for t in made.terms
-    ])
-    if len(terms) > 1 and all(t.kind is SUM for t in terms):
-        terms = (term(x, SUM, None, terms[0].function),)
-    return replace(made, terms=terms)
+    return mean_by_mean(made, by, out, name) if divisor is None else by_divisor(made, divisor, out, name, above)
 
 
 def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:

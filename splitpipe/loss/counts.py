@@ -1,8 +1,8 @@
 """Numbers that Python reads from the batch, or computes from those.
 
-What ``n.item()`` returns remembers what it counts when it is multiplied, divided or shifted, so that a loss divided by
-n / 2, or multiplied by 1 / n, is traced as a mean. Other functions, such as int(n) and round(n), make plain numbers.
-A size along the rows, ``x.shape[0]``, is such a number if it is multiplied, or in 1 / n.
+What ``n.item()`` and ``x.shape[0]`` return remembers what it counts when it is multiplied, divided or shifted, so that
+a loss divided by n / 2, or multiplied by 1 / n, is traced as a mean. Other functions, such as int(n), round(n) and
+len(x), make plain numbers, and so does a float times an int: Python doesn't ask the int.
 """
 from __future__ import annotations
 
@@ -30,16 +30,28 @@ class Count:
     facts: weakref.ref[Facts]
 
     def __add__(self, other: Any) -> Any:
-        return self._made(operator.add, other, self._shifted)
+        return self._with(other, 1) if isinstance(other, Count) else self._made(operator.add, other, self._shifted)
 
     def __sub__(self, other: Any) -> Any:
+        if isinstance(other, Count):
+            return self._with(other, -1)
         return self._made(operator.sub, other, lambda by: self._shifted(-by))
+
+    def __rsub__(self, other: Any) -> Any:
+        return (-self).__add__(other)
+
+    def __neg__(self) -> Any:
+        return self._made(operator.mul, -1, self._times)
 
     def __mul__(self, other: Any) -> Any:
         return self._made(operator.mul, other, self._times)
 
     def __truediv__(self, other: Any) -> Any:
         return self._made(operator.truediv, other, lambda by: self._times(1 / by))
+
+    def __floordiv__(self, other: Any) -> Any:
+        whole = type(other) is int and other and not self.plain % other
+        return self._made(operator.floordiv, other, lambda by: self._times(1 / by) if whole else None)
 
     def __rtruediv__(self, other: Any) -> Any:
         return self._made(lambda x, y: y / x, other, self._below)
@@ -81,15 +93,27 @@ class Count:
         return None if self.inverse else (self.divisor.shifted(by), False)
 
     def _times(self, by: float) -> tuple[Divisor, bool] | None:
-        return (self.divisor.times(1 / by if self.inverse else by), self.inverse) if by > 0 else None
+        return self._scaled(1 / by if self.inverse else by, self.inverse) if by else None
 
     def _below(self, by: float) -> tuple[Divisor, bool] | None:
-        return (self.divisor.times(by if self.inverse else 1 / by), not self.inverse) if by > 0 else None
+        return self._scaled(by if self.inverse else 1 / by, not self.inverse) if by else None
+
+    def _scaled(self, by: float, inverse: bool) -> tuple[Divisor, bool] | None:
+        return (self.divisor.times(by), inverse) if by > 0 or self.divisor.least is None else None
+
+    def _with(self, other: Count, sign: int) -> Any:
+        """The sum or difference of two counts."""
+        value = self.plain + sign * other.plain
+        one, by = self.divisor, other.divisor
+        if self.inverse or other.inverse or self.facts() is not other.facts() or (one.least, by.least) != (None, None):
+            return value
+        divisor = Divisor(one.count + sign * by.count, one.more + sign * by.more)
+        return _count(self.facts, value, divisor, False)
 
     def _made(self, function: Callable[[Any, Any], Any], other: Any, change: Change) -> Any:
         if isinstance(other, Count):
             return function(self.plain, other.plain)
-        if type(other) not in (int, float, Size):
+        if type(other) not in (int, float):
             return NotImplemented
         value = function(self.plain, other)
         meaning = change(other)
@@ -104,38 +128,14 @@ class _FloatCount(Count, float):
     pass
 
 
-class Size(int):
-    """A tensor's size along its rows, or a multiple of it: an integer, apart from divisions."""
-
-    facts: weakref.ref[Facts]
-
-    def __mul__(self, other: Any) -> Any:
-        value = super().__mul__(other)
-        return _size(self.facts, value) if type(other) in (int, Size) else value
-
-    __rmul__ = __mul__
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return _count(self.facts, int(self), Divisor(float(self)), False).__rtruediv__(other)
-
-    def __reduce__(self) -> Any:
-        return int, (int(self),)
-
-
-def _size(facts: weakref.ref[Facts], value: int) -> Size:
-    size = Size(value)
-    size.facts = facts
-    return size
-
-
 def sized(facts: Facts, x: Any, dim: int | None, size: Any) -> Any:
-    """A tensor's size along a dimension, or all sizes or elements (None), as Python has read it."""
+    """A tensor's size along a dimension, or all sizes or elements (None): along its rows, it is a Count."""
     if facts.of(x) is not ROWS or not x.dim():
         return size
     axis, own = facts.axis(x), weakref.ref(facts)
     if isinstance(size, torch.Size):
-        return torch.Size([_size(own, n) if dim == axis else n for dim, n in enumerate(size)])
-    return _size(own, size) if dim is None or dim % x.dim() == axis else size
+        return torch.Size([sized(facts, x, k, n) for k, n in enumerate(size)])
+    return _count(own, size, Divisor(float(size)), False) if dim is None or dim % x.dim() == axis else size
 
 
 def counted(facts: Facts, x: object) -> Count | None:

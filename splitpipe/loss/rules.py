@@ -24,11 +24,11 @@ from splitpipe.loss.arithmetic import (
     number_of,
     reduce,
     single,
-    undivided,
 )
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, is_constant, tensors, term
 from splitpipe.loss.positions import in_order, made_by
 from splitpipe.loss.products import einsum, matmul
+from splitpipe.loss.quotients import undivided
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import SUM, Number, Unknown
 
