@@ -37,6 +37,7 @@ from splitpipe.engine.executor import Stopped
 from splitpipe.engine.forward import Host, MicrobatchForward
 from splitpipe.engine.run import CodeRun
 from splitpipe.engine.values import SIMPLE, Follow, Transfer, Values
+from splitpipe.loss.counts import uncounted
 from splitpipe.loss.tracing import TracedBlock, note_arguments, numbers_of
 from splitpipe.partition.call_hook import taker
 from splitpipe.skip.box import opened
@@ -134,7 +135,7 @@ class CodeForward(MicrobatchForward):
         """The output, flattened, with its tensors as they were last."""
         leaves, nesting = outputs.flatten(output)
         made = numbers_of(self.trace, leaves)
-        leaves = [self.values.latest(x) if isinstance(x, Tensor) else x for x in leaves]
+        leaves = [self.values.latest(x) if isinstance(x, Tensor) else uncounted(x) for x in leaves]
         self.numbers = {id(leaves[k]): number for k, number in made.items()}
         if self.run.ranked:
             self.rank(leaves)
@@ -293,6 +294,8 @@ class CodeForward(MicrobatchForward):
         described, where = blocks.described(block), self._where
         token = taker.set(None)
         traced = None if self.trace is None else self._traced(block, call)
+        if self.trace is not None and traced is None:
+            args, kwargs = tuple(map(uncounted, args)), {name: uncounted(x) for name, x in kwargs.items()}
         try:
             if checkpointed:
                 value, made = self._checkpointed(block, traced or call, args, kwargs, follow)

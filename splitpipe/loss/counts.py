@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Row, tensors
+from splitpipe.loss.row_numbers import Reading
 from splitpipe.loss.terms import Divisor, Number, divided
 
 Change = Callable[[float], "tuple[Divisor, bool] | None"]
@@ -27,7 +27,7 @@ class Count:
     plain: int | float
     divisor: Divisor
     inverse: bool
-    facts: weakref.ref[Facts]
+    reading: Reading
 
     def __add__(self, other: Any) -> Any:
         return self._with(other, 1) if isinstance(other, Count) else self._made(operator.add, other, self._shifted)
@@ -84,9 +84,7 @@ class Count:
 
     def _asked(self) -> Any:
         """The plain number, for a condition: if it is 0, Python may take 1 in its place."""
-        facts = self.facts()
-        if facts is not None and not self.plain:
-            facts.zero = True
+        self.reading.zero = self.reading.zero or not self.plain
         return self.plain
 
     def _shifted(self, by: float) -> tuple[Divisor, bool] | None:
@@ -105,10 +103,10 @@ class Count:
         """The sum or difference of two counts."""
         value = self.plain + sign * other.plain
         one, by = self.divisor, other.divisor
-        if self.inverse or other.inverse or self.facts() is not other.facts() or (one.least, by.least) != (None, None):
+        if self.inverse or other.inverse or self.reading is not other.reading or (one.least, by.least) != (None, None):
             return value
         divisor = Divisor(one.count + sign * by.count, one.more + sign * by.more)
-        return _count(self.facts, value, divisor, False)
+        return _count(self.reading, value, divisor, False)
 
     def _made(self, function: Callable[[Any, Any], Any], other: Any, change: Change) -> Any:
         if isinstance(other, Count):
@@ -117,7 +115,7 @@ class Count:
             return NotImplemented
         value = function(self.plain, other)
         meaning = change(other)
-        return value if meaning is None else _count(self.facts, value, *meaning)
+        return value if meaning is None else _count(self.reading, value, *meaning)
 
 
 class _IntCount(Count, int):
@@ -132,15 +130,22 @@ def sized(facts: Facts, x: Any, dim: int | None, size: Any) -> Any:
     """A tensor's size along a dimension, or all sizes or elements (None): along its rows, it is a Count."""
     if facts.of(x) is not ROWS or not x.dim():
         return size
-    axis, own = facts.axis(x), weakref.ref(facts)
+    axis = facts.axis(x)
     if isinstance(size, torch.Size):
         return torch.Size([sized(facts, x, k, n) for k, n in enumerate(size)])
-    return _count(own, size, Divisor(float(size)), False) if dim is None or dim % x.dim() == axis else size
+    return _count(facts.reading, size, Divisor(float(size)), False) if dim is None or dim % x.dim() == axis else size
 
 
 def counted(facts: Facts, x: object) -> Count | None:
     """The number as one that counts this microbatch's rows: one that another call has kept is a plain one."""
-    return x if isinstance(x, Count) and x.facts() is facts else None
+    return x if isinstance(x, Count) and x.reading is facts.reading else None
+
+
+def uncounted(value: Any) -> Any:
+    """A number, or a tuple of some, as code that isn't traced should see it."""
+    if type(value) in (tuple, torch.Size):
+        return type(value)(map(uncounted, value))
+    return value.plain if isinstance(value, Count) else value
 
 
 def counting(facts: Facts, value: Any, made: object) -> Any:
@@ -148,12 +153,12 @@ def counting(facts: Facts, value: Any, made: object) -> Any:
     if isinstance(made, Row) and type(value) in (int, float):
         return facts.of_rows.read_item(made.row, value)
     divisor = divided(made) if isinstance(made, Number) and type(value) in (int, float) else None
-    return value if divisor is None else _count(weakref.ref(facts), value, divisor, False)
+    return value if divisor is None else _count(facts.reading, value, divisor, False)
 
 
-def _count(facts: weakref.ref[Facts], value: int | float, divisor: Divisor, inverse: bool) -> Count:
+def _count(reading: Reading, value: int | float, divisor: Divisor, inverse: bool) -> Count:
     count: Count = _IntCount(value) if isinstance(value, int) else _FloatCount(value)
-    count.plain, count.divisor, count.inverse, count.facts = value, divisor, inverse, facts
+    count.plain, count.divisor, count.inverse, count.reading = value, divisor, inverse, reading
     return count
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
-from splitpipe.loss.row_numbers import RowNumbers
+from splitpipe.loss.row_numbers import Reading, RowNumbers
 from splitpipe.loss.terms import BEFORE, NONE, SUM, Divisor, Number, Term, Unknown, divided
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 
@@ -94,7 +94,7 @@ class Facts:
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they count.
         self.of_rows = RowNumbers(self.rows)  # Others, of single rows.
         self.statistics: dict[float, str] = {}  # Other numbers that Python has read, and the functions they come from.
-        self.zero = False  # Whether Python may have taken 1 in place of a count of 0: max(n, 1).
+        self.reading = Reading()
         self._host = False  # Whether Python has read numbers of unknown meaning.
         self.asked = 0  # How many numbers and conditions Python has read, on which later code may depend.
         self.condition = ""  # A condition on a number that Python has evaluated.
@@ -232,7 +232,7 @@ class Facts:
         divisor = divided(made) if isinstance(made, Number) else None
         if divisor is not None:
             self._counts.append((float(value), divisor))
-            self.zero = self.zero or plain and value == 0
+            self.reading.zero = self.reading.zero or plain and value == 0
         elif made is not CONSTANT:
             self._host = True
             if isinstance(made, Row):
@@ -259,7 +259,7 @@ class Facts:
         made = self.of(x)
         if made is ROWS and x.dim():
             axis = self.axis(x)
-            self.zero = self.zero or x.shape[axis] == 0
+            self.reading.zero = self.reading.zero or x.shape[axis] == 0
             self._shapes.add((x.shape[axis], *x.shape[:axis], *x.shape[axis + 1 :]))
             if length:
                 self._lengths.add(x.shape[0])
@@ -319,7 +319,7 @@ class Facts:
 
     def least(self, value: object) -> bool:
         """True if a number may be max(n, 1) where the count n is 0."""
-        return self.zero and type(value) in (int, float) and value == 1
+        return self.reading.zero and type(value) in (int, float) and value == 1
 
     def is_length(self, value: float) -> bool:
         """True if a number is the length of a tensor that was read."""

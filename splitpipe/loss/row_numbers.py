@@ -1,8 +1,14 @@
-"""Numbers that Python has from a single row: in a loop over images, the number of boxes in each."""
+"""What Python has read from a microbatch, and from a single row of it: in a loop over images, the boxes in each."""
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+
+
+class Reading:
+    """What the code of one microbatch has read, which numbers that count refer to."""
+
+    zero = False  #: Whether Python may have taken 1 in place of a count of 0: max(n, 1).
 
 
 class RowNumber:

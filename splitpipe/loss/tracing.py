@@ -77,12 +77,14 @@ class TracedBlock:
         self._call = call
         self._facts: Facts | None = facts  # Until the block has run: a recomputation lives as long as its graph.
         self._trace = trace
+        self._reading = facts.reading  # Arguments may be counts.
         self._arguments: list[Made] = []
         self._axes: list[int | None] = []
         self._made: list[tuple[Made, int | None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trace = self._trace()
+        trace.facts.reading = self._reading
         with DisableTorchFunction():
             given = list(tensors((args, kwargs)))
             facts = self._facts

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from splitpipe import SplitPipe
 from tests.helpers.covering import few
 from tests.promise.losses import Loss
 from tests.promise.test_losses import CHUNKS, EVEN, UNEVEN, assert_close, backward, batch, made, ways
@@ -156,6 +157,97 @@ def test_rows_may_be_divided_by_their_number_before_they_are_added_up(way: str) 
         for rows in (6, 5):  # Two rows each, or two, two and one.
             x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
+class Likelihood(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layers, self.loss = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), loss
+        self.s = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        o = self.layers(x)
+        return self.loss((o - t).square() * self.s.exp(), self.s, o)
+
+
+GROWING: dict[str, Callable[..., Tensor]] = {
+    "the entries": lambda e, s, o: e.sum() - o.numel() / 10 * s.sum(),
+    "the rows, as a vector": lambda e, s, o: 0.5 * (e.sum() - (o.shape[0] * s).sum()),
+    "divided": lambda e, s, o: (e.sum() - (s * o.size(0)).sum()) / o.shape[0],
+    "with numbers": lambda e, s, o: e.sum() + 0.5 * (o.numel() * 1.8 - (s * o.size(0)).sum()),
+    "all but one": lambda e, s, o: e.sum() - (o.shape[0] - 1) * s.sum() + 3 * (7 - o.shape[0]),
+    "sizes added": lambda e, s, o: e.sum() - (o.shape[0] + e.shape[0] - 2) * s[0],
+    "minus": lambda e, s, o: e.sum() + -o.shape[0] * s[0] - o.shape[0] * -2 * s[1],
+    "a mean": lambda e, s, o: e.mean() * o.shape[0] - o.shape[0] * s.sum(),
+    "a penalty": lambda e, s, o: e.mean() + s.square().sum() / o.shape[0],
+    "a penalty less the error": lambda e, s, o: s.square().sum() / o.shape[0] - e.sum() / o.numel(),
+    "a number and an error": lambda e, s, o: 2 * o.shape[0] + e.sum(),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_what_is_multiplied_by_a_size_grows_with_the_rows(name: str) -> None:
+    plain = Likelihood(GROWING[name]).double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["layers.1"], devices=["cpu"] * 2, chunks=3)
+    for rows in (9, 7, 18):  # Not two in a microbatch, of which 0.5 may be the inverse.
+        x, t = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+        assert_close(backward(model, model(x, t)), backward(plain, plain(x, t)))
+
+
+UNFIT: dict[str, Callable[..., Tensor]] = {
+    "a sum": lambda e, s, o: e.sum() * o.shape[0],
+    "a mean, divided": lambda e, s, o: e.mean() / o.shape[0],
+    "rows": lambda e, s, o: (e * o.shape[0]).sum(),
+    "a length": lambda e, s, o: e.sum() + len(o) * s.sum(),
+    "over a length": lambda e, s, o: e.mean() + s.sum() / len(o),
+    "a mean over a length": lambda e, s, o: e.mean() / len(o),
+    "half the entries": lambda e, s, o: e.sum() + 0.5 * o.numel() * s.sum(),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_is_not_a_sum_of_microbatches_because_of_a_size_is_said(name: str) -> None:
+    model = SplitPipe(Likelihood(UNFIT[name]).double(), cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
+    with pytest.warns(UserWarning, match="could not be traced beyond"):
+        model(torch.randn(14, 3).double(), torch.randn(14, 5).double())
+
+
+class Shaped(nn.Module):
+    """A block that is given a number of rows; what type it has is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.types = nn.Linear(3, 3), list[Any]()
+
+    def forward(self, x: Tensor, size: Any) -> Tensor:
+        self.types.append(type(size[0]))
+        out: Tensor = self.layer(x.view(size))
+        return out
+
+
+@pytest.mark.parametrize("checkpoint", few(1, ["always", "never"]))
+def test_an_untraced_block_and_an_output_have_a_plain_size(checkpoint: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Shaped(), Shaped()
+
+        def forward(self, x: Tensor, t: Tensor) -> Any:
+            out = self.two(self.one(x, x.shape), (x.shape[0], 3))
+            return (out - t).square().sum() / x.shape[0], (x.shape[1], 2 * x.shape[1])
+
+    plain, own = Model().double(), Model().double()
+    own.load_state_dict(plain.state_dict())
+    model = SplitPipe(own, cuts=["two"], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    for rows in (6, 5):  # The first call traces all blocks.
+        x, t = torch.randn(rows, 3).double(), torch.randn(rows, 3).double()
+        (found, sizes), (expected, _) = model(x, t), plain(x, t)
+        assert (type(sizes[0]), sizes) == (int, (3, 6))
+        assert_close(backward(model, found), backward(plain, expected))
+    assert [*map(type, sizes)] == [int, int]
+    assert own.one.types[-1] is own.two.types[-1] is int
 
 
 def test_a_count_from_an_earlier_call_is_a_constant() -> None:
