@@ -94,6 +94,11 @@ def _varies(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
+def _whole(value: float) -> float:
+    """A number that is the inverse of an inverse of a whole one, as that one."""
+    return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-9) else value
+
+
 def _is_long(facts: Facts, value: Any) -> bool:
     """True for a number that equals the length of a tensor, unless it is a small one: 2 is a constant more often."""
     return type(value) is int and value > 4 and facts.is_length(value)
@@ -217,6 +222,8 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
         return Unknown("a constant times a number that may be a count")
     if one is ROWS and facts.least(y):
         return Share(NONE, True)
+    if one is ROWS and type(y) is float and y > 0 and not few_digits(y) and facts.counts(_whole(1 / y)):
+        return Share(Divisor(_whole(1 / y)), True)
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
         if isinstance(one, Number) and undivided(one) and not isinstance(y, Tensor) and y:
             divisor, doubt = facts.factor(float(y), one), None if in_place(name) or not few_digits(y) else float(y)

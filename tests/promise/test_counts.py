@@ -187,6 +187,16 @@ GROWING: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["len(o)", "float(len(o))", "1.0 * o.shape[0]", "int(o.numel())"])
+def test_entries_may_be_multiplied_by_the_inverse_of_a_count(name: str) -> None:
+    count = eval(f"lambda o: {name}")
+    plain = Likelihood(lambda e, s, o: (e * (1 / count(o))).sum() - o.abs().mean()).double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
+    for rows in (6, 13):  # With two rows, 0.5 is a constant.
+        x, t = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+        assert_close(backward(model, model(x, t)), backward(plain, plain(x, t)))
+
+
 @pytest.mark.parametrize("name", GROWING)
 def test_what_is_multiplied_by_a_size_grows_with_the_rows(name: str) -> None:
     plain = Likelihood(GROWING[name]).double()
