@@ -61,20 +61,20 @@ class Count:
     def __bool__(self) -> bool:
         return bool(self._asked())
 
-    def __lt__(self, other: Any) -> bool:
-        return bool(self._asked() < other)
+    def __lt__(self, other: Any) -> Any:
+        return self._asked() < other
 
-    def __le__(self, other: Any) -> bool:
-        return bool(self._asked() <= other)
+    def __le__(self, other: Any) -> Any:
+        return self._asked() <= other
 
-    def __gt__(self, other: Any) -> bool:
-        return bool(self._asked() > other)
+    def __gt__(self, other: Any) -> Any:
+        return self._asked() > other
 
-    def __ge__(self, other: Any) -> bool:
-        return bool(self._asked() >= other)
+    def __ge__(self, other: Any) -> Any:
+        return self._asked() >= other
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self._asked() == other)
+    def __eq__(self, other: object) -> Any:
+        return self._asked() == other
 
     def __hash__(self) -> int:
         return hash(self.plain)

@@ -159,6 +159,22 @@ def test_rows_may_be_divided_by_their_number_before_they_are_added_up(way: str) 
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
+@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+def test_a_size_is_compared_with_tensors_and_arrays(way: str) -> None:
+    ways: list[Loss] = [
+        lambda o, t: ((o - t).square() * (o.shape[0] > t.argmax(1) - 9)[:, None]).mean(),
+        lambda o, t: ((o - t).square() * (t.size(0) <= (t.abs() + 9))).mean(),
+        lambda o, t: ((o - t).square() * (o.numel() == t.argmax(1) + o.numel() - 1)[:, None]).mean(),
+        lambda o, t: (o - t).square().mean() * float((o.shape[0] < np.arange(100)).all() + 1),
+        lambda o, t: (o - t).square().mean() * float((o.shape[0] >= np.arange(1, 2)).all()),
+    ]
+    for loss in ways:
+        plain, model, expected, found = made(way, loss)
+        for rows in (6, 5):
+            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
 class Likelihood(nn.Module):
     """A loss with a parameter."""
 
