@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,12 @@ class Count:
         return self.plain
 
     def _shifted(self, by: float) -> tuple[Divisor, bool] | None:
-        return None if self.inverse else (self.divisor.shifted(by), False)
+        if self.inverse:
+            return None
+        if abs(by) > 1 and abs(by) in self.reading.plain:  # Another count; 1 is a constant more often.
+            found = None if self.divisor.least is not None else replace(self.divisor, count=self.divisor.count + by)
+            return None if found is None else (found, False)
+        return self.divisor.shifted(by), False
 
     def _times(self, by: float) -> tuple[Divisor, bool] | None:
         return self._scaled(1 / by if self.inverse else by, self.inverse) if by else None

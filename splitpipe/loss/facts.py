@@ -154,6 +154,7 @@ class Facts:
                 self.put(x, Row(number))
         if values and all(type(value) in (int, float) for value in values):
             self._counts.append((float(sum(values)), Divisor(float(sum(values)))))
+            self.reading.plain.add(sum(values))
 
     def link(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor is equal to another, for example on another device."""
@@ -232,7 +233,7 @@ class Facts:
         divisor = divided(made) if isinstance(made, Number) else None
         if divisor is not None:
             self._counts.append((float(value), divisor))
-            self.reading.zero = self.reading.zero or plain and value == 0
+            self.reading.read(value, plain)
         elif made is not CONSTANT:
             self._host = True
             if isinstance(made, Row):
@@ -263,6 +264,7 @@ class Facts:
             self._shapes.add((x.shape[axis], *x.shape[:axis], *x.shape[axis + 1 :]))
             if length:
                 self._lengths.add(x.shape[0])
+                self.reading.plain.add(x.shape[0])
         if isinstance(made, Row):
             self._host = True
             self.of_rows.read(made.row, [*x.shape, x.numel()])

@@ -10,6 +10,15 @@ class Reading:
 
     zero = False  #: Whether Python may have taken 1 in place of a count of 0: max(n, 1).
 
+    def __init__(self) -> None:
+        self.plain: set[float] = set()  #: Counts that don't report their use: len(x), int(n).
+
+    def read(self, count: float, plain: bool) -> None:
+        """Records a count; if it is ``plain``, it doesn't report its use."""
+        if plain:
+            self.zero = self.zero or count == 0
+            self.plain.add(count)
+
 
 class RowNumber:
     """What ``n.item()`` returns for a row's n. What is computed from it, and a copy of it, is a plain number."""

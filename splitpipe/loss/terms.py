@@ -170,7 +170,7 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
             column = columns[k] = [term if term.divisor is not None else _uncounted(term) for term in column]
         makers = {term.function for term in column if not term.unknown} - {""}
         alike = len({term.kind for term in column}) == 1 and len(makers) < 2
-        if not alike or not _same([term.factor for term in column]):
+        if not alike or not _same([term.factor for term in column]) or not _same(_added(column)):
             return None
     return columns
 
@@ -230,6 +230,12 @@ def _uncounted(term: Term) -> Term:
 def _zero_of(value: Tensor) -> Tensor:
     """0 with the value's graph, even if the value isn't finite."""
     return torch.where(torch.ones((), dtype=torch.bool, device=value.device), 0, value)
+
+
+def _added(column: Sequence[Term]) -> list[float]:
+    """What is added to counts, where these aren't 0."""
+    divisors = [term.divisor for term in column if term.divisor is not None]
+    return [x.more for x in divisors if isinstance(x.more, (int, float)) and not _zero(x.count)]
 
 
 def _same(factors: Sequence[float]) -> bool:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import pickle
@@ -157,6 +158,32 @@ def test_rows_may_be_divided_by_their_number_before_they_are_added_up(way: str) 
         for rows in (6, 5):  # Two rows each, or two, two and one.
             x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
+@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+def test_a_size_and_another_count_are_added_up(way: str) -> None:
+    ways: list[Loss] = [
+        lambda o, t: o.abs().sum() / (len((t > 0).nonzero()) + o.size(0)),
+        lambda o, t: o.abs().sum() / (o.shape[0] + int(positives(t))),
+        lambda o, t: o.abs().sum() / (o.size(0) + positives(t).tolist()),
+        lambda o, t: o[t <= 0].square().sum() / (len(o.flatten()) - positives(t).item()),
+        lambda o, t: o[t <= 0].square().sum() / (t.numel() - int(positives(t))),
+        lambda o, t: o.abs().sum() / sum([len(o[t > 0]), o[t <= 0].shape[0]]),
+    ]
+    for loss in ways:
+        plain, model, expected, found = made(way, loss)
+        for rows in (6, 5):
+            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+            y[:, 0], y[:, 1] = 1, -1
+            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
+def test_a_number_that_is_added_to_a_count_and_differs_between_microbatches_is_said() -> None:
+    others = itertools.count(2)
+    module = Likelihood(lambda e, s, o: e.sum() / (o.shape[0] + next(others))).double()
+    model = SplitPipe(module, cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
+    with pytest.warns(UserWarning, match="could not be traced beyond"):
+        model(torch.randn(6, 3).double(), torch.randn(6, 5).double())
 
 
 @pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
