@@ -21,6 +21,7 @@ from splitpipe.loss.quotients import (
     rising,
     times_count,
     undivided,
+    unguessed,
     with_count,
 )
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
@@ -86,7 +87,9 @@ def single(made: Number, out: Tensor, name: str) -> Made:
     if one.kind is A_CONSTANT and one.divisor is not None:
         return Unknown(name)
     kind = one.kind if one.divisor is None else MEAN  # The result has been divided, even if the term's value hasn't.
-    return replace(made, terms=(replace(term(out, kind, one.divisor, one.function), asked=one.asked),))
+    doubt = None if one.doubt is None else term(out, SUM, None, one.doubt.function)
+    whole = term(out, kind, one.divisor, one.function)
+    return replace(made, terms=(replace(whole, asked=one.asked, unknown=one.unknown, doubt=doubt),))
 
 
 def _varies(x: Any) -> bool:
@@ -305,7 +308,7 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
             return Share(length, True)
     if by is CONSTANT and isinstance(made, (Number, Stack)):
         if isinstance(made, Number) and not isinstance(below, Tensor):
-            sums = resolved(made, above)
+            sums = resolved(unguessed(made) if below in facts.reading.plain else made, above)
             some = undivided(sums) and any(t.kind is SUM for t in sums.terms)
             divisor = facts.divisor(float(below), sums) if some else None
             if isinstance(divisor, Divisor):

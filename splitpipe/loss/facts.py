@@ -26,7 +26,7 @@ from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
 from splitpipe.loss.row_numbers import Reading, RowNumbers
-from splitpipe.loss.terms import BEFORE, NONE, SUM, Divisor, Number, Term, Unknown, divided
+from splitpipe.loss.terms import BEFORE, GUESS, NONE, SUM, Divisor, Number, Term, Unknown, divided
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 
 
@@ -285,7 +285,7 @@ class Facts:
         if known:
             return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
         if self.counts(value):
-            return Divisor(value)
+            return Divisor(value, source=None if value in self.reading.plain else GUESS)
         return said if self._host and value > 1 or self.may_count(value) else None
 
     def factor(self, value: float, made: Number) -> Divisor | Unknown | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from splitpipe.loss.counts import Count
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, is_constant, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
-from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
+from splitpipe.loss.terms import GUESS, MEAN, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
 
 A_COUNT = "a number that counts rows"
 
@@ -33,9 +33,17 @@ def resolved(made: Number, x: Any) -> Number:
     return replace(made, terms=terms)
 
 
+def unguessed(made: Number) -> Number:
+    """The number, which is divided by a count now: if it was divided by what equals a size, that was a constant."""
+    return replace(made, terms=tuple([
+        replace(t, kind=SUM, divisor=None) if t.kind is MEAN and t.divisor is not None and t.divisor.source is GUESS
+        else t for t in made.terms
+    ]))
+
+
 def over(made: Number, divisor: Divisor, out: Tensor, name: str, above: Any, doubt: float | None = None) -> Made:
     """The quotient of a sum and a count; ``doubt``: the factor by which it is made, if that may be a constant."""
-    made = resolved(made, above)
+    made = resolved(unguessed(made), above)
     if not undivided(made):
         return Unknown(name)
     if len(made.terms) == 1 and made.terms[0].kind is SUM and (made.terms[0].factor == 1 or out.numel() > 1):

@@ -55,6 +55,9 @@ class Divisor:
 #: Where a count that Python has read is 0: the 1 of max(n, 1), unless other microbatches divide by 1, too.
 NONE = Divisor(0.0, least=1.0)
 
+#: The source of a divisor that equals a size, but may be a constant.
+GUESS = "a number"
+
 
 @dataclass(frozen=True, eq=False)
 class Term:

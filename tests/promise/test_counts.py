@@ -130,6 +130,10 @@ def test_a_half_and_the_number_of_two_rows_are_told_apart(way: str) -> None:
         lambda o, t: (lambda n: (halves(o, t)[0] + 3.0) * 0.5 / n)(len(o)),
         lambda o, t: (lambda n: halves(o, t)[0] / n + (0.5 * halves(o, t)[1]).detach() / n)(len(o)),
         lambda o, t: (lambda n: (halves(o, t)[0] / n + halves(o, t)[1] / n) / 2)(len(o)),
+        lambda o, t: 0.5 * halves(o, t)[0] * torch.full((), 3.0).exp() / o.size(0),
+        lambda o, t: (0.5 * halves(o, t)[0].neg() * torch.full((), 3.0) + o.shape[0] * 3.0) / o.size(0),
+        lambda o, t: (lambda x: x.abs().sum() / math.prod(x.shape[1:]) / len(x))(o[:, :, None].expand(-1, -1, 2)),
+        lambda o, t: (lambda x: x.abs().sum() / 10 / x.shape[0])(o[:, :, None].expand(-1, -1, 2)),
     ]
     for loss in ways:
         plain, model, expected, found = made(way, loss)
