@@ -111,7 +111,7 @@ class Count:
         one, by = self.divisor, other.divisor
         if self.inverse or other.inverse or self.reading is not other.reading or (one.least, by.least) != (None, None):
             return value
-        divisor = Divisor(one.count + sign * by.count, one.more + sign * by.more)
+        divisor = Divisor(one.count + sign * by.count, one.more + sign * by.more, source=one.source)
         return _count(self.reading, value, divisor, False)
 
     def _made(self, function: Callable[[Any, Any], Any], other: Any, change: Change) -> Any:
@@ -139,7 +139,9 @@ def sized(facts: Facts, x: Any, dim: int | None, size: Any) -> Any:
     axis = facts.axis(x)
     if isinstance(size, torch.Size):
         return torch.Size([sized(facts, x, k, n) for k, n in enumerate(size)])
-    return _count(facts.reading, size, Divisor(float(size)), False) if dim is None or dim % x.dim() == axis else size
+    if dim is not None and dim % x.dim() != axis:
+        return size
+    return _count(facts.reading, size, Divisor(float(size), source="a size"), False)
 
 
 def counted(facts: Facts, x: object) -> Count | None:

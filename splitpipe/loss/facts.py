@@ -213,7 +213,7 @@ class Facts:
 
     def _whole(self, made: Made) -> Made:
         """Of a single row, what was divided by 1 is whole: more often a scale of 1.0 than the number of rows."""
-        if isinstance(made, Share) and self.rows == 1 and made.divisor.count == 1:
+        if isinstance(made, Share) and self.rows == 1 and made.divisor.source is None and made.divisor.count == 1:
             return ROWS if made.rows else CONSTANT
         return made
 

@@ -105,6 +105,13 @@ def rising(count: Count, by: Any) -> Number:
     return Number(tuple(terms))
 
 
+def tensor_of(count: Count) -> Made:
+    """A tensor that is made of a count."""
+    if count.inverse:
+        return Share(count.divisor, False)
+    return Unknown(A_COUNT) if count.divisor.least is not None else rising(count, 1.0)
+
+
 def times_count(facts: Facts, name: str, x: Tensor, made: Made, count: Count, out: Tensor) -> Made:
     """A constant, or a mean, times a count: a sum."""
     many = count.divisor

@@ -25,10 +25,11 @@ from splitpipe.loss.arithmetic import (
     reduce,
     single,
 )
+from splitpipe.loss.counts import counted
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, is_constant, tensors, term
 from splitpipe.loss.positions import in_order, made_by
 from splitpipe.loss.products import einsum, matmul
-from splitpipe.loss.quotients import undivided
+from splitpipe.loss.quotients import tensor_of, undivided
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import SUM, Number, Unknown
 
@@ -319,19 +320,19 @@ def _moved(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """A new tensor of given values: a single 0 may be the start of a sum."""
-    value: Any = args[-1]
-    if name in ("tensor", "as_tensor", "new_tensor", "scalar_tensor") and isinstance(value, (int, float)) and (
-        value > 1 or facts.counts(value)
-    ):
-        count = facts.divisor(float(value), Number(()))  # A count that Python has read is also one as a tensor.
-        if count is not None:
-            return count if isinstance(count, Unknown) else Number((term(out, SUM, None, "a number's tensor"),))
+    one: Any = args[-1][0] if type(args[-1]) is list and len(args[-1]) == 1 else args[-1]
+    given = name in ("tensor", "as_tensor", "new_tensor", "scalar_tensor") and isinstance(one, (int, float))
+    count = counted(facts, one)
+    if count is not None and (given or "full" in name) and out.numel() == 1:
+        return tensor_of(count)
+    if given and one is args[-1] and (one > 1 or facts.counts(one)):
+        divisor = facts.divisor(float(one), Number(()))  # A count that Python has read is also one as a tensor.
+        if divisor is not None:
+            return divisor if isinstance(divisor, Unknown) else Number((term(out, SUM, None, "a number's tensor"),))
     several = out.numel() > 1 or "ones" in name or "full" in name
     if out.dim() and several and not out.shape[0] % facts.rows and not name.endswith("like"):
         return ROWS  # As many as there are rows: for example, a mask.
-    value = value[0] if type(value) is list and len(value) == 1 else value
-    given = name in ("tensor", "as_tensor", "new_tensor") and isinstance(value, (int, float))
-    zero = "zeros" in name or given and value == 0
+    zero = "zeros" in name or given and one == 0
     if zero and out.numel() == 1 and (out.dim() == 0 or not name.endswith("like")):
         return Number(())
     return facts.other(name, args, out) if name.endswith("like") or name == "as_tensor" else CONSTANT

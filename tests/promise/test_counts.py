@@ -191,6 +191,31 @@ def test_a_number_that_is_added_to_a_count_and_differs_between_microbatches_is_s
 
 
 @pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+def test_a_tensor_that_is_made_of_a_size_counts(way: str) -> None:
+    ways: list[Loss] = [
+        lambda o, t: (o.abs().sum() / torch.as_tensor([o.shape[0]], dtype=torch.float64)).sum(),
+        lambda o, t: o.abs().sum() / torch.tensor([o.size(0)]).clamp(min=1).squeeze(),
+        lambda o, t: o.abs().sum() / torch.full((), o.shape[0]),
+        lambda o, t: o.abs().sum() / torch.tensor(o.shape[0] + 2.5),
+        lambda o, t: o.abs().sum() * torch.tensor(1 / o.shape[0]),
+        lambda o, t: (o - t).square().sum() + torch.tensor(2 * o.shape[0]) * 1.5,
+        lambda o, t: o.abs().sum() / torch.tensor([o.shape[0]]).item(),
+    ]
+    for loss in ways:
+        plain, model, expected, found = made(way, loss)
+        for rows in (6, 5, 3):
+            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
+def test_a_part_of_rows_that_are_divided_by_one_is_said() -> None:
+    module = Likelihood(lambda e, s, o: (e / o.shape[0])[e > 0].sum()).double()
+    model = SplitPipe(module, cuts=["layers.1"], devices=["cpu"] * 2, chunks=3)
+    with pytest.warns(UserWarning, match="could not be traced beyond"):
+        model(torch.randn(3, 3).double(), torch.randn(3, 5).double())
+
+
+@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
 def test_a_size_is_compared_with_tensors_and_arrays(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: ((o - t).square() * (o.shape[0] > t.argmax(1) - 9)[:, None]).mean(),
