@@ -17,7 +17,7 @@ from torch import Tensor
 
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Row, tensors
 from splitpipe.loss.row_numbers import Reading
-from splitpipe.loss.terms import Divisor, Number, divided
+from splitpipe.loss.terms import RATIO, Divisor, Number, divided
 
 Change = Callable[[float], "tuple[Divisor, bool] | None"]
 
@@ -116,7 +116,10 @@ class Count:
 
     def _made(self, function: Callable[[Any, Any], Any], other: Any, change: Change) -> Any:
         if isinstance(other, Count):
-            return function(self.plain, other.plain)
+            value, read = function(self.plain, other.plain), isinstance(self.divisor.count, Tensor)
+            if read is isinstance(other.divisor.count, Tensor):
+                return value
+            return _count(self.reading, value, Divisor(float(value), least=value, source=RATIO), False)
         if type(other) not in (int, float):
             return NotImplemented
         value = function(self.plain, other)
@@ -181,7 +184,8 @@ def note_figures(facts: Facts, values: Iterable[Any], out: Tensor) -> None:
     for value in values:
         if isinstance(value, float):
             whole = not value or not math.isfinite(value) or any(map(_is_whole, (value, 1 / value)))
-            if not whole and counted(facts, value) is None and not facts.is_count(value):
+            count = counted(facts, value)
+            if not whole and (count is None or count.divisor.source is RATIO) and not facts.is_count(value):
                 facts.figures.append(value)
         elif not isinstance(value, Tensor) and out.is_floating_point():
             found = value.tolist() if hasattr(value, "tolist") else value  # NumPy's.

@@ -11,7 +11,7 @@ from torch import Tensor
 from splitpipe.loss.counts import Count
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, is_constant, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
-from splitpipe.loss.terms import GUESS, MEAN, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
+from splitpipe.loss.terms import GUESS, MEAN, RATIO, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
 
 A_COUNT = "a number that counts rows"
 
@@ -70,6 +70,8 @@ def doubted(made: Number, function: str, rows: int, out: Tensor, doubt: float | 
 
 
 def by_divisor(made: Made, divisor: Divisor, out: Tensor, name: str, above: Any) -> Made:
+    if divisor.source is RATIO:
+        return Unknown(A_COUNT)
     if isinstance(made, Number):
         return over(made, divisor, out, name, above)
     return Share(divisor, made is not CONSTANT) if made in (CONSTANT, ROWS) or isinstance(made, Row) else Unknown(name)
@@ -107,9 +109,9 @@ def rising(count: Count, by: Any) -> Number:
 
 def tensor_of(count: Count) -> Made:
     """A tensor that is made of a count."""
-    if count.inverse:
-        return Share(count.divisor, False)
-    return Unknown(A_COUNT) if count.divisor.least is not None else rising(count, 1.0)
+    if count.divisor.source is RATIO or count.divisor.least is not None:
+        return Unknown(A_COUNT)
+    return Share(count.divisor, False) if count.inverse else rising(count, 1.0)
 
 
 def times_count(facts: Facts, name: str, x: Tensor, made: Made, count: Count, out: Tensor) -> Made:

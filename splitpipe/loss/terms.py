@@ -57,6 +57,8 @@ NONE = Divisor(0.0, least=1.0)
 
 #: The source of a divisor that equals a size, but may be a constant.
 GUESS = "a number"
+#: The source of what isn't a divisor: the product or quotient of a size and a number that was read.
+RATIO = "a ratio"
 
 
 @dataclass(frozen=True, eq=False)

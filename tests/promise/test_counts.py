@@ -208,6 +208,21 @@ def test_a_tensor_that_is_made_of_a_size_counts(way: str) -> None:
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
+def test_a_fraction_of_the_entries_is_said() -> None:
+    ways: list[Loss] = [
+        lambda o, t: o[t > 0].square().mean() * (positives(t).item() / t.numel()),
+        lambda o, t: o.abs().sum() / (positives(t).item() * o.shape[0]),
+        lambda o, t: o.abs().sum() * (1 / (positives(t).item() / t.numel() + 1)),
+    ]
+    for loss in ways:
+        layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).double()
+        model = SplitPipe(layers, devices=["cpu"] * 2, balance=[1, 1], chunks=3, loss_fn=loss, schedule="1f1b")
+        x, t = torch.randn(9, 3).double(), torch.randn(9, 5).double()
+        t[:, 0], t[:4, 1:], t[4:, 1:] = 1, 1, -1
+        with pytest.warns(UserWarning, match="could not be traced beyond a number that counts rows"):
+            model(x, t).backward()
+
+
 def test_a_part_of_rows_that_are_divided_by_one_is_said() -> None:
     module = Likelihood(lambda e, s, o: (e / o.shape[0])[e > 0].sum()).double()
     model = SplitPipe(module, cuts=["layers.1"], devices=["cpu"] * 2, chunks=3)
