@@ -11,7 +11,7 @@ from torch import Tensor
 from splitpipe.loss.counts import Count
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, is_constant, term
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
-from splitpipe.loss.terms import GUESS, MEAN, RATIO, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
+from splitpipe.loss.terms import GUESS, MEAN, RATIO, SUM, Divisor, Number, Term, Unknown, by_rows, divided, divided_by
 
 A_COUNT = "a number that counts rows"
 
@@ -124,14 +124,28 @@ def times_count(facts: Facts, name: str, x: Tensor, made: Made, count: Count, ou
             return rising(count, x)
         if made is CONSTANT and _is_plain(many):
             return Number((term(out, SUM, None, name),))
-        if isinstance(made, Number) and len(made.terms) == 1 and made.least is None and _is_plain(many):
-            (one,) = made.terms
-            if one.kind is MEAN and one.doubt is None and one.divisor is not None and _is_plain(one.divisor):
-                # The ratio of the counts must be the same in all microbatches, like other factors.
-                factor = one.factor * float(many.count) / float(one.divisor.count)
-                total = replace(term(one.value * one.divisor.count, SUM, None, one.function), factor=factor)
-                return replace(made, terms=(total,))
+        if isinstance(made, Number) and made.terms and made.least is None and _is_plain(many) and all(
+            _grows(facts, t) for t in made.terms
+        ):
+            return replace(made, terms=tuple([_total(t, many) for t in made.terms]))
     return with_count(facts, name, [x], out)
+
+
+def _grows(facts: Facts, one: Term) -> bool:
+    """True for a constant, and for a mean over as many entries in each row."""
+    if one.kind is not MEAN or one.divisor is None:
+        return one.kind is A_CONSTANT and one.divisor is None
+    sure = one.doubt is None and not one.unknown and _is_plain(one.divisor)
+    return sure and float(one.divisor.count) % facts.rows == 0
+
+
+def _total(one: Term, many: Divisor) -> Term:
+    """A mean or constant times a count."""
+    if one.divisor is None:
+        return replace(term(one.value * many.count, SUM, None, "a count"), factor=one.factor)
+    # The ratio of the counts must be the same in all microbatches, like other factors.
+    factor = one.factor * float(many.count) / float(one.divisor.count)
+    return replace(term(one.value * one.divisor.count, SUM, None, one.function), factor=factor)
 
 
 def _is_plain(divisor: Divisor) -> bool:

@@ -46,6 +46,11 @@ class Divisor:
         """The divisor plus a number."""
         return replace(self, more=self.more + by, least=None if self.least is None else self.least + by)
 
+    @property
+    def grown(self) -> Divisor:
+        """The divisor, if what was added to it counts, too: it differs between microbatches."""
+        return replace(self, count=self.count + self.more, more=0.0)
+
     def times(self, by: float) -> Divisor:
         """The divisor times a positive number."""
         least = None if self.least is None else self.least * by
@@ -175,8 +180,13 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
             column = columns[k] = [term if term.divisor is not None else _uncounted(term) for term in column]
         makers = {term.function for term in column if not term.unknown} - {""}
         alike = len({term.kind for term in column}) == 1 and len(makers) < 2
-        if not alike or not _same([term.factor for term in column]) or not _same(_added(column)):
+        if not alike or not _same([term.factor for term in column]):
             return None
+        added = _added(column)
+        if not _same(added):
+            if not all(float(by).is_integer() for by in added):
+                return None
+            columns[k] = [replace(term, divisor=term.divisor and term.divisor.grown) for term in column]
     return columns
 
 

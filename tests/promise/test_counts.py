@@ -173,17 +173,19 @@ def test_a_size_and_another_count_are_added_up(way: str) -> None:
         lambda o, t: o[t <= 0].square().sum() / (len(o.flatten()) - positives(t).item()),
         lambda o, t: o[t <= 0].square().sum() / (t.numel() - int(positives(t))),
         lambda o, t: o.abs().sum() / sum([len(o[t > 0]), o[t <= 0].shape[0]]),
+        lambda o, t: o.abs().sum() / (sum((t > 0).sum(1).tolist()) + o.shape[0]),
+        lambda o, t: o.abs().sum() / (len((t[:, 2] > 0).nonzero()) + o.shape[0]),  # Once only one.
     ]
     for loss in ways:
         plain, model, expected, found = made(way, loss)
         for rows in (6, 5):
             x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
-            y[:, 0], y[:, 1] = 1, -1
+            y[:, 0], y[:, 1], y[:, 2] = 1, -1, torch.tensor([1.0, 1, -1, 1, 1, 1])[:rows]
             assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
 def test_a_number_that_is_added_to_a_count_and_differs_between_microbatches_is_said() -> None:
-    others = itertools.count(2)
+    others = itertools.count(2.5)
     module = Likelihood(lambda e, s, o: e.sum() / (o.shape[0] + next(others))).double()
     model = SplitPipe(module, cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
     with pytest.warns(UserWarning, match="could not be traced beyond"):
@@ -268,6 +270,7 @@ GROWING: dict[str, Callable[..., Tensor]] = {
     "sizes added": lambda e, s, o: e.sum() - (o.shape[0] + e.shape[0] - 2) * s[0],
     "minus": lambda e, s, o: e.sum() + -o.shape[0] * s[0] - o.shape[0] * -2 * s[1],
     "a mean": lambda e, s, o: e.mean() * o.shape[0] - o.shape[0] * s.sum(),
+    "means": lambda e, s, o: (e.mean() + 0.3 * o[:, :2].abs().mean() + s[0] * 2) * o.shape[0],
     "a penalty": lambda e, s, o: e.mean() + s.square().sum() / o.shape[0],
     "a penalty less the error": lambda e, s, o: s.square().sum() / o.shape[0] - e.sum() / o.numel(),
     "a number and an error": lambda e, s, o: 2 * o.shape[0] + e.sum(),
@@ -297,6 +300,8 @@ UNFIT: dict[str, Callable[..., Tensor]] = {
     "a sum": lambda e, s, o: e.sum() * o.shape[0],
     "a mean, divided": lambda e, s, o: e.mean() / o.shape[0],
     "rows": lambda e, s, o: (e * o.shape[0]).sum(),
+    "a mean of some rows": lambda e, s, o: (e.mean() + o[:3].abs().mean()) * o.shape[0],
+    "a mean of some": lambda e, s, o: e[torch.arange(e.numel()).view_as(e) < 9].mean() * o.shape[0],
     "a length": lambda e, s, o: e.sum() + len(o) * s.sum(),
     "over a length": lambda e, s, o: e.mean() + s.sum() / len(o),
     "a mean over a length": lambda e, s, o: e.mean() / len(o),
