@@ -142,7 +142,7 @@ def sized(facts: Facts, x: Any, dim: int | None, size: Any) -> Any:
     axis = facts.axis(x)
     if isinstance(size, torch.Size):
         return torch.Size([sized(facts, x, k, n) for k, n in enumerate(size)])
-    if dim is not None and dim % x.dim() != axis:
+    if type(size) is not int or dim is not None and dim % x.dim() != axis:  # torch's compiler has other sizes.
         return size
     return _count(facts.reading, size, Divisor(float(size), source="a size"), False)
 

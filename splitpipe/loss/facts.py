@@ -258,7 +258,7 @@ class Facts:
     def sized(self, x: Tensor, length: bool) -> None:
         """Records that Python has read a tensor's shape or length."""
         made = self.of(x)
-        if made is ROWS and x.dim():
+        if made is ROWS and x.dim() and all(type(size) is int for size in x.shape):  # Not in torch's compiler.
             axis = self.axis(x)
             self.reading.zero = self.reading.zero or x.shape[axis] == 0
             self._shapes.add((x.shape[axis], *x.shape[:axis], *x.shape[axis + 1 :]))

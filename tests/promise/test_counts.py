@@ -225,6 +225,18 @@ def test_a_fraction_of_the_entries_is_said() -> None:
             model(x, t).backward()
 
 
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # The compiler's own.
+def test_a_compiled_function_between_blocks_may_read_sizes() -> None:
+    mean = torch.compile(lambda x, n: x.sum() / n + x.sum() / x.shape[0], backend="eager")
+    plain = Likelihood(lambda e, s, o: mean(e, o.shape[0])).double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["layers.1"], devices=["cpu"] * 2, chunks=3)
+    for rows in (9, 12, 7, 16):  # The compiler makes a second graph, for any number of rows.
+        x, t = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+        found = backward(model, model(x, t))
+        assert_close(found, backward(plain, plain(x, t)))
+
+
 def test_a_part_of_rows_that_are_divided_by_one_is_said() -> None:
     module = Likelihood(lambda e, s, o: (e / o.shape[0])[e > 0].sum()).double()
     model = SplitPipe(module, cuts=["layers.1"], devices=["cpu"] * 2, chunks=3)
