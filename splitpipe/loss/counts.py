@@ -141,8 +141,13 @@ def sized(facts: Facts, x: Any, dim: int | None, size: Any) -> Any:
         return size
     axis = facts.axis(x)
     if isinstance(size, torch.Size):
-        return torch.Size([sized(facts, x, k, n) for k, n in enumerate(size)])
-    if type(size) is not int or dim is not None and dim % x.dim() != axis:  # torch's compiler has other sizes.
+    if isinstance(size, torch.Size):
+        return torch.Size([*size[:axis], _size_of(facts, size[axis]), *size[axis + 1 :]])
+    return _size_of(facts, size) if dim is None or dim % x.dim() == axis else size
+
+
+def _size_of(facts: Facts, size: int) -> int:
+    if type(size) is not int:  # In torch's compiler.
         return size
     return _count(facts.reading, size, Divisor(float(size), source="a size"), False)
 

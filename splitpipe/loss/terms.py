@@ -44,7 +44,8 @@ class Divisor:
 
     def shifted(self, by: float) -> Divisor:
         """The divisor plus a number."""
-        return replace(self, more=self.more + by, least=None if self.least is None else self.least + by)
+        least = None if self.least is None else self.least + by
+        return Divisor(self.count, self.more + by, least, self.source, self.safe)
 
     @property
     def grown(self) -> Divisor:
@@ -54,7 +55,7 @@ class Divisor:
     def times(self, by: float) -> Divisor:
         """The divisor times a positive number."""
         least = None if self.least is None else self.least * by
-        return replace(self, count=self.count * by, more=self.more * by, least=least)
+        return Divisor(self.count * by, self.more * by, least, self.source, self.safe)
 
 
 #: Where a count that Python has read is 0: the 1 of max(n, 1), unless other microbatches divide by 1, too.
