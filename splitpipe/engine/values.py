@@ -279,7 +279,7 @@ def changed(value: Any, change: Here, known: dict[int, Any] | None = None) -> An
             if known is not None:
                 known[id(value)] = found
         return found
-    if kind in _PLAIN:
+    if kind in _PLAIN or isinstance(value, (int, float, torch.Size)):
         return value
     return tree_map_only(Tensor, change, value)
 
