@@ -36,7 +36,7 @@ from splitpipe.deferral.function import Caller, calling
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.forward import Host, MicrobatchForward
 from splitpipe.engine.run import CodeRun
-from splitpipe.engine.values import SIMPLE, Follow, Transfer, Values
+from splitpipe.engine.values import Follow, Transfer, Values, is_simple
 from splitpipe.loss.counts import uncounted
 from splitpipe.loss.tracing import TracedBlock, note_arguments, numbers_of
 from splitpipe.partition.call_hook import taker
@@ -280,8 +280,11 @@ class CodeForward(MicrobatchForward):
         local = self.run.settled(block, self.stage)
         if block not in blocks.blocks:
             return call(*args, **kwargs)
+        traced = None if self.trace is None else self._traced(block, call)
+        if self.trace is not None and traced is None and not is_simple(args, kwargs):
+            args, kwargs = uncounted((args, kwargs))
         follow, whole, checkpointed = False, self.run.one_graph, self._checkpoints()
-        simple = SIMPLE.issuperset(map(type, args)) and SIMPLE.issuperset(map(type, kwargs.values()))
+        simple = is_simple(args, kwargs)
         own = [] if simple or whole and not checkpointed else containers(args, kwargs)
         if not whole:
             args, kwargs = self.values.simple(args, kwargs) if simple else self.values.hand((args, kwargs))
@@ -293,9 +296,6 @@ class CodeForward(MicrobatchForward):
         then = copies(handed) if own else []
         described, where = blocks.described(block), self._where
         token = taker.set(None)
-        traced = None if self.trace is None else self._traced(block, call)
-        if self.trace is not None and traced is None:
-            args, kwargs = tuple(map(uncounted, args)), {name: uncounted(x) for name, x in kwargs.items()}
         try:
             if checkpointed:
                 value, made = self._checkpointed(block, traced or call, args, kwargs, follow)

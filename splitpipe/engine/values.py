@@ -289,6 +289,11 @@ _PLAIN = frozenset([int, float, complex, bool, str, type(None), torch.dtype, tor
 SIMPLE = _PLAIN | {Tensor, Parameter}
 
 
+def is_simple(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if all arguments are ``SIMPLE``."""
+    return SIMPLE.issuperset(map(type, args)) and SIMPLE.issuperset(map(type, kwargs.values()))
+
+
 def replay(seen: dict[int, tuple[Tensor, Tensor]]) -> Follow:
     """A mode for a block that is recomputed: functions get the same tensors as the first time."""
 

@@ -158,9 +158,17 @@ def counted(facts: Facts, x: object) -> Count | None:
 
 
 def uncounted(value: Any) -> Any:
-    """A number, or a tuple of some, as code that isn't traced should see it."""
-    if type(value) in (tuple, torch.Size):
-        return type(value)(map(uncounted, value))
+    """A number, or a nesting of some, as code that isn't traced should see it: lists and dicts are changed in place."""
+    kind = type(value)
+    if kind in (list, dict):
+        for key, x in list(value.items() if kind is dict else enumerate(value)):
+            plain = uncounted(x)
+            if plain is not x:
+                value[key] = plain
+    elif kind in (tuple, torch.Size) or isinstance(value, tuple) and hasattr(value, "_make"):
+        found = [*map(uncounted, value)]
+        if any(x is not y for x, y in zip(found, value)):
+            return value._make(found) if hasattr(value, "_make") else kind(found)
     return value.plain if isinstance(value, Count) else value
 
 

@@ -9,13 +9,14 @@ import pickle
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from splitpipe import SplitPipe
 from tests.helpers.covering import few
@@ -362,6 +363,46 @@ def test_an_untraced_block_and_an_output_have_a_plain_size(checkpoint: Any) -> N
         assert_close(backward(model, found), backward(plain, expected))
     assert [*map(type, sizes)] == [int, int]
     assert own.one.types[-1] is own.two.types[-1] is int
+
+
+class Sizes(NamedTuple):
+    """A number of rows, and others."""
+
+    rows: int
+    others: list[Any]
+
+
+class Nested(Shaped):
+    """A block that is given nestings of sizes, and adds one to a list."""
+
+    def forward(self, x: Tensor, sizes: Sizes, named: Any = None) -> Tensor:
+        self.types = [type(n) for n in tree_leaves((sizes, named))]
+        sizes.others.append(sizes.rows)
+        return super().forward(x, [sizes.rows, *named["columns"]])
+
+
+@pytest.mark.parametrize("way", few(2, [
+    {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b", "checkpoint": "never"},
+]))
+def test_an_untraced_block_has_plain_sizes_in_nestings(way: dict[str, Any]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Nested(), Nested()
+
+        def forward(self, x: Tensor, t: Tensor) -> Any:
+            sizes = Sizes(x.shape[0], [x.shape[0] / 2, [x.numel()]])
+            for block in (self.one, self.two):
+                x = block(x, sizes, named={"rows": [x.shape[:1]], "columns": [3]})
+            return (x - t).square().sum() / sizes.others[len(sizes.others) - 1] + 0 * len(sizes.others)
+
+    plain, own = Model().double(), Model().double()
+    own.load_state_dict(plain.state_dict())
+    model = SplitPipe(own, cuts=["two"], devices=["cpu"] * 2, chunks=3, **way)
+    for rows in (18, 15):  # The first call traces all blocks.
+        x, t = torch.randn(rows, 3).double(), torch.randn(rows, 3).double()
+        assert_close(backward(model, model(x, t)), backward(plain, plain(x, t)))
+    assert {*own.one.types, *own.two.types} == {int, float}
 
 
 def test_a_count_from_an_earlier_call_is_a_constant() -> None:
