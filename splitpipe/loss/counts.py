@@ -141,7 +141,6 @@ def sized(facts: Facts, x: Any, dim: int | None, size: Any) -> Any:
         return size
     axis = facts.axis(x)
     if isinstance(size, torch.Size):
-    if isinstance(size, torch.Size):
         return torch.Size([*size[:axis], _size_of(facts, size[axis]), *size[axis + 1 :]])
     return _size_of(facts, size) if dim is None or dim % x.dim() == axis else size
 
