@@ -145,7 +145,7 @@ def sized(facts: Facts, x: Any, dim: int | None, size: Any) -> Any:
     return _size_of(facts, size) if dim is None or dim % x.dim() == axis else size
 
 
-def _size_of(facts: Facts, size: int) -> int:
+def _size_of(facts: Facts, size: int) -> Any:
     if type(size) is not int:  # In torch's compiler.
         return size
     return _count(facts.reading, size, Divisor(float(size), source="a size"), False)
