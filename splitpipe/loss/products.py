@@ -6,7 +6,7 @@ from typing import Any
 
 from splitpipe.loss.arithmetic import dot
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, tensors, term
-from splitpipe.loss.positions import made_by
+from splitpipe.loss.indexing import made_by
 from splitpipe.loss.terms import SUM, Number, Unknown
 
 

@@ -27,7 +27,7 @@ from splitpipe.loss.arithmetic import (
 )
 from splitpipe.loss.counts import counted
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, is_constant, tensors, term
-from splitpipe.loss.positions import in_order, made_by
+from splitpipe.loss.indexing import apart, indexed, moved, places, selected, set_entries
 from splitpipe.loss.products import einsum, matmul
 from splitpipe.loss.quotients import tensor_of, undivided
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
@@ -90,93 +90,6 @@ def _finite(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     return replace(made, terms=tuple([
         t if t.divisor is None else replace(t, divisor=replace(t.divisor, safe=True)) for t in made.terms
     ]))
-
-
-def _index(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    x, index = args[0], args[1]
-    made, first = facts.of(x), index[0] if isinstance(index, tuple) and index else index
-    if isinstance(made, Stack):
-        found = made.numbers[index] if isinstance(index, (int, slice)) else Unknown(name)
-        return Stack(found) if isinstance(found, tuple) else found
-    if isinstance(made, Number):
-        return single(made, out, name) if x.numel() > 1 else made
-    number = isinstance(first, int) and not isinstance(first, bool) and x.dim() > 0
-    axis = facts.axis(x) if x.dim() else 0
-    if made is ROWS and number and axis == 0:
-        if not x.shape[0] % facts.rows:
-            return Row(first % max(1, x.shape[0]))
-        if facts.divided(x):
-            return Unknown("a part of the rows")
-    if made is ROWS and isinstance(first, slice) and isinstance(first.start, int) and isinstance(first.stop, int):
-        if x.dim() and axis == 0 and first.stop - first.start == 1 and not x.shape[0] % facts.rows:
-            return Row(first.start)
-    if made is ROWS and isinstance(first, slice) and x.dim() and axis == 0 and facts.rows > 1:
-        count = len(range(*first.indices(x.shape[0])))
-        if count < x.shape[0] and not x.shape[0] % facts.rows:
-            return Row(first.indices(x.shape[0])[0]) if count == 1 else Unknown("a part of the rows")
-    if made is ROWS and _picks(facts, first) and x.dim() and axis == 0 and not x.shape[0] % facts.rows:
-        if not in_order(facts, first, x.shape[0]):
-            return Unknown("an index of rows")  # Not arange(len(x)), nor found in the batch.
-    if made is ROWS and first is None and x.dim():
-        facts.turn(out, axis + 1)
-    if made is ROWS and isinstance(first, Tensor) and first.dtype == torch.bool and axis == 0 and out.dim():
-        facts.turn(out, 0)
-    if made is ROWS and number and axis and out.dim() == x.dim() - 1:
-        facts.turn(out, axis - 1)
-    return facts.other(name, [x, *tensors((index,))], out)
-
-
-def _picks(facts: Facts, index: Any) -> bool:
-    """True for an index that wasn't found in the batch."""
-    if isinstance(index, Tensor):
-        return facts.of(index) is CONSTANT and (index.dtype != torch.bool or bool(made_by(facts, index)))
-    values: Any = index.tolist() if hasattr(index, "tolist") else index  # NumPy's.
-    return isinstance(values, (list, range)) and not any(isinstance(each, bool) for each in values)
-
-
-def _places(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """The places of values that aren't 0: one line each."""
-    if isinstance(out, Tensor):
-        facts.turn(out, 0)
-    for x in tensors((out,)):
-        facts.put(x, facts.other(name, args[:1], x))
-    return None
-
-
-def _set(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    x, made = args[0], facts.of(args[-1])
-    if isinstance(made, Row) or made is ROWS or any(facts.of(each) is ROWS for each in tensors((args[1],))):
-        plain = made is ROWS or is_constant(made) or isinstance(made, Row)
-        facts.put(x, ROWS if plain else made if isinstance(made, Unknown) else Unknown(name))
-        if made is ROWS and 0 < args[-1].dim() == x.dim() - 1 and isinstance(args[1], int):
-            facts.turn(x, facts.axis(args[-1]) + 1)
-    elif made is not CONSTANT:
-        facts.put(x, made if isinstance(made, Unknown) else Unknown(name))
-    return None
-
-
-def _apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Pieces along a dimension: rows, if there is one piece per row."""
-    x, at = args[0], 1 if name == "unbind" else 2
-    dim = (args[at] if len(args) > at else kwargs.get("dim", 0)) % max(1, x.dim())
-    made = facts.of(x)
-    if isinstance(made, Stack) and name == "unbind":
-        pieces: Sequence[Made] = made.numbers
-    elif made is ROWS and dim == facts.axis(x) and not x.shape[dim] % facts.rows and len(out) == x.shape[dim]:
-        pieces = [Row(number) for number in range(len(out))]
-    else:
-        pieces = [facts.other(name, [x], piece) for piece in out]
-        if made is ROWS and dim == facts.axis(x) and not x.shape[dim] % facts.rows:
-            pieces = [ROWS if not piece.shape[dim] % facts.rows else Unknown("a part of the rows") for piece in out]
-        if made is ROWS and dim == facts.axis(x) and facts.divided(x):
-            pieces = [Unknown("a part of the rows")] * len(out)
-        axis = facts.axis(x) if x.dim() else 0
-        for piece in out:
-            if made is ROWS and axis:
-                facts.turn(piece, axis - 1 if name == "unbind" and dim < axis else axis)
-    for piece, each in zip(out, pieces):
-        facts.put(piece, each)
-    return None
 
 
 def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -300,24 +213,6 @@ def _couples(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
     return None
 
 
-def _selected(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Some entries along a dimension: if it is that of the rows, it may be any of them, unless found in the batch."""
-    x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    index = args[2] if len(args) > 2 else kwargs.get("index")
-    if facts.of(x) is ROWS and x.dim() and isinstance(dim, int) and dim % x.dim() == facts.axis(x):
-        if name == "narrow" or facts.of(index) is not ROWS:
-            return Unknown("a part of the rows" if name == "narrow" else name)
-    return facts.other(name, list(tensors([*args, *kwargs.values()])), out)
-
-
-def _moved(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Rows in another order."""
-    x, at = args[0], 2 if name == "roll" else 1
-    dims = args[at] if len(args) > at else kwargs.get("dims")
-    rows = facts.of(x) is ROWS and x.dim() > 0 and (dims is None or facts.axis(x) in axes_of(x, dims))
-    return Unknown(name) if rows else facts.other(name, [x], out)
-
-
 def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """A new tensor of given values: a single 0 may be the start of a sum."""
     one: Any = args[-1][0] if type(args[-1]) is list and len(args[-1]) == 1 else args[-1]
@@ -375,8 +270,8 @@ _GROUPS: list[tuple[Rule, str]] = [
     (divide, f"reciprocal {' '.join(DIVISIONS)}"),
     (reduce, "sum mean nansum nanmean count_nonzero"),
     (matmul, "matmul __matmul__ __rmatmul__ mm mv bmm linear cdist dot vdot inner"),
-    (_index, "__getitem__"), (_places, "nonzero argwhere"), (_set, "__setitem__"),
-    (_apart, "unbind split chunk tensor_split"),
+    (indexed, "__getitem__"), (places, "nonzero argwhere"), (set_entries, "__setitem__"),
+    (apart, "unbind split chunk tensor_split"),
     (_together, "stack cat concat concatenate hstack vstack"),
     (_along, " ".join(_ALONG)),
     (_turned, "t transpose swapaxes swapdims permute adjoint"),
@@ -390,8 +285,8 @@ _GROUPS: list[tuple[Rule, str]] = [
     (_couples, "bincount histc unique scatter_add scatter_add_ index_add index_add_ scatter_reduce scatter_reduce_ cov "
                "corrcoef pdist tensordot diff cummax cummin aminmax batch_norm instance_norm trace outer ger kron "
                "addmm addbmm baddbmm meshgrid take take_along_dim linalg_svd linalg_svdvals svd"),
-    (_selected, "narrow index_select gather"),
-    (_moved, "roll flip flipud"),
+    (selected, "narrow index_select gather"),
+    (moved, "roll flip flipud"),
     (_new, "ones full empty scalar_tensor zeros zeros_like tensor as_tensor new_zeros new_ones new_full new_empty "
            "new_tensor"),
 ]

@@ -19,7 +19,7 @@ from splitpipe.loss import torch_losses
 from splitpipe.loss.arithmetic import before
 from splitpipe.loss.counts import counting, note_figures, sized
 from splitpipe.loss.facts import ROWS, Facts, is_constant, tensors, term
-from splitpipe.loss.positions import MAKERS, note
+from splitpipe.loss.indexing import MAKERS, note
 from splitpipe.loss.rules import LOOKED_AT, RULES
 from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown
 
