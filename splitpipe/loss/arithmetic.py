@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.counts import counted
-from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, few_digits, is_constant, of_row, term
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, of_row, term
 from splitpipe.loss.quotients import (
     A_COUNT,
     by_divisor,
@@ -25,7 +25,7 @@ from splitpipe.loss.quotients import (
     with_count,
 )
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
-from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by
+from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by, few_digits
 
 
 def in_place(name: str) -> bool:
@@ -121,6 +121,8 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
         isinstance(number_of(facts, x), Number) for x in given
     ):
         return with_count(facts, name, given, out)
+    if counted(facts, alpha) is not None:
+        return Unknown(A_COUNT)
     signs = [1.0, float(alpha)]
     if "sub" in name:
         signs = [-float(alpha), 1.0] if name.endswith("rsub__") or name == "rsub" else [1.0, -float(alpha)]

@@ -77,6 +77,14 @@ class Count:
     def __eq__(self, other: object) -> Any:
         return self._asked() == other
 
+    def __int__(self) -> int:
+        self.reading.plain.add(self.plain)
+        return int(self.plain)
+
+    def __float__(self) -> float:
+        self.reading.plain.add(self.plain)
+        return float(self.plain)
+
     def __hash__(self) -> int:
         return hash(self.plain)
 
@@ -118,6 +126,7 @@ class Count:
         if isinstance(other, Count):
             value, read = function(self.plain, other.plain), isinstance(self.divisor.count, Tensor)
             if read is isinstance(other.divisor.count, Tensor):
+                self.reading.plain.add(value)
                 return value
             return _count(self.reading, value, Divisor(float(value), least=value, source=RATIO), False)
         if type(other) not in (int, float):

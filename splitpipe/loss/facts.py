@@ -26,7 +26,7 @@ from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
 from splitpipe.loss.row_numbers import Reading, RowNumbers
-from splitpipe.loss.terms import BEFORE, GUESS, NONE, SUM, Divisor, Number, Term, Unknown, divided
+from splitpipe.loss.terms import BEFORE, GUESS, NONE, SUM, Divisor, Number, Term, Unknown, divided, few_digits
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 
 
@@ -284,6 +284,8 @@ class Facts:
             return said if known or self.counts(value) else NONE
         if known:
             return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
+        if value <= 4 and value not in self.reading.plain and self.counts(value):
+            return None  # A constant: sizes are Counts.
         if self.counts(value):
             return Divisor(value, source=None if value in self.reading.plain else GUESS)
         return said if self._host and value > 1 or self.may_count(value) else None
@@ -385,11 +387,6 @@ def _negative(divisor: Divisor) -> Divisor | Unknown:
     if divisor.least is not None:
         return Unknown("neg")
     return Divisor(divisor.count * -1, divisor.more * -1, None, divisor.source)
-
-
-def few_digits(value: float) -> bool:
-    """True for a number with one or two digits besides zeros."""
-    return math.isclose(float(f"{value:.2g}"), value, rel_tol=1e-12)
 
 
 def _products(shape: Sequence[int]) -> set[int]:

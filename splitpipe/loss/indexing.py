@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.arithmetic import axes_of, single
+from splitpipe.loss.counts import counted
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Positions, Row, Stack, is_constant, tensors
 from splitpipe.loss.terms import Number, Unknown
 
@@ -95,6 +96,8 @@ def indexed(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     if made is ROWS and isinstance(first, slice) and x.dim() and axis == 0 and facts.rows > 1:
         count = len(range(*first.indices(x.shape[0])))
         if count < x.shape[0] and not x.shape[0] % facts.rows:
+            if any(counted(facts, bound) is not None for bound in (first.start, first.stop)):  # x[: len(x) // 2]
+                return Unknown("a part of the rows")
             return Row(first.indices(x.shape[0])[0]) if count == 1 else Unknown("a part of the rows")
     if made is ROWS and _picks(facts, first) and x.dim() and axis == 0 and not x.shape[0] % facts.rows:
         if not in_order(facts, first, x.shape[0]):
@@ -127,7 +130,10 @@ def places(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 def set_entries(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     x, made = args[0], facts.of(args[-1])
-    if isinstance(made, Row) or made is ROWS or any(facts.of(each) is ROWS for each in tensors((args[1],))):
+    found = [each for each in map(facts.of, tensors((args[1],))) if isinstance(each, Unknown)]
+    if found:
+        facts.put(x, found[0])
+    elif isinstance(made, Row) or made is ROWS or any(facts.of(each) is ROWS for each in tensors((args[1],))):
         plain = made is ROWS or is_constant(made) or isinstance(made, Row)
         facts.put(x, ROWS if plain else made if isinstance(made, Unknown) else Unknown(name))
         if made is ROWS and 0 < args[-1].dim() == x.dim() - 1 and isinstance(args[1], int):

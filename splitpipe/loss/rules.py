@@ -26,7 +26,7 @@ from splitpipe.loss.arithmetic import (
     single,
 )
 from splitpipe.loss.counts import counted
-from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, is_constant, tensors, term
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, tensors, term
 from splitpipe.loss.indexing import apart, indexed, moved, places, selected, set_entries
 from splitpipe.loss.products import einsum, matmul
 from splitpipe.loss.quotients import tensor_of, undivided
@@ -218,8 +218,12 @@ def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
     one: Any = args[-1][0] if type(args[-1]) is list and len(args[-1]) == 1 else args[-1]
     given = name in ("tensor", "as_tensor", "new_tensor", "scalar_tensor") and isinstance(one, (int, float))
     count = counted(facts, one)
-    if count is not None and (given or "full" in name) and out.numel() == 1:
-        return tensor_of(count)
+    if count is not None and (given or "full" in name):
+        made = tensor_of(count)
+        if out.numel() == 1:
+            return made
+        if isinstance(made, Share) and not out.shape[0] % facts.rows:
+            return Share(made.divisor, True)
     if given and one is args[-1] and (one > 1 or facts.counts(one)):
         divisor = facts.divisor(float(one), Number(()))  # A count that Python has read is also one as a tensor.
         if divisor is not None:

@@ -370,3 +370,8 @@ def _moved(amount: Any, device: torch.device | None) -> Any:
 
 def _zero(amount: Amount) -> bool:
     return not isinstance(amount, Tensor) and amount == 0
+
+
+def few_digits(value: float) -> bool:
+    """True for a number with one or two digits besides zeros."""
+    return math.isclose(float(f"{value:.2g}"), value, rel_tol=1e-12)

@@ -286,6 +286,7 @@ GROWING: dict[str, Callable[..., Tensor]] = {
     "means": lambda e, s, o: (e.mean() + 0.3 * o[:, :2].abs().mean() + s[0] * 2) * o.shape[0],
     "a penalty": lambda e, s, o: e.mean() + s.square().sum() / o.shape[0],
     "a penalty less the error": lambda e, s, o: s.square().sum() / o.shape[0] - e.sum() / o.numel(),
+    "filled weights": lambda e, s, o: (e.mean(1) * torch.full((o.shape[0],), 1 / o.shape[0])).sum() + s.sum(),
     "a number and an error": lambda e, s, o: 2 * o.shape[0] + e.sum(),
 }
 
@@ -309,6 +310,24 @@ def test_what_is_multiplied_by_a_size_grows_with_the_rows(name: str) -> None:
         assert_close(backward(model, model(x, t)), backward(plain, plain(x, t)))
 
 
+def weights_of(x: Tensor) -> Tensor:
+    """1 for rows with the largest value of a column."""
+    found = torch.zeros(len(x)).double()
+    found[x.argmax(0)] = 1
+    return found
+
+
+@pytest.mark.parametrize("name", ["2", "2.0", "int(o.shape[0])", "float(o.shape[0])", "math.prod(o.shape[:1])"])
+def test_a_small_divisor_is_a_constant_unless_python_has_computed_it_from_a_size(name: str) -> None:
+    by = eval(f"lambda o: {name}")
+    plain = Likelihood(lambda e, s, o: o.shape[0] * o.abs().mean() + e.sum() / by(o)).double()
+    if name not in ("2", "2.0"):
+        plain.loss = lambda e, s, o: o.abs().mean() + e.sum() / by(o)
+    model = SplitPipe(copy.deepcopy(plain), cuts=["layers.1"], devices=["cpu"] * 2, chunks=3)
+    x, t = torch.randn(6, 3).double(), torch.randn(6, 5).double()
+    assert_close(backward(model, model(x, t)), backward(plain, plain(x, t)))
+
+
 UNFIT: dict[str, Callable[..., Tensor]] = {
     "a sum": lambda e, s, o: e.sum() * o.shape[0],
     "a mean, divided": lambda e, s, o: e.mean() / o.shape[0],
@@ -318,6 +337,9 @@ UNFIT: dict[str, Callable[..., Tensor]] = {
     "a length": lambda e, s, o: e.sum() + len(o) * s.sum(),
     "over a length": lambda e, s, o: e.mean() + s.sum() / len(o),
     "a mean over a length": lambda e, s, o: e.mean() / len(o),
+    "a factor of a sum": lambda e, s, o: torch.add(o.abs().sum(), e.sum(), alpha=1 / o.shape[0]),
+    "a mask of found rows": lambda e, s, o: (e.mean(1) * weights_of(o)).sum(),
+    "half of the rows": lambda e, s, o: e[: len(e) // 2].sum() + o[o.shape[0] // 2 :].abs().sum(),
     "half the entries": lambda e, s, o: e.sum() + 0.5 * o.numel() * s.sum(),
 }
 
@@ -327,6 +349,13 @@ def test_what_is_not_a_sum_of_microbatches_because_of_a_size_is_said(name: str) 
     model = SplitPipe(Likelihood(UNFIT[name]).double(), cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
     with pytest.warns(UserWarning, match="could not be traced beyond"):
         model(torch.randn(14, 3).double(), torch.randn(14, 5).double())
+
+
+def test_halves_of_two_rows_are_not_rows() -> None:
+    plain = Likelihood(lambda e, s, o: e[: o.shape[0] // 2].sum() + o[o.shape[0] // 2 :].abs().sum()).double()
+    model = SplitPipe(plain, cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
+    with pytest.warns(UserWarning, match="a part of the rows"):
+        model(torch.randn(4, 3).double(), torch.randn(4, 5).double())
 
 
 class Shaped(nn.Module):
