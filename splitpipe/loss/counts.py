@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Row, tensors
 from splitpipe.loss.row_numbers import Reading
 from splitpipe.loss.terms import RATIO, Divisor, Number, divided
 
+T = TypeVar("T")
 Change = Callable[[float], "tuple[Divisor, bool] | None"]
 
 
@@ -63,27 +64,37 @@ class Count:
         return bool(self._asked())
 
     def __lt__(self, other: Any) -> Any:
-        return self._asked() < other
+        return self._asked(other) < other
 
     def __le__(self, other: Any) -> Any:
-        return self._asked() <= other
+        return self._asked(other) <= other
 
     def __gt__(self, other: Any) -> Any:
-        return self._asked() > other
+        return self._asked(other) > other
 
     def __ge__(self, other: Any) -> Any:
-        return self._asked() >= other
+        return self._asked(other) >= other
 
     def __eq__(self, other: object) -> Any:
         return self._asked() == other
 
+    def __abs__(self) -> Any:
+        return self if self.plain >= 0 else -self
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self.plain % other
+
+    def __pow__(self, other: Any) -> Any:
+        return self._noted(self.plain**other)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return self._noted(round(self.plain, digits))
+
     def __int__(self) -> int:
-        self.reading.plain.add(self.plain)
-        return int(self.plain)
+        return self._noted(int(self.plain))
 
     def __float__(self) -> float:
-        self.reading.plain.add(self.plain)
-        return float(self.plain)
+        return self._noted(float(self.plain))
 
     def __hash__(self) -> int:
         return hash(self.plain)
@@ -91,10 +102,18 @@ class Count:
     def __reduce__(self) -> Any:
         return type(self.plain), (self.plain,)
 
-    def _asked(self) -> Any:
-        """The plain number, for a condition: if it is 0, Python may take 1 in its place."""
+    def _asked(self, other: object = None) -> Any:
+        """The plain number, for a condition: Python may take 1 in its place if it is 0, or an equal ``other``."""
         self.reading.zero = self.reading.zero or not self.plain
+        if type(other) in (int, float) and other == self.plain:
+            self._noted(other)
         return self.plain
+
+    def _noted(self, value: T) -> T:
+        """A plain number that may be used in place of this."""
+        if isinstance(value, (int, float)):
+            self.reading.plain.add(value)
+        return value
 
     def _shifted(self, by: float) -> tuple[Divisor, bool] | None:
         if self.inverse:
@@ -126,8 +145,7 @@ class Count:
         if isinstance(other, Count):
             value, read = function(self.plain, other.plain), isinstance(self.divisor.count, Tensor)
             if read is isinstance(other.divisor.count, Tensor):
-                self.reading.plain.add(value)
-                return value
+                return self._noted(value) if function is operator.mul else value
             return _count(self.reading, value, Divisor(float(value), least=value, source=RATIO), False)
         if type(other) not in (int, float):
             return NotImplemented
@@ -136,11 +154,11 @@ class Count:
         return value if meaning is None else _count(self.reading, value, *meaning)
 
 
-class _IntCount(Count, int):
+class _IntCount(Count, int):  # type: ignore[misc]
     pass
 
 
-class _FloatCount(Count, float):
+class _FloatCount(Count, float):  # type: ignore[misc]
     pass
 
 
