@@ -191,10 +191,10 @@ def uncounted(value: Any) -> Any:
             plain = uncounted(x)
             if plain is not x:
                 value[key] = plain
-    elif kind in (tuple, torch.Size) or isinstance(value, tuple) and hasattr(value, "_make"):
+    elif isinstance(value, tuple):
         found = [*map(uncounted, value)]
         if any(x is not y for x, y in zip(found, value)):
-            return value._make(found) if hasattr(value, "_make") else kind(found)
+            return torch.Size(found) if kind is torch.Size else tuple.__new__(kind, found)  # It may be a named tuple.
     return value.plain if isinstance(value, Count) else value
 
 
