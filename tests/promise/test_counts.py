@@ -286,6 +286,8 @@ GROWING: dict[str, Callable[..., Tensor]] = {
     "means": lambda e, s, o: (e.mean() + 0.3 * o[:, :2].abs().mean() + s[0] * 2) * o.shape[0],
     "a penalty": lambda e, s, o: e.mean() + s.square().sum() / o.shape[0],
     "a penalty less the error": lambda e, s, o: s.square().sum() / o.shape[0] - e.sum() / o.numel(),
+    "nothing": lambda e, s, o: torch.zeros(()) * o.shape[0] + e.sum(),
+    "a power": lambda e, s, o: e.sum() / o.shape[0] + o.shape[0] ** torch.zeros(()) * s.sum(),
     "filled weights": lambda e, s, o: (e.mean(1) * torch.full((o.shape[0],), 1 / o.shape[0])).sum() + s.sum(),
     "a number and an error": lambda e, s, o: 2 * o.shape[0] + e.sum(),
 }
@@ -341,6 +343,7 @@ UNFIT: dict[str, Callable[..., Tensor]] = {
     "a length": lambda e, s, o: e.sum() + len(o) * s.sum(),
     "over a length": lambda e, s, o: e.mean() + s.sum() / len(o),
     "a mean over a length": lambda e, s, o: e.mean() / len(o),
+    "a tensor of a ratio": lambda e, s, o: e.mean() * torch.tensor((e > 1).sum().item() / o.shape[0]),
     "a factor of a sum": lambda e, s, o: torch.add(o.abs().sum(), e.sum(), alpha=1 / o.shape[0]),
     "a mask of found rows": lambda e, s, o: (e.mean(1) * weights_of(o)).sum(),
     "half of the rows": lambda e, s, o: e[: len(e) // 2].sum() + o[o.shape[0] // 2 :].abs().sum(),
