@@ -312,7 +312,7 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         if isinstance(made, Number) and not isinstance(below, Tensor):
             sums = resolved(unguessed(made) if below in facts.reading.plain else made, above)
             some = undivided(sums) and any(t.kind is SUM for t in sums.terms)
-            divisor = facts.divisor(float(below), sums) if some else None
+            divisor = facts.divisor(float(below), sums, isinstance(below, int)) if some else None
             if isinstance(divisor, Divisor):
                 return over(sums, divisor, out, name, above)
             if divisor is not None and undivided(made):

@@ -269,12 +269,12 @@ class Facts:
             self._host = True
             self.of_rows.read(made.row, [*x.shape, x.numel()])
 
-    def divisor(self, value: float, made: Number) -> Divisor | Unknown | None:
-        """The meaning of a Python number by which a sum is divided; None if all microbatches have it."""
+    def divisor(self, value: float, made: Number, whole: bool = False) -> Divisor | Unknown | None:
+        """The meaning of a number, an int if ``whole``, that divides a sum; None if all microbatches have it."""
         if value in self._given:
             return None
         if value < 0:
-            found = self.divisor(-value, made)
+            found = self.divisor(-value, made, whole)
             return _negative(found) if isinstance(found, Divisor) else found
         if made.rows and value == len(made.rows):
             return Divisor(value)
@@ -284,8 +284,8 @@ class Facts:
             return said if known or self.counts(value) else NONE
         if known:
             return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
-        if value <= 4 and value not in self.reading.plain and self.counts(value):
-            return None  # A constant: sizes are Counts.
+        if whole and value <= 4 and value not in self.reading.plain and self.counts(value):
+            return None  # A constant: sizes are Counts. A float may be 1.0 * n.
         if self.counts(value):
             return Divisor(value, source=None if value in self.reading.plain else GUESS)
         return said if self._host and value > 1 or self.may_count(value) else None
