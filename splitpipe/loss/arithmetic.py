@@ -69,10 +69,13 @@ def number_of(facts: Facts, x: Any) -> Made:
 def _counted(facts: Facts, values: Sequence[Any], row: Row, divided: bool) -> bool:
     """True if a row's value is divided by a number of the batch, or multiplied by its inverse."""
     sums = Number((term(0.0, SUM),), frozenset([row.row]))
-    ask = facts.divisor if divided else facts.factor
-    numbers = [x for x in values if not isinstance(x, Tensor) and x]
-    return any(ask(float(x), sums) not in (None, NONE) for x in numbers
-               if not _of_row(facts, x if divided else 1 / x, row))
+    for x in values:
+        if isinstance(x, Tensor) or not x or _of_row(facts, x if divided else 1 / x, row):
+            continue
+        by = facts.divisor(float(x), sums, not isinstance(x, int)) if divided else facts.factor(float(x), sums)
+        if by not in (None, NONE):
+            return True
+    return False
 
 
 def _of_row(facts: Facts, value: float, row: Row) -> bool:
@@ -312,7 +315,7 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         if isinstance(made, Number) and not isinstance(below, Tensor):
             sums = resolved(unguessed(made) if below in facts.reading.plain else made, above)
             some = undivided(sums) and any(t.kind is SUM for t in sums.terms)
-            divisor = facts.divisor(float(below), sums, isinstance(below, int)) if some else None
+            divisor = facts.divisor(float(below), sums, not isinstance(below, int)) if some else None
             if isinstance(divisor, Divisor):
                 return over(sums, divisor, out, name, above)
             if divisor is not None and undivided(made):

@@ -269,12 +269,15 @@ class Facts:
             self._host = True
             self.of_rows.read(made.row, [*x.shape, x.numel()])
 
-    def divisor(self, value: float, made: Number, whole: bool = False) -> Divisor | Unknown | None:
-        """The meaning of a number, an int if ``whole``, that divides a sum; None if all microbatches have it."""
+    def divisor(self, value: float, made: Number, small: bool = True) -> Divisor | Unknown | None:
+        """The meaning of a number that divides a sum; None if all microbatches have it.
+
+        Another number than a Count that equals a size up to 4 is one if it is plain, or if ``small``: 1.0 * n.
+        """
         if value in self._given:
             return None
         if value < 0:
-            found = self.divisor(-value, made, whole)
+            found = self.divisor(-value, made, small)
             return _negative(found) if isinstance(found, Divisor) else found
         if made.rows and value == len(made.rows):
             return Divisor(value)
@@ -284,10 +287,9 @@ class Facts:
             return said if known or self.counts(value) else NONE
         if known:
             return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
-        if whole and value <= 4 and value not in self.reading.plain and self.counts(value):
-            return None  # A constant: sizes are Counts. A float may be 1.0 * n.
         if self.counts(value):
-            return Divisor(value, source=None if value in self.reading.plain else GUESS)
+            plain = value in self.reading.plain
+            return Divisor(value, source=None if plain else GUESS) if plain or small or value > 4 else None
         return said if self._host and value > 1 or self.may_count(value) else None
 
     def factor(self, value: float, made: Number) -> Divisor | Unknown | None:

@@ -225,7 +225,8 @@ def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
         if isinstance(made, Share) and not out.shape[0] % facts.rows:
             return Share(made.divisor, True)
     if given and one is args[-1] and (one > 1 or facts.counts(one)):
-        divisor = facts.divisor(float(one), Number(()))  # A count that Python has read is also one as a tensor.
+        # A count that Python has read is also one as a tensor. A small one is a constant: a scale of 1.0.
+        divisor = facts.divisor(float(one), Number(()), small=False)
         if divisor is not None:
             return divisor if isinstance(divisor, Unknown) else Number((term(out, SUM, None, "a number's tensor"),))
     several = out.numel() > 1 or "ones" in name or "full" in name

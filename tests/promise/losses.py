@@ -477,8 +477,8 @@ HAND: Table = {
     "vae by len": ("flat", lambda o, t: vae(o, t) / len(o)),
     "vae of means": ("flat", vae_of_means),
     "from a zero": ("flat", lambda o, t: (torch.zeros(()) + (o - t) - torch.tensor(0.0)).square().mean()),
-    "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + kl_divergence(
-        Normal(o, o.exp()), Normal(0.0, 1.0)).sum(1).mean()),
+    "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + sum(
+        kl_divergence(Normal(o, o.exp()), Normal(0.0, scale)).sum(1).mean() for scale in (1.0, 2.0))),
     "mean of all by the mean of a mask": ("tokens", lambda o, t: o[..., 0].square().mean() / counted(t).mean()),
     "sum of all by a count": ("tokens", lambda o, t: o.square().sum() / (t != IGNORED).sum()),
     "sums by a count": ("tokens", lambda o, t: (each(o, t).sum() + 0.1 * o.square().sum()) / counted(t).sum()),
