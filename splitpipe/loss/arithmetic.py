@@ -24,6 +24,7 @@ from splitpipe.loss.quotients import (
     unguessed,
     with_count,
 )
+from splitpipe.loss.row_numbers import nearest
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by, few_digits
 
@@ -79,7 +80,7 @@ def _counted(facts: Facts, values: Sequence[Any], row: Row, divided: bool) -> bo
 
 
 def _of_row(facts: Facts, value: float, row: Row) -> bool:
-    return facts.of_rows.has(row.row, value) and (facts.rows == 1 or not facts.counts(value))
+    return facts.of_rows.has(row.row, value) and (facts.rows == 1 or not facts.sizes.has(value))
 
 
 def single(made: Number, out: Tensor, name: str) -> Made:
@@ -100,14 +101,8 @@ def _varies(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def _whole(value: float) -> float:
-    """A number that is the inverse of an inverse of a whole one, as that one."""
-    return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-9) else value
-
-
-def _is_long(facts: Facts, value: Any) -> bool:
-    """True for a number that equals the length of a tensor, unless it is a small one: 2 is a constant more often."""
-    return type(value) is int and value > 4 and facts.is_length(value)
+def _imaginary(values: Sequence[Any]) -> bool:
+    return any(isinstance(x, complex) for x in values)
 
 
 def negative(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -118,7 +113,7 @@ def negative(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
 def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     given = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
     alpha = kwargs.get("alpha", 1)
-    if len(given) != 2 or kwargs.keys() - {"other", "alpha"}:
+    if len(given) != 2 or kwargs.keys() - {"other", "alpha"} or _imaginary([*given, alpha]):
         return facts.other(name, given, out)
     if any(counted(facts, x) is not None for x in given) and not any(
         isinstance(number_of(facts, x), Number) for x in given
@@ -176,7 +171,7 @@ def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out:
                 return Unknown(A_COUNT)
             numbers.append(rising(count, 1.0).scaled(sign))
         elif made is CONSTANT:
-            whole = sign > 0 and "sub" in name and not isinstance(x, Tensor) and x != 1 and facts.counts(x) and all(
+            whole = sign > 0 and "sub" in name and not isinstance(x, Tensor) and x != 1 and facts.sizes.has(x) and all(
                 undivided(other) for _, other, _ in parts if isinstance(other, Number))
             if isinstance(x, Tensor) or x != 0:  # mask.numel() - mask.sum() counts elements.
                 numbers.append(Number((replace(term(x, SUM if whole else A_CONSTANT), factor=sign),)))
@@ -199,7 +194,7 @@ def _sum(facts: Facts, name: str, parts: Sequence[tuple[Any, Made, float]], out:
 
 
 def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    if len(args) == 2:
+    if len(args) == 2 and not _imaginary(args):
         x, count = args[0], counted(facts, args[1])
         if count is None:
             x, count = args[1], counted(facts, args[0])
@@ -224,14 +219,12 @@ def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
 def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, out: Tensor) -> Made | None:
     if isinstance(one, Unknown):
         return one
-    if one is CONSTANT and other is CONSTANT and _varies(x) and (
-        type(y) is float and not few_digits(y) and (facts.counts(y) or facts.counts(2 * y)) or _is_long(facts, y)
-    ):
+    if one is CONSTANT and other is CONSTANT and _varies(x) and facts.sizes.made(y):
         return Unknown("a constant times a number that may be a count")
     if one is ROWS and facts.least(y):
         return Share(NONE, True)
-    if one is ROWS and type(y) is float and y > 0 and not few_digits(y) and facts.counts(_whole(1 / y)):
-        return Share(Divisor(_whole(1 / y)), True)
+    if one is ROWS and type(y) is float and y > 0 and not few_digits(y) and facts.sizes.has(nearest(1 / y)):
+        return Share(Divisor(nearest(1 / y)), True)
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
         if isinstance(one, Number) and undivided(one) and not isinstance(y, Tensor) and y:
             divisor, doubt = facts.factor(float(y), one), None if in_place(name) or not few_digits(y) else float(y)
@@ -239,7 +232,7 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
                 return doubted(one, divisor.function, facts.rows, out, doubt)
             if divisor is not None:
                 return over(one, divisor, out, name, x, doubt)
-        if isinstance(one, Number) and not undivided(one) and isinstance(y, int) and y > 1 and facts.counts(y):
+        if isinstance(one, Number) and not undivided(one) and isinstance(y, int) and y > 1 and facts.sizes.has(y):
             return Unknown("a mean times a number that may be a count")
         return _times(x, y, out, name, facts)
     if not isinstance(one, Share):
@@ -285,7 +278,7 @@ def _scaled(made: Number, factor: Any, power: int) -> Number:
 def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     if name == "reciprocal":
         above, below = 1.0, args[0]
-    elif len(args) != 2 or kwargs:
+    elif len(args) != 2 or kwargs or _imaginary(args):
         return facts.other(name, [*args, *kwargs.values()], out)
     else:
         above, below = args if DIVISIONS[name] else args[::-1]
@@ -302,12 +295,13 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     count = counted(facts, below)
     if count is not None:
         return Unknown(A_COUNT) if count.inverse else by_divisor(made, count.divisor, out, name, above)
-    if _is_long(facts, below) and (made is CONSTANT and _varies(above) or isinstance(made, Number) and any(
+    long = type(below) is int and below > 4 and below in facts.sizes.lengths
+    if made is CONSTANT and _varies(above) and facts.sizes.made(below) or long and isinstance(made, Number) and any(
         t.divisor is not None for t in resolved(made, above).terms
-    )):
+    ):
         return Unknown("a mean or constant divided by a number that may be a count")
     if made is ROWS and not isinstance(below, Tensor):
-        length = Divisor(float(below)) if facts.is_length(float(below)) else facts.count(float(below))
+        length = Divisor(float(below)) if float(below) in facts.sizes.lengths else facts.count(float(below))
         length = NONE if facts.least(below) else length
         if length is not None:
             return Share(length, True)

@@ -10,8 +10,8 @@
     Unknown         rows met other rows (x.std(0)), or a number went through a nonlinear function (sqrt)
 
 A sum that is divided by a Python number may be a mean. What n.item() returns knows what it counts (``counts``); other
-numbers (len(x), x.shape[0], int(n)) are recognised by their value. This fails for code that has read such a number, and
-divides a sum by an equal one with another meaning.
+numbers (len(x), int(n)) are recognised by their value. This fails for code that has read such a number, and divides a
+sum by an equal one with another meaning.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
-from splitpipe.loss.row_numbers import Reading, RowNumbers
+from splitpipe.loss.row_numbers import Reading, RowNumbers, Sizes, nearest
 from splitpipe.loss.terms import BEFORE, GUESS, NONE, SUM, Divisor, Number, Term, Unknown, divided, few_digits
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 
@@ -89,8 +89,7 @@ class Facts:
         self._made: dict[int, tuple[weakref.ref[Tensor], Made, bool]] = {}
         self._axes: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # Where it isn't the likely one.
         self.positions: dict[int, Positions] = {}
-        self._shapes: set[tuple[int, ...]] = set()
-        self._lengths: set[int] = set()
+        self.sizes = Sizes(self.rows)
         self._counts: list[tuple[float, Divisor]] = []  # Numbers that Python has read, and what they count.
         self.of_rows = RowNumbers(self.rows)  # Others, of single rows.
         self.statistics: dict[float, str] = {}  # Other numbers that Python has read, and the functions they come from.
@@ -261,9 +260,9 @@ class Facts:
         if made is ROWS and x.dim() and all(type(size) is int for size in x.shape):  # Not in torch's compiler.
             axis = self.axis(x)
             self.reading.zero = self.reading.zero or x.shape[axis] == 0
-            self._shapes.add((x.shape[axis], *x.shape[:axis], *x.shape[axis + 1 :]))
+            self.sizes.shapes.add((x.shape[axis], *x.shape[:axis], *x.shape[axis + 1 :]))
             if length:
-                self._lengths.add(x.shape[0])
+                self.sizes.lengths.add(x.shape[0])
                 self.reading.plain.add(x.shape[0])
         if isinstance(made, Row):
             self._host = True
@@ -284,10 +283,10 @@ class Facts:
         said = Unknown("a sum divided by a number that may be a count")
         known = [(count, divisor) for count, divisor in self._counts if math.isclose(value, count, rel_tol=1e-6)]
         if self.least(value):
-            return said if known or self.counts(value) else NONE
+            return said if known or self.sizes.has(value) else NONE
         if known:
             return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
-        if self.counts(value):
+        if self.sizes.has(value):
             plain = value in self.reading.plain
             return Divisor(value, source=None if plain else GUESS) if plain or small or value > 4 else None
         return said if self._host and value > 1 or self.may_count(value) else None
@@ -303,33 +302,25 @@ class Facts:
         if value < 0:
             found = self.factor(-value, made)
             return _negative(found) if isinstance(found, Divisor) else found
-        by = 1 / value
-        by = round(by) if math.isclose(by, round(by), rel_tol=1e-6) else by
+        by = nearest(1 / value)
         if not few_digits(value):
-            return Divisor(by) if self._shapes and few_digits(value * self.rows) else self.divisor(by, made)
-        if self.is_length(by):
+            return Divisor(by) if self.sizes.shapes and few_digits(value * self.rows) else self.divisor(by, made)
+        if by in self.sizes.lengths:
             return self.divisor(by, made)
-        counts = self.rows > 1 and self._shapes and (self.counts(by) or by == 2 * self.rows)  # 1.0 is a weight.
+        counts = self.rows > 1 and self.sizes.shapes and (self.sizes.has(by) or by == 2 * self.rows)  # 1.0 is a weight.
         return Unknown("a sum times a number that may be 1 / count") if counts else None
-
-    def counts(self, value: float) -> bool:
-        """True if a number is the number of rows, or of elements, of a tensor whose shape was read."""
-        return any(value in _products(shape) for shape in self._shapes)
 
     def may_count(self, value: float) -> bool:
         """True if a number may have been computed from a number of rows: 2 * len(x)."""
-        if not self._shapes and not self._counts:
+        if not self.sizes.shapes and not self._counts:
             return False
-        of_rows = bool(self._shapes) and self.rows > 1 and value >= self.rows and value % self.rows == 0
+        of_rows = bool(self.sizes.shapes) and self.rows > 1 and value >= self.rows and value % self.rows == 0
+        of_rows = of_rows or value > 4 and value + 1 in self.sizes.lengths
         return of_rows or any(count > 1 and value > count and not value % count for count, _ in self._counts)
 
     def least(self, value: object) -> bool:
         """True if a number may be max(n, 1) where the count n is 0."""
         return self.reading.zero and type(value) in (int, float) and value == 1
-
-    def is_length(self, value: float) -> bool:
-        """True if a number is the length of a tensor that was read."""
-        return any(math.isclose(value, length) for length in self._lengths)
 
     def turn(self, x: Tensor, axis: int) -> None:
         """Records which dimension has the rows."""
@@ -389,11 +380,3 @@ def _negative(divisor: Divisor) -> Divisor | Unknown:
     if divisor.least is not None:
         return Unknown("neg")
     return Divisor(divisor.count * -1, divisor.more * -1, None, divisor.source)
-
-
-def _products(shape: Sequence[int]) -> set[int]:
-    """The products of the first dimension with each set of the others."""
-    found = {shape[0]}
-    for size in shape[1:5]:
-        found |= {size * each for each in found}
-    return found

@@ -1,8 +1,11 @@
 """What Python has read from a microbatch, and from a single row of it: in a loop over images, the boxes in each."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from splitpipe.loss.terms import few_digits
 
 
 class Reading:
@@ -18,6 +21,34 @@ class Reading:
         if plain:
             self.zero = self.zero or count == 0
             self.plain.add(count)
+
+
+class Sizes:
+    """The sizes of tensors with ``rows`` rows that Python has read, by which other numbers are recognised."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self.shapes: set[tuple[int, ...]] = set()  #: The rows' dimension is the first.
+        self.lengths: set[int] = set()
+
+    def has(self, value: float) -> bool:
+        """True if a number is the number of rows, or of elements, of a tensor, up to rounding."""
+        whole = nearest(value)
+        return any(whole in _products(shape) for shape in self.shapes)
+
+    def made(self, value: Any) -> bool:
+        """True if a number that a constant is multiplied or divided by may be, or be made of, a size.
+
+        An int may be a length, and a float 0.5 * n, or 0.1 / n unless it has few digits. 1 and 2 are constants.
+        """
+        if type(value) not in (int, float) or not value or not self.shapes:
+            return False
+        value = abs(value)
+        if type(value) is int:
+            return value > 2 and value in self.lengths
+        if few_digits(value):
+            return value > 2 and (self.has(value) or self.has(2 * value))
+        return few_digits(value * self._rows) or any(map(self.has, (value, 2 * value, 1 / value)))
 
 
 class RowNumber:
@@ -68,3 +99,17 @@ class RowNumbers:
         if isinstance(value, RowNumber):
             return value.row == row
         return (self._rows == 1 or value != self._rows) and value in self._of.get(row, ())
+
+
+def nearest(value: float) -> float:
+    """A number that is whole up to rounding, as a whole one."""
+    found = round(value) if math.isfinite(value) else value
+    return float(found) if math.isclose(value, found, rel_tol=1e-6) else value
+
+
+def _products(shape: Sequence[int]) -> set[int]:
+    """The products of the first dimension with each set of the others."""
+    found = {shape[0]}
+    for size in shape[1:5]:
+        found |= {size * each for each in found}
+    return found

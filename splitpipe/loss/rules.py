@@ -224,7 +224,7 @@ def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
             return made
         if isinstance(made, Share) and not out.shape[0] % facts.rows:
             return Share(made.divisor, True)
-    if given and one is args[-1] and (one > 1 or facts.counts(one)):
+    if given and one is args[-1] and (one > 1 or facts.sizes.has(one)):
         # A count that Python has read is also one as a tensor. A small one is a constant: a scale of 1.0.
         divisor = facts.divisor(float(one), Number(()), small=False)
         if divisor is not None:

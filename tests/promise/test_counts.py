@@ -323,7 +323,7 @@ def weights_of(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", [
     "2", "1.0 * o.shape[0]", "int(o.shape[0])", "float(o.shape[0])", "math.prod(o.shape[:1])", "o.shape[0] ** 1",
-    "max(1, o.shape[0])", "round(o.shape[0])", "abs(o.shape[0])", "divmod(o.shape[0], 1)[0]",
+    "1e-9 + o.shape[0]", "max(1, o.shape[0])", "round(o.shape[0])", "abs(o.shape[0])", "divmod(o.shape[0], 1)[0]",
 ])
 def test_a_small_divisor_is_a_constant_unless_python_has_computed_it_from_a_size(name: str) -> None:
     by = eval(f"lambda o: {name}")
@@ -344,15 +344,31 @@ UNFIT: dict[str, Callable[..., Tensor]] = {
     "a mean of some": lambda e, s, o: e[torch.arange(e.numel()).view_as(e) < 9].mean() * o.shape[0],
     "a length": lambda e, s, o: e.sum() + len(o) * s.sum(),
     "over a length": lambda e, s, o: e.mean() + s.sum() / len(o),
+    "over a float": lambda e, s, o: e.mean() + s.sum() / float(len(o)),
+    "times the inverse of a float": lambda e, s, o: e.mean() + s.sum() * (1.0 / o.shape[0]),
+    "times a fraction of a float": lambda e, s, o: e.mean() + 0.1 / (2 * o.shape[0]) * s.sum(),
+    "half the rows, twice": lambda e, s, o: e.sum() + 0.5 * (2 * o.shape[0]) * s.sum(),
+    "a length, less one": lambda e, s, o: e.sum() / (len(o) - 1),
     "a mean over a length": lambda e, s, o: e.mean() / len(o),
     "a size over a parameter": lambda e, s, o: e.mean() + o.shape[0] / s.exp().sum(),
     "an inverse, added": lambda e, s, o: e.mean() + 1 / o.shape[0],
     "a tensor of a ratio": lambda e, s, o: e.mean() * torch.tensor((e > 1).sum().item() / o.shape[0]),
     "a factor of a sum": lambda e, s, o: torch.add(o.abs().sum(), e.sum(), alpha=1 / o.shape[0]),
     "a mask of found rows": lambda e, s, o: (e.mean(1) * weights_of(o)).sum(),
+    "imaginary": lambda e, s, o: (1j * e.sum() / len(o)).abs(),
+    "less an imaginary": lambda e, s, o: (1j - e.sum() / 1j).abs(),
     "half of the rows": lambda e, s, o: e[: len(e) // 2].sum() + o[o.shape[0] // 2 :].abs().sum(),
     "half the entries": lambda e, s, o: e.sum() + 0.5 * o.numel() * s.sum(),
 }
+
+
+@pytest.mark.parametrize("loss", [
+    lambda e, s, o: e.mean() + s.sum() / len(o), lambda e, s, o: e.mean() + s.sum() / float(o.shape[0]),
+])
+def test_a_penalty_over_a_length_of_three_is_said(loss: Callable[..., Tensor]) -> None:
+    model = SplitPipe(Likelihood(loss).double(), cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
+    with pytest.warns(UserWarning, match="could not be traced beyond"):
+        model(torch.randn(6, 3).double(), torch.randn(6, 5).double())
 
 
 @pytest.mark.parametrize("name", UNFIT)
