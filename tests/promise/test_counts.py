@@ -23,6 +23,54 @@ from tests.helpers.covering import few
 from tests.promise.losses import Loss
 from tests.promise.test_losses import CHUNKS, EVEN, UNEVEN, assert_close, backward, batch, made, ways
 
+in_one_way = pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+Change = Callable[[Tensor], Any]
+
+
+def verify(way: str, losses: list[Loss], sizes: tuple[int, ...] = (6, 5), change: Change = lambda target: None) -> None:
+    """Compares losses and gradients; by default with two rows in each microbatch, or two, two and one."""
+    for loss in losses:
+        plain, model, expected, found = made(way, loss)
+        for rows in sizes:
+            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+            change(y)
+            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+
+class Likelihood(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layers, self.loss = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), loss
+        self.s = nn.Parameter(torch.randn(5))
+        self.double()
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        o = self.layers(x)
+        return self.loss((o - t).square() * self.s.exp(), self.s, o)
+
+
+def of_rows(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
+
+
+def piped(plain: nn.Module, chunks: int) -> SplitPipe:
+    return SplitPipe(copy.deepcopy(plain), cuts=["layers.1"], devices=["cpu"] * 2, chunks=chunks)
+
+
+def verify_likelihood(loss: Callable[..., Tensor], chunks: int, sizes: tuple[int, ...]) -> None:
+    plain = Likelihood(loss)
+    model = piped(plain, chunks)
+    for rows in sizes:
+        given = of_rows(rows)
+        assert_close(backward(model, model(*given)), backward(plain, plain(*given)))
+
+
+def verify_said(loss: Callable[..., Tensor], chunks: int, rows: int, text: str = "could not be traced beyond") -> None:
+    with pytest.warns(UserWarning, match=text):
+        piped(Likelihood(loss), chunks)(*of_rows(rows))
+
 
 def positives(t: Tensor) -> Tensor:
     return (t > 0).sum()
@@ -34,7 +82,7 @@ def with_a_metric(o: Tensor, t: Tensor) -> Tensor:
     return (o - t).square().sum() / len(o) + 0 * len(found)
 
 
-@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+@in_one_way
 def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
     ways: list[Loss] = [
         # All elements over the number of some.
@@ -64,13 +112,11 @@ def test_a_first_microbatch_in_which_nothing_counts_is_none(way: str) -> None:
         lambda o, t: o[t > 0].square().mean() if (t > 0).any() else o.new_zeros(()),
         lambda o, t: (o * (t > 0)).square().sum() / (t > 0).sum().clamp(min=1),
     ]
-    for loss in ways:
-        plain, model, expected, found = made(way, loss)
-        for rows in (UNEVEN, EVEN):
-            x, y = batch("flat", rows)
-            y = y.abs()
-            y[:3] = -1
-            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+    def change(y: Tensor) -> None:
+        y.abs_()[:3] = -1
+
+    verify(way, ways, (UNEVEN, EVEN), change)
 
 
 @ways
@@ -81,13 +127,13 @@ def test_a_loss_that_is_0_where_nothing_counts_is_so_for_the_batch(way: str) -> 
         lambda o, t: (o * (t > 0)).mean() / ((t > 0).double().mean() + 1e-3),
         lambda o, t: (o * (t > 0)).mean() / (t > 0).double().mean().clamp(min=1e-3),
     ]
-    for loss in ways:
-        plain, model, expected, found = made(way, loss)
-        for some in (True, False):
-            x, y = batch("flat", UNEVEN)
-            y[:] = -1
-            y[3, 1] = 1 if some else -1
-            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+    def change(y: Tensor) -> None:
+        y[:] = -1
+        y[3, 1] = next(some)
+
+    some = itertools.cycle([1, -1])
+    verify(way, ways, (UNEVEN, UNEVEN), change)
 
 
 @pytest.mark.parametrize("way", few(1, ["sequential", "own", "own scheduled", "cuts"]))
@@ -115,7 +161,7 @@ def halves(o: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return (o - t).square().sum(), (1 + o - o.exp()).sum()
 
 
-@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+@in_one_way
 def test_a_half_and_the_number_of_two_rows_are_told_apart(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: halves(o, t)[0] / len(o) + -0.5 * halves(o, t)[1] / len(o),
@@ -136,14 +182,10 @@ def test_a_half_and_the_number_of_two_rows_are_told_apart(way: str) -> None:
         lambda o, t: (lambda x: x.abs().sum() / math.prod(x.shape[1:]) / len(x))(o[:, :, None].expand(-1, -1, 2)),
         lambda o, t: (lambda x: x.abs().sum() / 10 / x.shape[0])(o[:, :, None].expand(-1, -1, 2)),
     ]
-    for loss in ways:
-        plain, model, expected, found = made(way, loss)
-        for rows in (6, 5):  # Two rows each, or two, two and one.
-            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
-            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+    verify(way, ways)
 
 
-@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+@in_one_way
 def test_rows_may_be_divided_by_their_number_before_they_are_added_up(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: ((o - t).square() / o.shape[0]).sum(),
@@ -158,14 +200,10 @@ def test_rows_may_be_divided_by_their_number_before_they_are_added_up(way: str) 
         lambda o, t: (lambda x: (x.square() / x.shape[1]).sum())(o - t),  # Not the rows: a sum.
         lambda o, t: (o - t).square().sum() / (o.shape[0] * o.shape[1]) + 0.5 * o.abs().sum() / o.shape[0],
     ]
-    for loss in ways:
-        plain, model, expected, found = made(way, loss)
-        for rows in (6, 5):  # Two rows each, or two, two and one.
-            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
-            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+    verify(way, ways)
 
 
-@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+@in_one_way
 def test_a_size_and_another_count_are_added_up(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: o.abs().sum() / (len((t > 0).nonzero()) + o.size(0)),
@@ -177,23 +215,19 @@ def test_a_size_and_another_count_are_added_up(way: str) -> None:
         lambda o, t: o.abs().sum() / (sum((t > 0).sum(1).tolist()) + o.shape[0]),
         lambda o, t: o.abs().sum() / (len((t[:, 2] > 0).nonzero()) + o.shape[0]),  # Once only one.
     ]
-    for loss in ways:
-        plain, model, expected, found = made(way, loss)
-        for rows in (6, 5):
-            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
-            y[:, 0], y[:, 1], y[:, 2] = 1, -1, torch.tensor([1.0, 1, -1, 1, 1, 1])[:rows]
-            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+
+    def change(y: Tensor) -> None:
+        y[:, 0], y[:, 1], y[:, 2] = 1, -1, torch.tensor([1.0, 1, -1, 1, 1, 1])[: len(y)]
+
+    verify(way, ways, change=change)
 
 
 def test_a_number_that_is_added_to_a_count_and_differs_between_microbatches_is_said() -> None:
     others = itertools.count(2.5)
-    module = Likelihood(lambda e, s, o: e.sum() / (o.shape[0] + next(others))).double()
-    model = SplitPipe(module, cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
-    with pytest.warns(UserWarning, match="could not be traced beyond"):
-        model(torch.randn(6, 3).double(), torch.randn(6, 5).double())
+    verify_said(lambda e, s, o: e.sum() / (o.shape[0] + next(others)), 2, 6)
 
 
-@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+@in_one_way
 def test_a_tensor_that_is_made_of_a_size_counts(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: (o.abs().sum() / torch.as_tensor([o.shape[0]], dtype=torch.float64)).sum(),
@@ -204,11 +238,7 @@ def test_a_tensor_that_is_made_of_a_size_counts(way: str) -> None:
         lambda o, t: (o - t).square().sum() + torch.tensor(2 * o.shape[0]) * 1.5,
         lambda o, t: o.abs().sum() / torch.tensor([o.shape[0]]).item(),
     ]
-    for loss in ways:
-        plain, model, expected, found = made(way, loss)
-        for rows in (6, 5, 3):
-            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
-            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+    verify(way, ways, (6, 5, 3))
 
 
 def test_a_fraction_of_the_entries_is_said() -> None:
@@ -230,22 +260,15 @@ def test_a_fraction_of_the_entries_is_said() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # The compiler's own.
 def test_a_compiled_function_between_blocks_may_read_sizes() -> None:
     mean = torch.compile(lambda x, n: x.sum() / n + x.sum() / x.shape[0], backend="eager")
-    plain = Likelihood(lambda e, s, o: mean(e, o.shape[0])).double()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["layers.1"], devices=["cpu"] * 2, chunks=3)
-    for rows in (9, 12, 7, 16):  # The compiler makes a second graph, for any number of rows.
-        x, t = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
-        found = backward(model, model(x, t))
-        assert_close(found, backward(plain, plain(x, t)))
+    # The compiler makes a second graph, for any number of rows.
+    verify_likelihood(lambda e, s, o: mean(e, o.shape[0]), 3, (9, 12, 7, 16))
 
 
 def test_a_part_of_rows_that_are_divided_by_one_is_said() -> None:
-    module = Likelihood(lambda e, s, o: (e / o.shape[0])[e > 0].sum()).double()
-    model = SplitPipe(module, cuts=["layers.1"], devices=["cpu"] * 2, chunks=3)
-    with pytest.warns(UserWarning, match="could not be traced beyond"):
-        model(torch.randn(3, 3).double(), torch.randn(3, 5).double())
+    verify_said(lambda e, s, o: (e / o.shape[0])[e > 0].sum(), 3, 3)
 
 
-@pytest.mark.parametrize("way", few(1, ["own", "own scheduled", "cuts", "sequential"]))
+@in_one_way
 def test_a_size_is_compared_with_tensors_and_arrays(way: str) -> None:
     ways: list[Loss] = [
         lambda o, t: ((o - t).square() * (o.shape[0] > t.argmax(1) - 9)[:, None]).mean(),
@@ -254,24 +277,7 @@ def test_a_size_is_compared_with_tensors_and_arrays(way: str) -> None:
         lambda o, t: (o - t).square().mean() * float((o.shape[0] < np.arange(100)).all() + 1),
         lambda o, t: (o - t).square().mean() * float((o.shape[0] >= np.arange(1, 2)).all()),
     ]
-    for loss in ways:
-        plain, model, expected, found = made(way, loss)
-        for rows in (6, 5):
-            x, y = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
-            assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
-
-
-class Likelihood(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self, loss: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layers, self.loss = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), loss
-        self.s = nn.Parameter(torch.randn(5))
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        o = self.layers(x)
-        return self.loss((o - t).square() * self.s.exp(), self.s, o)
+    verify(way, ways)
 
 
 GROWING: dict[str, Callable[..., Tensor]] = {
@@ -298,20 +304,13 @@ GROWING: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", ["len(o)", "float(len(o))", "1.0 * o.shape[0]", "int(o.numel())"])
 def test_entries_may_be_multiplied_by_the_inverse_of_a_count(name: str) -> None:
     count = eval(f"lambda o: {name}")
-    plain = Likelihood(lambda e, s, o: (e * (1 / count(o))).sum() - o.abs().mean()).double()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
-    for rows in (6, 13):  # With two rows, 0.5 is a constant.
-        x, t = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
-        assert_close(backward(model, model(x, t)), backward(plain, plain(x, t)))
+    # With two rows, 0.5 is a constant.
+    verify_likelihood(lambda e, s, o: (e * (1 / count(o))).sum() - o.abs().mean(), 2, (6, 13))
 
 
 @pytest.mark.parametrize("name", GROWING)
 def test_what_is_multiplied_by_a_size_grows_with_the_rows(name: str) -> None:
-    plain = Likelihood(GROWING[name]).double()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["layers.1"], devices=["cpu"] * 2, chunks=3)
-    for rows in (9, 7, 18):  # Not two in a microbatch, of which 0.5 may be the inverse.
-        x, t = torch.randn(rows, 3).double(), torch.randn(rows, 5).double()
-        assert_close(backward(model, model(x, t)), backward(plain, plain(x, t)))
+    verify_likelihood(GROWING[name], 3, (9, 7, 18))  # Not two in a microbatch, of which 0.5 may be the inverse.
 
 
 def weights_of(x: Tensor) -> Tensor:
@@ -327,13 +326,12 @@ def weights_of(x: Tensor) -> Tensor:
 ])
 def test_a_small_divisor_is_a_constant_unless_python_has_computed_it_from_a_size(name: str) -> None:
     by = eval(f"lambda o: {name}")
-    plain = Likelihood(lambda e, s, o: o.shape[0] * o.abs().mean() + e.sum() / by(o)).double()
-    if name != "2":
-        plain.loss = lambda e, s, o: o.abs().mean() + e.sum() / by(o)
+
+    def loss(e: Tensor, s: Tensor, o: Tensor) -> Tensor:
+        return o.abs().mean() * (o.shape[0] if name == "2" else 1) + e.sum() / by(o)
+
     for chunks in (3, 6):
-        model = SplitPipe(copy.deepcopy(plain), cuts=["layers.1"], devices=["cpu"] * 2, chunks=chunks)
-        x, t = torch.randn(6, 3).double(), torch.randn(6, 5).double()
-        assert_close(backward(model, model(x, t)), backward(plain, plain(x, t)))
+        verify_likelihood(loss, chunks, (6,))
 
 
 UNFIT: dict[str, Callable[..., Tensor]] = {
@@ -366,23 +364,16 @@ UNFIT: dict[str, Callable[..., Tensor]] = {
     lambda e, s, o: e.mean() + s.sum() / len(o), lambda e, s, o: e.mean() + s.sum() / float(o.shape[0]),
 ])
 def test_a_penalty_over_a_length_of_three_is_said(loss: Callable[..., Tensor]) -> None:
-    model = SplitPipe(Likelihood(loss).double(), cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
-    with pytest.warns(UserWarning, match="could not be traced beyond"):
-        model(torch.randn(6, 3).double(), torch.randn(6, 5).double())
+    verify_said(loss, 2, 6)
 
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_what_is_not_a_sum_of_microbatches_because_of_a_size_is_said(name: str) -> None:
-    model = SplitPipe(Likelihood(UNFIT[name]).double(), cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
-    with pytest.warns(UserWarning, match="could not be traced beyond"):
-        model(torch.randn(14, 3).double(), torch.randn(14, 5).double())
+    verify_said(UNFIT[name], 2, 14)
 
 
 def test_halves_of_two_rows_are_not_rows() -> None:
-    plain = Likelihood(lambda e, s, o: e[: o.shape[0] // 2].sum() + o[o.shape[0] // 2 :].abs().sum()).double()
-    model = SplitPipe(plain, cuts=["layers.1"], devices=["cpu"] * 2, chunks=2)
-    with pytest.warns(UserWarning, match="a part of the rows"):
-        model(torch.randn(4, 3).double(), torch.randn(4, 5).double())
+    verify_said(lambda e, s, o: e[: o.shape[0] // 2].sum() + o[o.shape[0] // 2 :].abs().sum(), 2, 4, "part of the rows")
 
 
 class Shaped(nn.Module):
