@@ -226,13 +226,16 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
     if one is ROWS and type(y) is float and y > 0 and not few_digits(y) and facts.sizes.has(nearest(1 / y)):
         return Share(Divisor(nearest(1 / y)), True)
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
-        if isinstance(one, Number) and undivided(one) and not isinstance(y, Tensor) and y:
+        whole = isinstance(one, Stack) or all(t.divisor is None for t in one.terms)
+        if isinstance(one, Number) and whole and not isinstance(y, Tensor) and y:
             divisor, doubt = facts.factor(float(y), one), None if in_place(name) or not few_digits(y) else float(y)
             if isinstance(divisor, Unknown):
+                if one.least is not None:
+                    return divisor
                 return doubted(one, divisor.function, facts.rows, out, doubt)
             if divisor is not None:
                 return over(one, divisor, out, name, x, doubt)
-        if isinstance(one, Number) and not undivided(one) and isinstance(y, int) and y > 1 and facts.sizes.has(y):
+        if not whole and isinstance(y, int) and y > 1 and facts.sizes.has(y):
             return Unknown("a mean times a number that may be a count")
         return _times(x, y, out, name, facts)
     if not isinstance(one, Share):
@@ -260,9 +263,9 @@ def _times(x: Tensor, factor: Any, out: Tensor, name: str, facts: Facts, power: 
         return facts.other(name, [x, factor], out)
     if out is x or out.numel() > 1 or isinstance(factor, Tensor) and len(made.terms) == 1:
         return single(made, out, name)
-    if made.least is not None or not isinstance(factor, Tensor):
-        plain = made.least is None and (factor or power > 0)
-        return made.scaled(float(factor) ** power) if plain else Unknown(name)
+    plain = not isinstance(factor, Tensor)
+    if made.least is not None and not (plain and factor > 0) or plain and not factor and power < 0:
+        return Unknown(name)
     return _scaled(made, factor, power)
 
 
@@ -308,11 +311,11 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     if by is CONSTANT and isinstance(made, (Number, Stack)):
         if isinstance(made, Number) and not isinstance(below, Tensor):
             sums = resolved(unguessed(made) if below in facts.reading.plain else made, above)
-            some = undivided(sums) and any(t.kind is SUM for t in sums.terms)
+            some = all(t.divisor is None for t in sums.terms) and any(t.kind is SUM for t in sums.terms)
             divisor = facts.divisor(float(below), sums, not isinstance(below, int)) if some else None
             if isinstance(divisor, Divisor):
                 return over(sums, divisor, out, name, above)
-            if divisor is not None and undivided(made):
+            if divisor is not None and all(t.divisor is None for t in made.terms):
                 return divisor
         return _times(args[0], below, out, name, facts, -1)
     if by is CONSTANT and isinstance(made, Share):

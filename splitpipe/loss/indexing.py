@@ -90,6 +90,8 @@ def indexed(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
             return Row(first % max(1, x.shape[0]))
         if facts.divided(x):
             return Unknown("a part of the rows")
+    if made is ROWS and isinstance(first, slice) and x.dim() and axis == 0 and _is_joined(facts, x.shape[0], first):
+        return facts.other(name, [x], out)
     if made is ROWS and isinstance(first, slice) and isinstance(first.start, int) and isinstance(first.stop, int):
         if x.dim() and axis == 0 and first.stop - first.start == 1 and not x.shape[0] % facts.rows:
             return Row(first.start)
@@ -109,6 +111,13 @@ def indexed(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     if made is ROWS and number and axis and out.dim() == x.dim() - 1:
         facts.turn(out, axis - 1)
     return facts.other(name, [x, *tensors((index,))], out)
+
+
+def _is_joined(facts: Facts, length: int, part: slice) -> bool:
+    """True for a part of joined batches that has all rows of some of them."""
+    taken = range(*part.indices(length))
+    whole = taken.step == 1 and len(taken) > 0 and not (taken.start % facts.rows or len(taken) % facts.rows)
+    return whole and length in facts.reading.joined
 
 
 def _picks(facts: Facts, index: Any) -> bool:

@@ -15,6 +15,7 @@ class Reading:
 
     def __init__(self) -> None:
         self.plain: set[float] = set()  #: Counts that don't report their use: len(x), int(n).
+        self.joined: set[int] = set()  #: The lengths of batches that were joined: torch.cat([chosen, rejected]).
 
     def read(self, count: float, plain: bool) -> None:
         """Records a count; if it is ``plain``, it doesn't report its use."""

@@ -105,6 +105,9 @@ def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
         known = tuple([each for each in numbers if isinstance(each, Number) and each.least is None])
         return Stack(known) if len(known) == len(parts) else facts.other(name, parts, out)
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if "cat" in name and dim == 0 and all(each is ROWS and facts.axis(x) == 0 for x, each in zip(parts, made)):
+        if all(x.shape[0] == facts.rows for x in parts):
+            facts.reading.joined.add(out.shape[0])
     if name == "stack" and ROWS in made and parts[0].dim() and isinstance(dim, int):
         axis = facts.axis(parts[made.index(ROWS)])
         facts.turn(out, axis + 1 if dim % out.dim() <= axis else axis)

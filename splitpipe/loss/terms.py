@@ -104,8 +104,9 @@ class Number:
     figures: tuple[Any, ...] = ()
 
     def scaled(self, factor: float) -> Number:
-        """The number times a factor."""
-        return replace(self, terms=tuple([replace(term, factor=term.factor * factor) for term in self.terms]))
+        """The number times a factor, which is positive if the number has a minimum."""
+        least = None if self.least is None else self.least * factor
+        return replace(self, terms=tuple([replace(t, factor=t.factor * factor) for t in self.terms]), least=least)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
         """The number, which isn't computed with any more, with other tensors as its terms' values."""

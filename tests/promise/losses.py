@@ -310,6 +310,12 @@ def vae_of_means(o: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(o, t) + 0.1 * kl
 
 
+def preferred(both: Tensor, chosen: slice, rejected: slice) -> Tensor:
+    """The preference of rows to those that were joined to them."""
+    scores = both.log_softmax(1)[:, 0]
+    return -F.logsigmoid(0.1 * (scores[chosen] - scores[rejected])).mean()
+
+
 def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
     mask = torch.zeros(t.shape, dtype=o.dtype)
     mask[t != IGNORED] = 1
@@ -485,6 +491,15 @@ HAND: Table = {
     "sum by a count times a tensor": ("tokens", lambda o, t: 2 * (o.square().sum() / counted(t).sum() * WEIGHT[0])),
     "weighted times a tensor": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT) * WEIGHT[0]),
     "weighted in place": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT).mul_(3).div_(2)),
+    "preference": ("flat", lambda o, t: preferred(torch.cat([o, t]), slice(o.shape[0]), slice(o.shape[0], None))),
+    "preference by halves": ("flat", lambda o, t: (lambda both: preferred(
+        both, slice(both.shape[0] // 2), slice(len(both) // 2, None)))(torch.cat((o, o * t), dim=0))),
+    "thirds of joined rows": ("flat", lambda o, t: (lambda rows: torch.concat([o, t, o * t])[rows : 2 * rows].mul(
+        o).square().mean())(o.size(0))),
+    "sum by multiples of a minimal count": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
+        counted(t).sum().clamp(min=1) * 2 * 3)),
+    "sum by a third of a minimal count": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
+        counted(t).sum().clamp(min=1) / 3)),
 }
 EXACT: Table = {**TORCH, **AROUND, **HAND}
 
@@ -657,6 +672,9 @@ COUPLED: Table = {
     "norm of columns": ("flat", lambda o, t: torch.linalg.norm(o, dim=0).sum()),
     "outer": ("flat", lambda o, t: torch.outer(o[:, 0], t[:, 0]).square().mean()),
     "products over rows": ("flat", lambda o, t: torch.bmm(o.T[None], t[None]).square().mean()),
+    "a part of joined rows": ("flat", lambda o, t: torch.cat([o, t])[: o.shape[0] // 2 + 1].square().sum()),
+    "every second of joined rows": ("flat", lambda o, t: torch.cat([o, t])[: 2 * o.shape[0] : 2].square().sum()),
+    "halves of elements": ("flat", lambda o, t: o[:, :4].reshape(-1)[: o.shape[0] * 2].square().sum()),
     "narrowed": ("flat", lambda o, t: o.narrow(0, 0, 1).square().sum()),
     "chosen rows": ("flat", lambda o, t: o.index_select(0, torch.tensor([0])).square().sum()),
     "pairs of rows": ("flat", ranked),
