@@ -228,13 +228,13 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
     if isinstance(one, (Number, Stack)) and other is CONSTANT:
         whole = isinstance(one, Stack) or all(t.divisor is None for t in one.terms)
         if isinstance(one, Number) and whole and not isinstance(y, Tensor) and y:
-            divisor, doubt = facts.factor(float(y), one), None if in_place(name) or not few_digits(y) else float(y)
+            divisor, doubt = facts.factor(float(y), one), None if in_place(name) else float(y)
             if isinstance(divisor, Unknown):
                 if one.least is not None:
                     return divisor
                 return doubted(one, divisor.function, facts.rows, out, doubt)
             if divisor is not None:
-                return over(one, divisor, out, name, x, doubt)
+                return over(one, divisor, out, name, x, doubt if few_digits(y) else None)
         if not whole and isinstance(y, int) and y > 1 and facts.sizes.has(y):
             return Unknown("a mean times a number that may be a count")
         return _times(x, y, out, name, facts)
@@ -261,7 +261,7 @@ def _times(x: Tensor, factor: Any, out: Tensor, name: str, facts: Facts, power: 
         return Stack(tuple([_scaled(number, each, power) for number, each in zip(made.numbers, factors)]))
     if not isinstance(made, Number):
         return facts.other(name, [x, factor], out)
-    if out is x or out.numel() > 1 or isinstance(factor, Tensor) and len(made.terms) == 1:
+    if out.numel() > 1 or len(made.terms) == 1 and (out is x or isinstance(factor, Tensor)):
         return single(made, out, name)
     plain = not isinstance(factor, Tensor)
     if made.least is not None and not (plain and factor > 0) or plain and not factor and power < 0:

@@ -238,6 +238,8 @@ def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
     zero = "zeros" in name or given and one == 0
     if zero and out.numel() == 1 and (out.dim() == 0 or not name.endswith("like")):
         return Number(())
+    if name.endswith("like") and isinstance(facts.of(args[0]), Number):
+        return CONSTANT
     return facts.other(name, args, out) if name.endswith("like") or name == "as_tensor" else CONSTANT
 
 
@@ -295,8 +297,8 @@ _GROUPS: list[tuple[Rule, str]] = [
                "addmm addbmm baddbmm meshgrid take take_along_dim linalg_svd linalg_svdvals svd"),
     (selected, "narrow index_select gather"),
     (moved, "roll flip flipud"),
-    (_new, "ones full empty scalar_tensor zeros zeros_like tensor as_tensor new_zeros new_ones new_full new_empty "
-           "new_tensor"),
+    (_new, "ones full empty scalar_tensor zeros zeros_like ones_like full_like tensor as_tensor new_zeros new_ones "
+           "new_full new_empty new_tensor"),
 ]
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}
 #: Functions whose arguments ``arithmetic.before`` looks at.

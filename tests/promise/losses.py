@@ -310,10 +310,26 @@ def vae_of_means(o: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(o, t) + 0.1 * kl
 
 
+def smoothed_sum(logs: Tensor, t: Tensor) -> Tensor:
+    """A sum whose second factor is 1 / 42: as well as a constant, it may be made from a number of rows."""
+    right, rest = -logs.gather(-1, t.clamp(min=0)[..., None])[..., 0] * counted(t), -logs.sum(-1) * counted(t)
+    return right.sum() * (41 / 42) + rest.sum() * (4 / 42 / (logs.size(-1) - 1))
+
+
 def preferred(both: Tensor, chosen: slice, rejected: slice) -> Tensor:
     """The preference of rows to those that were joined to them."""
     scores = both.log_softmax(1)[:, 0]
     return -F.logsigmoid(0.1 * (scores[chosen] - scores[rejected])).mean()
+
+
+def in_place(o: Tensor, t: Tensor) -> Tensor:
+    """Two means, added up, divided and multiplied in place."""
+    found = F.cross_entropy(o.flatten(0, 1), t.flatten())
+    found += o.square().mean()
+    found /= 3
+    found *= 2
+    found -= 0.1 * o.mean()
+    return found.neg_().neg_().div_(2)
 
 
 def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
@@ -498,6 +514,15 @@ HAND: Table = {
         o).square().mean())(o.size(0))),
     "sum by multiples of a minimal count": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
         counted(t).sum().clamp(min=1) * 2 * 3)),
+    "sum by a count or a tensor of 1": ("tokens", lambda o, t: (lambda n: (each(o, t) * counted(t)).sum() / n.maximum(
+        torch.ones_like(n)))(counted(t).sum())),
+    "sum by a count or a full tensor": ("tokens", lambda o, t: (lambda n: (each(o, t) * counted(t)).sum() / torch.max(
+        torch.full_like(n, 1), n))(counted(t).sum())),
+    "smoothing as in fairseq": ("tokens", lambda o, t: smoothed_sum(o.log_softmax(-1), t) / (t != IGNORED).sum()),
+    "smoothing by the number of rows": ("tokens", lambda o, t: smoothed_sum(o.log_softmax(-1), t) / o.size(0)),
+    "several in place": ("labels", in_place),
+    "mean of an expanded number": ("tokens", lambda o, t: (lambda x: (x * torch.ones_like(x)).mean())(
+        F.cross_entropy(o.flatten(0, 1), t.flatten()))),
     "sum by a third of a minimal count": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
         counted(t).sum().clamp(min=1) / 3)),
 }
