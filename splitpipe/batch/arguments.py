@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
@@ -88,13 +88,32 @@ def takes(signature: inspect.Signature | None, name: str) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
-def caches(signature: inspect.Signature | None, opened: Iterable[nn.Module]) -> bool:
-    """True if a module can be told not to keep a cache: by its own argument, or by one of a module inside it."""
+def caches(signature: inspect.Signature | None, opened: Mapping[nn.Module, str]) -> bool:
+    """True if a module can be told not to keep a cache: by its own argument, or by one of a module inside it.
+
+    ``opened`` has the modules inside with their names. All those in between have to take any keywords.
+    """
     if signature is None or "use_cache" in signature.parameters:
         return signature is not None
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return False
-    return any("use_cache" in _arguments_of(type(part).forward) for part in opened)
+    forwards = {name: type(part).forward for part, name in opened.items() if type(part).forward not in _NO_FORWARDS}
+    closed = tuple([f"{name}." for name, x in forwards.items() if name and not takes(_signature_of(x), "use_cache")])
+    return any(_place_of_cache(x) is not None and not f"{name}.".startswith(closed) for name, x in forwards.items())
+
+
+def uncached(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a module inside, with ``use_cache=False`` if nothing but its configuration decides otherwise.
+
+    In training: the blocks of a backbone would add to the cache when they are recomputed, too.
+    """
+    forward = type(part).forward
+    place = _place_of_cache(forward) if part.training and torch.is_grad_enabled() else None
+    if place is None or len(args) > place - 1 or kwargs.get("use_cache") is not None:
+        return kwargs
+    found = _signature_of(forward)
+    decides = found is not None and found.parameters["use_cache"].default is None
+    return {**kwargs, "use_cache": False} if decides else kwargs
 
 
 def labelled(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -105,10 +124,16 @@ def labelled(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs:
     )
 
 
+#: What modules without a forward have: those that only hold others.
+_NO_FORWARDS = {nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward}
+_signature_of = lru_cache(parameters_of)
+
+
 @lru_cache
-def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
-    found = parameters_of(forward)
-    return frozenset() if found is None else frozenset(found.parameters)
+def _place_of_cache(forward: Callable[..., Any]) -> int | None:
+    """The place of the argument ``use_cache``, if a forward has it; that of ``self`` is 0."""
+    found = _signature_of(forward)
+    return list(found.parameters).index("use_cache") if found is not None and "use_cache" in found.parameters else None
 
 
 def read(
@@ -188,7 +213,7 @@ class Divider:
         self._separable: dict[str, bool] = {}  # In eval mode, by kind of call.
 
     def without_cache(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Iterable[nn.Module], trains: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], opened: Mapping[nn.Module, str], trains: bool
     ) -> dict[str, Any]:
         """The keywords, with ``use_cache=False`` if there may be several microbatches, whose caches can't be joined."""
         given = [name for name, _ in pairs(self._signature, args, kwargs)]

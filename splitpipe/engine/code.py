@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.batch import outputs
-from splitpipe.batch.arguments import holds_objects
+from splitpipe.batch.arguments import holds_objects, uncached
 from splitpipe.core import stream, thread_state
 from splitpipe.core.generator import exclusive_generator, has_moved, state_of
 from splitpipe.core.note import add_note
@@ -279,7 +279,7 @@ class CodeForward(MicrobatchForward):
                 self.rank((args, kwargs))
         local = self.run.settled(block, self.stage)
         if block not in blocks.blocks:
-            return call(*args, **kwargs)
+            return call(*args, **uncached(block, args, kwargs))
         traced = None if self.trace is None else self._traced(block, call)
         if self.trace is not None and traced is None and not is_simple(args, kwargs):
             args, kwargs = uncounted((args, kwargs))

@@ -30,3 +30,27 @@ def test_use_cache_is_false_in_training(handed: bool) -> None:
     assert model(x)[1] is False
     assert model(x, use_cache=True)[1] is True
     assert model.eval()(x)[1] is True
+
+
+def deciding(self: Any, x: Tensor, use_cache: bool | None = None) -> tuple[Tensor, bool | None]:
+    """Says whether it was to keep a cache; None: its configuration decides."""
+    return self.two(self.one(x)), use_cache
+
+
+def asking(self: Any, x: Tensor, *given: Any) -> Any:
+    """Has a part that may keep a cache."""
+    return self.model(x, *given)
+
+
+@pytest.mark.parametrize(("part", "expected"), [(deciding, [False, True, None]), (telling, [True, True, True])])
+def test_a_part_that_decides_itself_keeps_no_cache_in_training(part: Any, expected: list[Any]) -> None:
+    net = module_of(asking, model=module_of(part, **linears("one", "two")))
+    model, x = attach(net, cuts=["model.two"], devices=["cpu"] * 2, chunks=2), torch.randn(4, 4)
+    found = [model(x)[1], model(x, True)[1], model.eval()(x)[1]]
+    assert found == expected
+
+
+def test_keywords_are_not_handed_through_a_module_that_takes_none() -> None:
+    inner = module_of(asking, model=module_of(deciding, **linears("one", "two")))
+    model, x = attach(module_of(around, model=inner), cuts=["model.model.two"], devices=["cpu"] * 2), torch.randn(4, 4)
+    assert model(x)[1] is False
