@@ -197,7 +197,11 @@ def _separable(x: Any, y: Any, dim: int | None, row: int) -> bool:
         return _close(x, y)
     # Other sizes depend on the data: for example, rows are selected, or padded to the longest.
     fits = [*y.shape] == [size * 2 if d == dim else size for d, size in enumerate(x.shape)]
-    return fits and _close(x, y.narrow(dim, row * x.shape[dim], x.shape[dim]))
+    each = x.shape[dim] if fits else 0
+    part = y.narrow(dim, row * each, each) if fits else y
+    return fits and _close(x, part) and not (
+        each > 1 and _nearer((x, y.unflatten(dim, (each, 2)).select(dim + 1, row)), (x, part))
+    )
 
 
 def _close(x: Any, y: Any) -> bool:
@@ -210,6 +214,20 @@ def _close(x: Any, y: Any) -> bool:
         return torch.equal(x, y)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.allclose(x.to(wide), y.to(wide), rtol=0.02, atol=1e-4, equal_nan=True)
+
+
+def _nearer(apart: tuple[Tensor, Tensor], adjacent: tuple[Tensor, Tensor]) -> bool:
+    """True if values are equal in pairs of entries that are apart, not adjacent; all entries may be nearly equal."""
+    if not _close(*apart):
+        return False
+    if not _close(*adjacent):
+        return True
+    x = apart[0]
+    if not x.is_floating_point() or not x.numel():
+        return False
+    near, far = [(one - other).abs().nan_to_num(0).max() for one, other in (apart, adjacent)]
+    noise = 100 * torch.finfo(x.dtype).eps * x.abs().nan_to_num(0, 0).max()
+    return bool(far > 100 * near) and bool(far > noise)
 
 
 class Inseparable(Exception):
@@ -245,8 +263,9 @@ def _verify_adjacent(leaves: Sequence[Any], rows: int, others: Sequence[Any], ot
         each, rest = divmod(x.shape[dim], rows)
         if each < 2 or rest or y.shape[dim] != each * other:
             continue
-        blocks = [z.unflatten(dim, (each, -1)).narrow(dim + 1, 0, least) for z in (x, y)]
-        if _close(*blocks) and not _close(*[z.narrow(dim, 0, each * least) for z in (x, y)]):
+        apart, other_apart = [z.unflatten(dim, (each, -1)).narrow(dim + 1, 0, least) for z in (x, y)]
+        adjacent, other_adjacent = [z.narrow(dim, 0, each * least) for z in (x, y)]
+        if _nearer((apart, other_apart), (adjacent, other_adjacent)):
             raise ValueError(
                 f"an output of a microbatch of {rows} rows has the shape {list(x.shape)}, with a row's {each} entries "
                 f"{rows} apart, as after torch.cat([x, y]): joined microbatches would have another order than the "

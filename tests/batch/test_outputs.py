@@ -49,8 +49,8 @@ def given(function: Callable[[Tensor], Any], rows: int = 7, **options: Any) -> t
 
 @pytest.mark.parametrize("function", [
     lambda y: torch.cat([y, -y]), lambda y: {"z": y.T.reshape(-1)},
-    lambda y: torch.stack([y, 2 * y, 3 * y]).flatten(0, 1),
-], ids=["cat", "transposed", "length first"])
+    lambda y: torch.stack([y, 2 * y, 3 * y]).flatten(0, 1), lambda y: 5 + 1e-3 * torch.cat([y, -y]),
+], ids=["cat", "transposed", "length first", "all nearly equal"])
 @pytest.mark.parametrize("rows", [6, 7])
 def test_entries_of_a_row_that_are_apart_are_refused(function: Callable[[Tensor], Any], rows: int) -> None:
     with pytest.raises(ValueError, match=r"as after torch.cat.*another order.*Expected a row's entries side by side"):
@@ -65,6 +65,7 @@ def test_entries_of_a_row_that_are_apart_are_refused(function: Callable[[Tensor]
     # Several entries of a row, side by side.
     lambda y: torch.stack([y, -y], 1).flatten(0, 1), lambda y: y.flatten(), lambda y: torch.zeros(2 * len(y), 4),
     lambda y: y.repeat_interleave(3, 0), lambda y: (y.T.flatten() * 0).detach(),
+    lambda y: 5 + 1e-3 * torch.stack([y, -y], 1).flatten(0, 1), lambda y: 5 + 1e-30 * torch.cat([y, -y]),
 ])
 def test_outputs_of_rows_are_joined(function: Callable[[Tensor], Any]) -> None:
     assert_same(*given(function), "output")

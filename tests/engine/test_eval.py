@@ -67,6 +67,8 @@ WHOLE: dict[str, Any] = {
     "rows with their numbers": lambda self, y: y + torch.arange(len(y))[:, None],
     "a first row": first_row,
     "numbers of rows in a list": lambda self, y: [{"row": own * k} for k, own in enumerate(y)],
+    "a row's entries apart": lambda self, y: torch.cat([y, -y]),
+    "a row's nearly equal entries apart": lambda self, y: 5 + 1e-3 * torch.cat([y, -y]),
     "rows of the whole batch alone": lambda self, y: y.view(8, -1),
     "a buffer that is written to": kept,
     "a state in an attribute": stateful,
@@ -78,6 +80,7 @@ APART: dict[str, Any] = {
     "one thing per row": lambda self, y: [{"row": own} for own in y],
     "a parameter": lambda self, y: (y, self.two.weight),
     "the batch second": lambda self, y: y.t(),
+    "nearly equal entries": lambda self, y: 5 + 1e-3 * torch.stack([y, -y], 1).flatten(0, 1),
 }
 
 
