@@ -31,7 +31,7 @@ from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_r
 
 def in_place(name: str) -> bool:
     """True for a function that writes to its first argument."""
-    return name.startswith("__i") or name.endswith("_") and name[:1] != "_"
+    return name.startswith("__i") or name.endswith("_") and name[:1] != "_" and name != "requires_grad_"
 
 
 def before(facts: Facts, name: str, args: Sequence[Any]) -> Sequence[Any]:
@@ -235,7 +235,7 @@ def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, ou
                 return doubted(one, divisor.function, facts.rows, out, doubt)
             if divisor is not None:
                 return over(one, divisor, out, name, x, doubt if few_digits(y) else None)
-        if not whole and isinstance(y, int) and y > 1 and facts.sizes.has(y):
+        if not whole and isinstance(y, int) and y > 1 and facts.may_be_plain(y):
             return Unknown("a mean times a number that may be a count")
         return _times(x, y, out, name, facts)
     if not isinstance(one, Share):

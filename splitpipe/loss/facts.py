@@ -19,13 +19,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
-from splitpipe.loss.row_numbers import Reading, RowNumbers, Sizes, nearest
+from splitpipe.loss.row_numbers import Positions, Reading, RowNumbers, Sizes, nearest
 from splitpipe.loss.terms import BEFORE, GUESS, NONE, SUM, Divisor, Number, Term, Unknown, divided, few_digits
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 
@@ -50,15 +50,6 @@ class Stack:
     """Several numbers in one tensor."""
 
     numbers: tuple[Number, ...]
-
-
-class Positions(NamedTuple):
-    """Numbers of rows: the function that made them, how many it made, and whether they are 0, 1, 2, ..."""
-
-    of: weakref.ref[Tensor]
-    function: str
-    size: int
-    plain: bool
 
 
 @dataclass(frozen=True)
@@ -95,6 +86,7 @@ class Facts:
         self.statistics: dict[float, str] = {}  # Other numbers that Python has read, and the functions they come from.
         self.reading = Reading()
         self._host = False  # Whether Python has read numbers of unknown meaning.
+        self.by_row = False  # Whether code has looked at single rows, of which Python may know the number.
         self.asked = 0  # How many numbers and conditions Python has read, on which later code may depend.
         self.condition = ""  # A condition on a number that Python has evaluated.
         #: Python's numbers that functions got after it had read others: all microbatches should have the same ones.
@@ -103,9 +95,10 @@ class Facts:
     def put(self, x: Tensor, made: Made) -> None:
         """Records what a tensor consists of."""
         if isinstance(made, Number) and any(t.divisor is not None and not t.asked for t in made.terms):
-            asked = self.asked or BEFORE
-            terms = [replace(t, asked=asked) if t.divisor is not None and not t.asked else t for t in made.terms]
-            made = replace(made, terms=tuple(terms))
+            made = replace(made, terms=tuple([
+                t if t.divisor is None or t.asked else replace(t, asked=self.asked or BEFORE) for t in made.terms
+            ]))
+        self.by_row = self.by_row or isinstance(made, Row)
         if made is not ROWS or id(x) in self._made or x.grad_fn is None or not x.dim():
             self._made[id(x)] = weakref.ref(x), made, x.grad_fn is not None
 
@@ -289,7 +282,8 @@ class Facts:
         if self.sizes.has(value):
             plain = value in self.reading.plain
             return Divisor(value, source=None if plain else GUESS) if plain or small or value > 4 else None
-        return said if self._host and value > 1 or self.may_count(value) else None
+        may_count = self.reading.has_part(value) or (small or self.by_row) and self.may_count(value)
+        return said if self._host and value > 1 or may_count else None
 
     def factor(self, value: float, made: Number) -> Divisor | Unknown | None:
         """The divisor whose inverse a Python number is, by which a sum is multiplied; None if all microbatches have it.
@@ -310,12 +304,16 @@ class Facts:
         counts = self.rows > 1 and self.sizes.shapes and (self.sizes.has(by) or by == 2 * self.rows)  # 1.0 is a weight.
         return Unknown("a sum times a number that may be 1 / count") if counts else None
 
+    def may_be_plain(self, value: int) -> bool:
+        """True if a number that isn't a Count may be one; small ones are constants more often."""
+        sizes = {self.rows, *map(math.prod, self.sizes.shapes)}
+        return value in self.reading.plain or self.reading.has_part(value) or value > 4 and value in sizes
+
     def may_count(self, value: float) -> bool:
         """True if a number may have been computed from a number of rows: 2 * len(x)."""
         if not self.sizes.shapes and not self._counts:
             return False
         of_rows = bool(self.sizes.shapes) and self.rows > 1 and value >= self.rows and value % self.rows == 0
-        of_rows = of_rows or value > 4 and value + 1 in self.sizes.lengths
         return of_rows or any(count > 1 and value > count and not value % count for count, _ in self._counts)
 
     def least(self, value: object) -> bool:

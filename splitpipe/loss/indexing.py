@@ -15,7 +15,8 @@ from torch import Tensor
 
 from splitpipe.loss.arithmetic import axes_of, single
 from splitpipe.loss.counts import counted
-from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Positions, Row, Stack, is_constant, tensors
+from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Stack, is_constant, tensors
+from splitpipe.loss.row_numbers import Positions
 from splitpipe.loss.terms import Number, Unknown
 
 #: Functions that make numbers of rows.
@@ -26,6 +27,8 @@ _KEEP = frozenset(
     "view reshape view_as reshape_as expand expand_as flatten unflatten ravel t transpose permute __get__ "
     "__getitem__".split()
 )
+_REPEAT = frozenset("expand expand_as broadcast_to repeat".split())
+_TURN = frozenset("t transpose permute __get__".split())
 
 
 def note(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
@@ -40,12 +43,32 @@ def note(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
     rows = [x for x in given if facts.of(x) is ROWS and x.dim()] if found else []
     for y in tensors((out,)) if found else ():
         for x, known in found:
-            if any(_meets(facts, x, known.size, each) for each in rows):
+            if known.function and any(_meets(facts, x, known.size, each) for each in rows):
                 if y.is_floating_point() or y.dtype == torch.bool:  # Otherwise an index: arange(len(x)) * n + labels.
                     facts.put(y, Unknown(known.function))
-            elif not rows:
-                plain = known.plain and name in _KEEP and y.numel() == x.numel()
+            elif not rows if known.function else name in _KEEP:
+                plain = known.plain and _stays_plain(name, args, x, y, known.size)
                 facts.positions[id(y)] = known._replace(of=weakref.ref(y), plain=plain)
+
+
+def listed(facts: Facts, x: Tensor) -> None:
+    """Records a tensor of whole numbers from Python, which may be numbers of rows."""
+    if x.dim() and not x.is_floating_point():
+        facts.positions[id(x)] = Positions(weakref.ref(x), "", x.numel(), False)
+
+
+def _stays_plain(name: str, args: Sequence[Any], x: Tensor, y: Tensor, count: int) -> bool:
+    """True if the numbers 0, 1, 2, ... are still in order, and each as often as the others."""
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        plain = all(isinstance(each, (int, slice, type(...))) or each is None for each in index)
+        return plain and y.numel() == x.numel()
+    if name == "repeat_interleave":
+        return x.dim() == 1 and isinstance(args[-1], int)
+    if name in _REPEAT:
+        return x.dim() == y.dim() and x.shape[0] == y.shape[0] == count
+    alike = name in _KEEP and y.numel() == x.numel()
+    return alike and (x.numel() == count or name not in _TURN and (y.dim() == 1 or y.shape[0] == count))
 
 
 def _known(facts: Facts, x: Any) -> Positions | None:
@@ -63,7 +86,7 @@ def in_order(facts: Facts, index: Any, count: int) -> bool:
     """True for an index that takes all ``count`` rows in their order."""
     if isinstance(index, Tensor):
         known = _known(facts, index)
-        return known is not None and known.plain and index.numel() == count
+        return known is not None and known.plain and known.size == count
     return list(index) == list(range(count))
 
 
@@ -77,6 +100,8 @@ def _meets(facts: Facts, x: Tensor, count: int, other: Tensor) -> bool:
 
 def indexed(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     x, index = args[0], args[1]
+    if isinstance(index, list) and any(isinstance(each, (slice, type(...))) or each is None for each in index):
+        index = tuple(index)  # As torch takes it.
     made, first = facts.of(x), index[0] if isinstance(index, tuple) and index else index
     if isinstance(made, Stack):
         found = made.numbers[index] if isinstance(index, (int, slice)) else Unknown(name)
@@ -90,17 +115,14 @@ def indexed(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
             return Row(first % max(1, x.shape[0]))
         if facts.divided(x):
             return Unknown("a part of the rows")
-    if made is ROWS and isinstance(first, slice) and x.dim() and axis == 0 and _is_joined(facts, x.shape[0], first):
-        return facts.other(name, [x], out)
-    if made is ROWS and isinstance(first, slice) and isinstance(first.start, int) and isinstance(first.stop, int):
-        if x.dim() and axis == 0 and first.stop - first.start == 1 and not x.shape[0] % facts.rows:
-            return Row(first.start)
-    if made is ROWS and isinstance(first, slice) and x.dim() and axis == 0 and facts.rows > 1:
-        count = len(range(*first.indices(x.shape[0])))
-        if count < x.shape[0] and not x.shape[0] % facts.rows:
-            if any(counted(facts, bound) is not None for bound in (first.start, first.stop)):  # x[: len(x) // 2]
-                return Unknown("a part of the rows")
-            return Row(first.indices(x.shape[0])[0]) if count == 1 else Unknown("a part of the rows")
+    if made is ROWS and isinstance(first, slice) and x.dim() and axis == 0 and not x.shape[0] % facts.rows:
+        places = range(*first.indices(x.shape[0]))
+        if not _is_joined(facts, x.shape[0], places):
+            piece = _slice(facts, first, places, x.shape[0])
+            if piece is not None:
+                return piece
+        else:
+            facts.reading.joined.add(out.shape[0])
     if made is ROWS and _picks(facts, first) and x.dim() and axis == 0 and not x.shape[0] % facts.rows:
         if not in_order(facts, first, x.shape[0]):
             return Unknown("an index of rows")  # Not arange(len(x)), nor found in the batch.
@@ -113,19 +135,39 @@ def indexed(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     return facts.other(name, [x, *tensors((index,))], out)
 
 
-def _is_joined(facts: Facts, length: int, part: slice) -> bool:
-    """True for a part of joined batches that has all rows of some of them."""
-    taken = range(*part.indices(length))
-    whole = taken.step == 1 and len(taken) > 0 and not (taken.start % facts.rows or len(taken) % facts.rows)
-    return whole and length in facts.reading.joined
+def _is_joined(facts: Facts, count: int, places: range) -> bool:
+    """True for a part of joined batches of ``count`` rows that has all rows of some of them."""
+    whole = places.step == 1 and len(places) > 0 and not (places.start % facts.rows or len(places) % facts.rows)
+    return whole and count in facts.reading.joined
+
+
+def _slice(facts: Facts, index: slice, places: range, count: int) -> Made | None:
+    """What a slice of ``count`` rows is; None if it has all of them."""
+    bounds = [bound for bound in (index.start, index.stop) if isinstance(bound, int)]
+    counts = any(counted(facts, bound) is not None for bound in bounds)
+    if len(bounds) == 2 and index.stop - index.start == 1:
+        return Row(index.start)
+    if facts.rows == 1 or len(places) == count:
+        return None
+    return Row(places.start) if len(places) == 1 and not counts else Unknown("a part of the rows")
 
 
 def _picks(facts: Facts, index: Any) -> bool:
-    """True for an index that wasn't found in the batch."""
+    """True for an index that wasn't found in the batch.
+
+    What Python finds there is in the order of the rows: for example, what SciPy has matched in each of them.
+    """
     if isinstance(index, Tensor):
-        return facts.of(index) is CONSTANT and (index.dtype != torch.bool or bool(made_by(facts, index)))
+        known, constant = _known(facts, index), facts.of(index) is CONSTANT
+        if index.dtype == torch.bool or known is not None and known.function:
+            return constant and known is not None
+        if not constant and known is None:
+            return False
+        return constant and not facts.reading.arrays or not bool((index.flatten().diff() >= 0).all())
     values: Any = index.tolist() if hasattr(index, "tolist") else index  # NumPy's.
-    return isinstance(values, (list, range)) and not any(isinstance(each, bool) for each in values)
+    if not isinstance(values, (list, range)) or any(isinstance(each, bool) for each in values):
+        return False
+    return not facts.reading.arrays or any(a > b for a, b in zip(values, values[1:]))
 
 
 def places(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
@@ -157,9 +199,15 @@ def apart(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], 
     x, at = args[0], 1 if name == "unbind" else 2
     dim = (args[at] if len(args) > at else kwargs.get("dim", 0)) % max(1, x.dim())
     made = facts.of(x)
+    size = args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
+    by_count = any(counted(facts, each) is not None for each in (size if isinstance(size, (tuple, list)) else [size]))
+    # The halves of torch.cat([one, other]), of a single row each.
+    halves = facts.rows == 1 and len(out) > 1 and name != "unbind" and by_count is (name == "split")
     if isinstance(made, Stack) and name == "unbind":
         pieces: Sequence[Made] = made.numbers
-    elif made is ROWS and dim == facts.axis(x) and not x.shape[dim] % facts.rows and len(out) == x.shape[dim]:
+    elif made is ROWS and dim == facts.axis(x) and not x.shape[dim] % facts.rows and len(out) == x.shape[dim] and (
+        not halves
+    ):
         pieces = [Row(number) for number in range(len(out))]
     else:
         pieces = [facts.other(name, [x], piece) for piece in out]

@@ -2,8 +2,11 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from splitpipe.loss.terms import few_digits
 
@@ -11,6 +14,7 @@ from splitpipe.loss.terms import few_digits
 class Reading:
     """What the code of one microbatch has read, which numbers that count refer to."""
 
+    arrays = False  #: Whether Python has read several values at once, in which it may have found indices.
     zero = False  #: Whether Python may have taken 1 in place of a count of 0: max(n, 1).
 
     def __init__(self) -> None:
@@ -22,6 +26,22 @@ class Reading:
         if plain:
             self.zero = self.zero or count == 0
             self.plain.add(count)
+
+    def has_part(self, value: float) -> bool:
+        """True if a whole number may have been computed from a plain count: what is computed from others is a Count."""
+        return any(1 < count < value and not value % count or value == count - 1 > 3 for count in self.plain)
+
+
+class Positions(NamedTuple):
+    """Numbers of rows: the function that made them, how many it made, and whether they are 0, 1, 2, ...
+
+    Without a function, Python has made them, and they may also be other numbers.
+    """
+
+    of: weakref.ref[Tensor]
+    function: str
+    size: int
+    plain: bool
 
 
 class Sizes:
@@ -36,6 +56,10 @@ class Sizes:
         """True if a number is the number of rows, or of elements, of a tensor, up to rounding."""
         whole = nearest(value)
         return any(whole in _products(shape) for shape in self.shapes)
+
+    def is_other(self, value: Any) -> bool:
+        """True for the size of a dimension without rows."""
+        return type(value) is int and any(value in shape[1:] for shape in self.shapes)
 
     def made(self, value: Any) -> bool:
         """True if a number that a constant is multiplied or divided by may be, or be made of, a size.

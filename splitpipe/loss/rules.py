@@ -27,7 +27,7 @@ from splitpipe.loss.arithmetic import (
 )
 from splitpipe.loss.counts import counted
 from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, tensors, term
-from splitpipe.loss.indexing import apart, indexed, moved, places, selected, set_entries
+from splitpipe.loss.indexing import apart, indexed, listed, moved, places, selected, set_entries
 from splitpipe.loss.products import einsum, matmul
 from splitpipe.loss.quotients import tensor_of, undivided
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
@@ -96,8 +96,10 @@ def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
     """Rows that are joined make a batch again; numbers make a Stack."""
     parts = list(tensors(args[:1]))
     made = [facts.of(x) for x in parts]
-    if any(isinstance(each, Row) for each in made) and all(isinstance(each, Row) or each is CONSTANT for each in made):
+    if any(isinstance(each, Row) for each in made) and all(isinstance(each, Row) or is_constant(each) for each in made):
         return ROWS
+    if facts.by_row and len(parts) == facts.rows and all(isinstance(each, Number) and not each.terms for each in made):
+        return ROWS  # Each row has a 0.
     if any(isinstance(each, Number) for each in made) and all(x.numel() == 1 for x in parts):
         numbers = [
             Number((term(x, A_CONSTANT),)) if each is CONSTANT else number_of(facts, x) for x, each in zip(parts, made)
@@ -179,7 +181,9 @@ def _truth(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
 
 
 def _read(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    facts.read(out if isinstance(out, (int, float)) else 0, facts.of(args[0]), name != "item")
+    made = facts.of(args[0])
+    facts.reading.arrays = facts.reading.arrays or made is not CONSTANT and not isinstance(out, (int, float))
+    facts.read(out if isinstance(out, (int, float)) else 0, made, name != "item")
     return None
 
 
@@ -234,7 +238,12 @@ def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], o
             return divisor if isinstance(divisor, Unknown) else Number((term(out, SUM, None, "a number's tensor"),))
     several = out.numel() > 1 or "ones" in name or "full" in name
     if out.dim() and several and not out.shape[0] % facts.rows and not name.endswith("like"):
-        return ROWS  # As many as there are rows: for example, a mask.
+        sizes = [] if "tensor" in name else list(args[1:] if name.startswith("new_") else args)
+        size = sizes[0][0] if sizes and isinstance(sizes[0], (tuple, list)) else next(iter(sizes), None)
+        if "tensor" in name:
+            listed(facts, out)
+        if not facts.sizes.is_other(size) or size in facts.reading.plain:
+            return ROWS  # As many as there are rows: for example, a mask.
     zero = "zeros" in name or given and one == 0
     if zero and out.numel() == 1 and (out.dim() == 0 or not name.endswith("like")):
         return Number(())
@@ -289,7 +298,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (_where, "where"),
     (_compare, f"eq ne __eq__ __ne__ {' '.join(_COMPARISONS)}"),
     (_asked, "any all"), (_truth, "__bool__"),
-    (_read, "item tolist __int__ __float__ __index__ numpy"),
+    (_read, "item tolist __int__ __float__ __index__ numpy __array__"),
     (_size, "size numel nelement __len__"),
     (_attribute, "__get__"), (_gradient, "grad"),
     (_couples, "bincount histc unique scatter_add scatter_add_ index_add index_add_ scatter_reduce scatter_reduce_ cov "

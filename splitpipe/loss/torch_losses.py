@@ -101,13 +101,16 @@ def _names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def read(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> LossCall | None:
-    """The call of a loss; None for another function with its name, or for a deprecated form of the call."""
+    """The call of a loss; None for another function with its name."""
     name = function.__name__
     if getattr(F, name, None) is not function:
         return None
     given = {**dict(zip(_names(function), args)), **kwargs}
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        return None
+    average, reduce = given.pop("size_average", None), given.pop("reduce", None)  # torch's deprecated options.
+    if average is not None or reduce is not None:
+        given["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
+    if given.get("reduction") == "elementwise_mean":
+        given["reduction"] = "mean"
     x = [value for value in given.values() if isinstance(value, Tensor)]
     if name in _ELEMENTS and name != "binary_cross_entropy_with_logits" and name != "binary_cross_entropy":
         if given.get("weight") is not None:  # Their means are divided by its sum.

@@ -338,7 +338,75 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
     return (each(o, t) * mask).sum() / mask.sum()
 
 
+def by_order(o: Tensor, t: Tensor) -> Tensor:
+    """Losses of words with weights by their rank in the row, as in the Lovasz loss."""
+    losses, order = each(o, t).sort(1, descending=True)
+    rows = torch.arange(len(t))
+    wide, flat = rows[:, None].expand(len(t), WORDS), rows.reshape(-1, 1).repeat(1, WORDS).reshape(-1)
+    sums = t[wide, order] + t[flat, order.view(-1)].view(t.shape)
+    sums = sums + t[rows.repeat_interleave(2)].view(len(t), 2, WORDS).sum(1)
+    return (losses * sums.cumsum(1)).sum(1).mean()
+
+
+def rows_with_words(o: Tensor, t: Tensor) -> Tensor:
+    """A mean over rows, of which those without words have a 0."""
+    found = []
+    for a, b in zip(o, t):
+        has = b != IGNORED
+        has[0] = False
+        found.append(F.cross_entropy(a[has], b[has]) if has.any() else torch.tensor(0).double())
+    return torch.stack(found).mean(dim=0, keepdim=True).mean()
+
+
+def by_word(o: Tensor, t: Tensor) -> Tensor:
+    """A mean over words with a weight for each place, whatever the number of rows."""
+    weight = o.new_ones(o.shape[1])
+    return (((o - t).square().mean(-1) * weight).sum(-1) / weight.sum()).mean()
+
+
+def two_views(halves: Callable[[Tensor, int], Any]) -> Loss:
+    """Of one batch with two views of each row, as for a discriminator, and SimSiam."""
+
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        one, other = halves(torch.cat([o, t]).tanh(), o.size(0))
+        total = 0
+        for view in (one, other):
+            total += F.softplus(view).mean()
+            total += (one * other.detach()).sum(-1).mean()
+        total /= 6
+        return total  # type: ignore[return-value]
+
+    return loss
+
+
+def variation(o: Tensor, t: Tensor) -> Tensor:
+    """The total variation of SRGAN: divided by sizes without rows, then by the number of rows."""
+    below = o[:, 1:] - o[:, :-1]
+    return F.mse_loss(o, t) + below.square().sum() / (below.size()[1] * below.size()[2] * 2) / o.size()[0]
+
+
+def matched(o: Tensor, t: Tensor) -> Tensor:
+    """Words that NumPy has matched in each row, as in DETR: no word of a row without any."""
+    chosen = [np.argsort(np.asarray(a.detach()[:, 0]))[: int((b != IGNORED).sum())] for a, b in zip(o, t)]
+    words = [torch.as_tensor(each, dtype=torch.int64) for each in chosen]
+    rows = torch.cat([torch.full_like(each, i) for i, each in enumerate(words)])
+    found = o[rows, torch.cat(words)]
+    return 5 * (found - 1).abs().mean() + 2 * (found + 1).square().mean()
+
+
 HAND: Table = {
+    "words that NumPy matches": ("tokens", matched),
+    "halves by chunk": ("flat", two_views(lambda x, rows: x.chunk(2))),
+    "halves by split": ("flat", two_views(lambda x, rows: x.split(rows))),
+    "halves by sizes": ("flat", two_views(lambda x, rows: x.split([rows, rows], dim=0))),
+    "halves by slices": ("flat", two_views(lambda x, rows: (x[:rows], x[rows:]))),
+    "halves by slices of half the size": ("flat", two_views(lambda x, rows: (
+        x[: x.shape[0] // 2], x[x.size(0) // 2 :]))),
+    "halves by slices to the end": ("flat", two_views(lambda x, rows: (x[:-rows], x[rows : 2 * rows]))),
+    "variation": ("values", variation),
+    "rows of which some have no words": ("tokens", rows_with_words),
+    "weights of words": ("values", by_word),
+    "twice a mean": ("values", lambda o, t: 2 * F.mse_loss(o.reshape(o.shape[0], -1), t.reshape(t.shape[0], -1))),
     "index by where": ("some", lambda o, t: F.cross_entropy(
         o[torch.where(t != IGNORED)[0]], t[torch.where(t != IGNORED)[0]])),
     "index_select by where": ("some", lambda o, t: F.cross_entropy(*[
@@ -506,6 +574,14 @@ HAND: Table = {
     "sums by a count": ("tokens", lambda o, t: (each(o, t).sum() + 0.1 * o.square().sum()) / counted(t).sum()),
     "sum by a count times a tensor": ("tokens", lambda o, t: 2 * (o.square().sum() / counted(t).sum() * WEIGHT[0])),
     "weighted times a tensor": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT) * WEIGHT[0]),
+    "by torch's deprecated options": ("values", lambda o, t: (
+        F.l1_loss(o, t, size_average=False) / len(o) + F.mse_loss(o, t, True, False).mean()
+        + F.mse_loss(o, t, reduction="elementwise_mean"))),
+    "a label that is expanded": ("flat", lambda o, t: F.mse_loss(
+        o, torch.tensor(1.0).double().requires_grad_(False).expand_as(o))),
+    "words in the order of their losses": ("labels", by_order),
+    "differences by a list of slices": ("values", lambda o, t: (
+        o[[slice(None), slice(1, None)]] - t[[slice(None), slice(None, -1), ...]]).square().mean()),
     "weighted in place": ("some", lambda o, t: F.cross_entropy(o, t, WEIGHT).mul_(3).div_(2)),
     "preference": ("flat", lambda o, t: preferred(torch.cat([o, t]), slice(o.shape[0]), slice(o.shape[0], None))),
     "preference by halves": ("flat", lambda o, t: (lambda both: preferred(
@@ -711,7 +787,19 @@ COUPLED: Table = {
     "weights in a mask": ("flat", weighted),
     "shuffled rows": ("flat", lambda o, t: 0.3 * F.mse_loss(o, t) + 0.7 * F.mse_loss(o, t[torch.randperm(len(t))])),
     "rows from the last": ("flat", lambda o, t: F.mse_loss(o, t[torch.arange(len(t) - 1, -1, -1)])),
+    "numbers of rows in another order": ("flat", lambda o, t: F.mse_loss(
+        o, t[torch.arange(len(t))[torch.randperm(len(t))]])),
+    "numbers of rows by a list": ("flat", lambda o, t: F.mse_loss(
+        o, t[torch.arange(len(t))[list(range(len(t)))[::-1]]])),
+    "numbers of rows by NumPy": ("flat", lambda o, t: F.mse_loss(
+        o, t[torch.arange(len(t))[np.random.permutation(len(t))]])),
+    "numbers of rows that are turned": ("flat", lambda o, t: F.mse_loss(
+        o.repeat(2, 1), t[torch.arange(len(t))[:, None].repeat(1, 2).t().reshape(-1)])),
     "a list of rows": ("flat", lambda o, t: F.mse_loss(o, t[list(range(len(t)))[::-1]])),
+    "rows in an order that NumPy finds": ("flat", lambda o, t: F.mse_loss(
+        o, t[torch.as_tensor(np.argsort(-np.asarray(t[:, 0])))])),
+    "a tensor of rows by NumPy": ("flat", lambda o, t: F.mse_loss(
+        o, t[torch.tensor(np.random.permutation(len(t)), dtype=torch.int32).long()])),
     "rows by NumPy": ("flat", lambda o, t: F.mse_loss(o, t[np.random.permutation(len(t))])),
     "the first of a mask": ("flat", lambda o, t: (o - t).square()[torch.arange(len(o)) < 2].sum()),
     "flipped up": ("flat", lambda o, t: F.mse_loss(o, t.flipud())),

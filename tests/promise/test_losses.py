@@ -39,7 +39,10 @@ from tests.promise.losses import (
     squares,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}:UserWarning") for message in (
+    "reduction. 'mean' divides the total loss", "size_average and reduce args", "reduction='elementwise_mean'",
+    "Using a non-tuple sequence for multidimensional indexing",
+)]
 
 CHUNKS, EVEN, UNEVEN = 3, 6, 7
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -1,7 +1,6 @@
 """The batch's loss, made of the microbatches': means by rows, totals by counts, targets of any nesting, and faults."""
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -61,13 +60,13 @@ def test_a_loss_with_the_last_layer_inside() -> None:
         assert_equal(plain, model, x, y, loss_fn)
 
 
-def test_a_function_with_the_old_arguments_is_not_understood() -> None:
-    loss_fn = partial(F.mse_loss, size_average=False)
-    _, model = twins(mlp(4), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
-    with pytest.warns(UserWarning, match="beyond mse_loss.*reduction="):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "size_average and reduce args")
-            model(torch.randn(7, 4), target=torch.randn(7, 4))
+@pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
+@pytest.mark.filterwarnings("ignore:reduction='elementwise_mean':UserWarning")
+def test_a_function_with_old_arguments_is_understood() -> None:
+    for old in ({"size_average": False}, {"size_average": True}, {"reduce": True}, {"reduction": "elementwise_mean"}):
+        loss_fn = partial(F.mse_loss, **old)
+        plain, model = twins(mlp(4), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
+        assert_equal(plain, model, torch.randn(7, 4), torch.randn(7, 4), loss_fn)
 
 
 @pytest.mark.compiles
