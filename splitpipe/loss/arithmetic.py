@@ -26,7 +26,19 @@ from splitpipe.loss.quotients import (
 )
 from splitpipe.loss.row_numbers import nearest
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
-from splitpipe.loss.terms import MEAN, NONE, SUM, Divisor, Number, Unknown, by_rows, divided, divided_by, few_digits
+from splitpipe.loss.terms import (
+    MEAN,
+    NONE,
+    SUM,
+    Divisor,
+    Number,
+    Shifted,
+    Unknown,
+    by_rows,
+    divided,
+    divided_by,
+    few_digits,
+)
 
 
 def in_place(name: str) -> bool:
@@ -131,9 +143,21 @@ def add(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
     made = [number_of(facts, x) for x in given]
     if any(isinstance(each, Stack) for each in made):
         return _sums(facts, name, list(zip(given, made, signs)), out)
+    shifted = [_shifted(x, each, sign, rest, out) for x, each, sign, rest in zip(given, made, signs, made[::-1])]
+    if any(shifted):
+        return shifted[0] or shifted[1]
     if all(not isinstance(each, Number) or ROWS in made and is_constant(each) for each in made):
         return facts.other(name, given, out)
     return _sum(facts, name, list(zip(given, made, signs)), out)
+
+
+def _shifted(x: Any, made: Made, sign: float, other: Made, out: Tensor) -> Shifted | None:
+    """Rows to which a number is added: their mean is the sum of two numbers."""
+    if isinstance(made, Number) and made.terms and made.least is None and not made.rows and x.numel() == 1:
+        made, known = Shifted(made, x.clone()), other is ROWS and out.dim() > 0
+    else:
+        known = isinstance(made, Shifted) and (other is ROWS or other is CONSTANT)
+    return Shifted(made.number.scaled(sign), made.by * sign) if known and isinstance(made, Shifted) else None
 
 
 def one_row(made: Sequence[Made]) -> Row | None:
@@ -333,6 +357,10 @@ def reduce(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     if isinstance(made, Number):
         return made if x.numel() == 1 else single(made, out, name)
+    if isinstance(made, Shifted):
+        if out.dim() or name != "mean":
+            return Unknown(name)
+        return Number((term(out - made.by, MEAN, Divisor(float(x.numel())), name), *made.number.terms))
     if isinstance(made, Stack):
         scale = 1 / len(made.numbers) if mean else 1.0
         terms = tuple([t for number in made.numbers for t in number.scaled(scale).terms])

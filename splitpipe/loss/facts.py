@@ -6,6 +6,7 @@
     CONSTANT        it is the same for every microbatch: made from parameters, numbers, or arguments that aren't split
     Number          its rows were added up: a sum, a mean, and sums, multiples and quotients of these
     Share           it has rows, or is a constant, and was divided by a number of the batch: mask / mask.sum()
+    Shifted         it has rows, and a number was added to all of them
     Stack           it is several numbers: torch.stack([one, other])
     Unknown         rows met other rows (x.std(0)), or a number went through a nonlinear function (sqrt)
 
@@ -26,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
 from splitpipe.loss.row_numbers import Positions, Reading, RowNumbers, Sizes, nearest
-from splitpipe.loss.terms import BEFORE, GUESS, NONE, SUM, Divisor, Number, Term, Unknown, divided, few_digits
+from splitpipe.loss.terms import BEFORE, GUESS, NONE, SUM, Divisor, Number, Shifted, Term, Unknown, divided, few_digits
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 
 
@@ -60,7 +61,7 @@ class Plain:
 
 
 ROWS, CONSTANT = Plain("rows"), Plain("constant")
-Made = Number | Unknown | Row | Share | Stack | Plain
+Made = Number | Unknown | Row | Share | Stack | Shifted | Plain
 
 
 def is_constant(made: Made) -> bool:
@@ -192,7 +193,7 @@ class Facts:
         for each in made:
             if isinstance(each, Unknown):
                 return each
-        if any(isinstance(each, (Number, Share, Stack)) for each in made) or self._pairs(given, made):
+        if any(isinstance(each, (Number, Share, Stack, Shifted)) for each in made) or self._pairs(given, made):
             return Unknown(name)
         if all(each is CONSTANT for each in made):
             return CONSTANT

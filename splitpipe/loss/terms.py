@@ -120,6 +120,14 @@ class Number:
         return replace(self, terms=tuple([term.detached() for term in self.terms]))
 
 
+@dataclass(frozen=True, eq=False)
+class Shifted:
+    """Values with rows, to all of which a number was added: ``by``, a tensor that isn't written to."""
+
+    number: Number
+    by: Tensor
+
+
 @dataclass(frozen=True)
 class Unknown:
     """A number that could not be traced beyond ``function``."""

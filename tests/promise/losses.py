@@ -596,6 +596,10 @@ HAND: Table = {
         torch.full_like(n, 1), n))(counted(t).sum())),
     "smoothing as in fairseq": ("tokens", lambda o, t: smoothed_sum(o.log_softmax(-1), t) / (t != IGNORED).sum()),
     "smoothing by the number of rows": ("tokens", lambda o, t: smoothed_sum(o.log_softmax(-1), t) / o.size(0)),
+    "ppo in one mean": ("flat", lambda o, t: (
+        -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t) + 0.5 * F.mse_loss(o, t) - 0.01 * o.softmax(1)).mean()),
+    "rows from a number": ("flat", lambda o, t: (3 + (F.mse_loss(o, t) - o.abs()) + t).mean()),
+    "rows and a penalty": ("flat", lambda o, t: (o.square() - (o * t).sum() / len(o) / 7).mean()),
     "several in place": ("labels", in_place),
     "mean of an expanded number": ("tokens", lambda o, t: (lambda x: (x * torch.ones_like(x)).mean())(
         F.cross_entropy(o.flatten(0, 1), t.flatten()))),
@@ -739,6 +743,9 @@ UNKNOWN: dict[str, tuple[str, Loss, str]] = {
     "log of a mean": ("values", lambda o, t: (o - t).square().mean().log(), "log"),
     "exp of a mean": ("some", lambda o, t: torch.exp(F.cross_entropy(o, t) / 4), "exp"),
     "norm": ("values", lambda o, t: (o - t).norm(), "norm"),
+    "rows and a number, summed": ("values", lambda o, t: ((o - t).square() + F.mse_loss(o, t)).sum(), "sum"),
+    "rows and a number, squared": ("values", lambda o, t: ((o - t) + F.mse_loss(o, t)).square().mean(), "square"),
+    "rows and a number over rows": ("values", lambda o, t: (o + F.mse_loss(o, t)).mean(0).square().mean(), "mean"),
     "torch.linalg.norm": ("flat", lambda o, t: torch.linalg.matrix_norm(o - t), "norm"),
     "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), "square"),
     "std": ("flat", lambda o, t: F.mse_loss(o, t) + (o - t).std(), "std"),
