@@ -229,6 +229,8 @@ def note_figures(facts: Facts, values: Iterable[Any], out: Tensor) -> None:
         elif not isinstance(value, Tensor) and out.is_floating_point():
             found = value.tolist() if hasattr(value, "tolist") else value  # NumPy's.
             several = made is CONSTANT if facts.rows > 1 else out.numel() > 1  # Not one for each row.
+            if isinstance(found, list) and len(found) == 1 and isinstance(found[0], int):
+                continue  # A count, as in torch.tensor([n]).
             if several and isinstance(found, list) and not any(True for _ in tensors(found)):
                 facts.figures.append(repr(found))
 

@@ -307,8 +307,7 @@ class Facts:
 
     def may_be_plain(self, value: int) -> bool:
         """True if a number that isn't a Count may be one; small ones are constants more often."""
-        sizes = {self.rows, *map(math.prod, self.sizes.shapes)}
-        return value in self.reading.plain or self.reading.has_part(value) or value > 4 and value in sizes
+        return value in self.reading.plain or self.reading.has_part(value) or value == self.rows > 4
 
     def may_count(self, value: float) -> bool:
         """True if a number may have been computed from a number of rows: 2 * len(x)."""

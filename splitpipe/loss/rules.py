@@ -214,7 +214,7 @@ def _gradient(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
 def _couples(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Functions in which rows meet, or are added up by class."""
     given = list(tensors([*args, *kwargs.values()]))
-    meet = any(facts.of(x) is ROWS for x in given)
+    meet = any(facts.of(x) is ROWS for x in given) and not ("svd" in name and facts.axis(given[0]) < given[0].dim() - 2)
     for each in tensors((out,)):
         facts.put(each, Unknown(name) if meet else facts.other(name, given, each))
     return None

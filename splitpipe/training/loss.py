@@ -89,6 +89,7 @@ class Objective(nn.Module):
         """
         self._rows, self._figures = rows, ()  # The first loss has none so far.
         self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (input, target))
+        self._listed = all(dim is None for dim in target)
         self._compiled = is_compiled(self.loss_fn)
         self._traces = self.reduction is None and len(rows) > 1 and not self._compiled
 
@@ -110,7 +111,7 @@ class Objective(nn.Module):
             if trace is not None:
                 trace.facts.begin(output)
                 if isinstance(target, (list, tuple)) and len(target) == trace.facts.rows:
-                    if not any(x.dim() and x.shape[0] == len(target) for x in tensors(target)):
+                    if self._listed or not any(x.dim() and x.shape[0] == len(target) for x in tensors(target)):
                         trace.facts.begin_rows(target)  # One entry per row.
                 trace.facts.begin(target)
                 self._turn(trace, target, self._target)

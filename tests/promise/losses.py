@@ -396,6 +396,10 @@ def matched(o: Tensor, t: Tensor) -> Tensor:
 
 HAND: Table = {
     "words that NumPy matches": ("tokens", matched),
+    "singular values of rows": ("values", lambda o, t: (
+        torch.linalg.svdvals(o).square().mean() + F.mse_loss(torch.linalg.svd(o).S, t[:, :, 0]))),
+    "sum by a count in a list": ("tokens", lambda o, t: each(o, t).sum() / torch.as_tensor(
+        [int(counted(t).sum())], dtype=torch.float64).clamp(min=1).item()),
     "halves by chunk": ("flat", two_views(lambda x, rows: x.chunk(2))),
     "halves by split": ("flat", two_views(lambda x, rows: x.split(rows))),
     "halves by sizes": ("flat", two_views(lambda x, rows: x.split([rows, rows], dim=0))),
@@ -790,6 +794,7 @@ COUPLED: Table = {
     "rows as classes": ("flat", lambda o, t: F.cross_entropy(o[None, :, 0], torch.tensor([0]))),
     "rows viewed as classes": ("flat", lambda o, t: F.cross_entropy(o[:, 0].view(1, -1), torch.tensor([0]))),
     "columns as samples": ("flat", lambda o, t: F.cross_entropy(o.T, torch.zeros(CLASSES).long())),
+    "singular values": ("flat", lambda o, t: torch.linalg.svdvals(o).mean()),
     "a row": ("flat", lambda o, t: F.mse_loss(o[0], t[0])),
     "weights in a mask": ("flat", weighted),
     "shuffled rows": ("flat", lambda o, t: 0.3 * F.mse_loss(o, t) + 0.7 * F.mse_loss(o, t[torch.randperm(len(t))])),

@@ -69,6 +69,15 @@ def test_a_function_with_old_arguments_is_understood() -> None:
         assert_equal(plain, model, torch.randn(7, 4), torch.randn(7, 4), loss_fn)
 
 
+def test_a_list_of_targets_has_one_for_each_row_whatever_their_sizes() -> None:
+    def loss_fn(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([F.mse_loss(o[:2], own["y"][torch.tensor([1, 0])]) for o, own in zip(output, target)]).mean()
+
+    for by in ("balance", "cuts"):
+        plain, model = twins(mlp(4), "1f1b", 2, loss_fn=loss_fn, chunks=2, by=by)
+        assert_equal(plain, model, torch.randn(4, 4), [{"y": torch.randn(2)} for _ in range(4)], loss_fn)
+
+
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # The compiler's own.
 @pytest.mark.thorough
