@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from splitpipe.batch.division import Division
 from splitpipe.core.tensors import version_of
+from splitpipe.core.torch_private import _NormBase
 
 
 @contextmanager
@@ -72,7 +73,7 @@ class Attributes:
         held = [
             (part, {own: value for own, value in vars(part).items() if not _refers(value)}) for part in module.modules()
         ]
-        before, between = _settings(module), dict[int, dict[str, Any]]()
+        before, between, buffers = _settings(module), dict[int, dict[str, Any]](), _buffers(module)
 
         def look(microbatch: int) -> None:
             if microbatch < 2 and microbatch not in between:
@@ -92,6 +93,7 @@ class Attributes:
         self.suspects = _verify(module, kept, rows, held)
         if 0 in between and 1 in between:
             _warn_changed(before, between[0], between[1], _settings(module))
+        _report_written(buffers, _buffers(module))
         self.looked = True
 
     @contextmanager
@@ -103,9 +105,10 @@ class Attributes:
         if self.looked or len(rows) == 1:
             yield
             return
-        kept = {where: x for where, _, _, x in _kept(layers)}
+        kept, buffers = {where: x for where, _, _, x in _kept(layers)}, _buffers(layers)
         yield
         self.looked = True
+        _report_written(buffers, _buffers(layers))
         new = [(where, x) for where, part, own, x in _kept(layers) if vars(part)[own] is x is not kept.get(where)]
         left = [where for where, x in new if x.grad_fn is not None or list(x.shape[:1]) == rows[-1:]]
         if left:
@@ -191,6 +194,30 @@ def _leaves(value: Any, depth: int = 3) -> Iterator[Any]:
         yield value
     for x in inside if depth else ():
         yield from _leaves(x, depth - 1)
+
+
+def _buffers(module: nn.Module) -> dict[str, tuple[Tensor, int | None]]:
+    """Buffers with their versions, but for running statistics, about which there is another message."""
+    parts = [(name, part) for name, part in module.named_modules() if not isinstance(part, _NormBase)]
+    return {
+        f"{name}.{own}".strip("."): (x, version_of(x))
+        for name, part in parts for own, x in part._buffers.items() if x is not None
+    }
+
+
+def _report_written(before: dict[str, tuple[Tensor, int | None]], now: dict[str, tuple[Tensor, int | None]]) -> None:
+    """Logs which buffers the microbatches have changed: not those that were moved, or made larger as a cache is."""
+    changed = []
+    for where, (x, version) in before.items():
+        y, other = now.get(where, (x, version))
+        if (x is not y or version != other) and (x.device, x.shape) == (y.device, y.shape):
+            changed.append(where)
+    if changed:
+        _log.warning(
+            "the forward changes the buffer %s, once for each microbatch, of which later ones see what earlier ones "
+            "have made of it: results may differ from the unwrapped module's. Change it after the step instead.",
+            ", ".join(map(repr, changed[:3])),
+        )
 
 
 def _kept_of(suspects: Iterable[Suspect]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

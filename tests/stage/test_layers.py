@@ -100,6 +100,40 @@ def test_a_layer_attribute_with_one_microbatch_is_logged_once(
     assert "a layer left '0.0.last', a tensor of one microbatch" in only
 
 
+class Averaging(nn.Module):
+    """Keeps an average in a buffer, which it writes to or replaces: a codebook, or the centre of a teacher's output."""
+
+    average: Tensor
+    ready: Tensor
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.layer, self.norm, self.replaces = nn.Linear(4, 4), nn.InstanceNorm1d(4, track_running_stats=True), replaces
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("ready", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.layer(x)[..., None] * torch.arange(3.0))[..., 1] - self.average * self.ready
+        mean = y.detach().mean(0)
+        if self.replaces:
+            self.average = 0.9 * self.average + 0.1 * mean
+        else:
+            self.average.lerp_(mean, 0.1)
+        return y
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_a_buffer_that_a_forward_changes_is_logged_once(by: str, replaces: bool, said: list[str]) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Averaging(replaces))
+    where: dict[str, Any] = {"balance": [1, 1]} if by == "balance" else {"cuts": ["1"]}
+    model = SplitPipe(module, devices=["cpu"] * 2, chunks=3, **where)
+    for rows in (1, 6, 6):
+        model(torch.randn(rows, 4))
+    [only] = said
+    assert "the forward changes the buffer '1.average'," in only
+
+
 @dataclass
 class Timed:
     """Its field is read by a property, which fails."""
