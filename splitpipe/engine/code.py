@@ -344,7 +344,7 @@ class CodeForward(MicrobatchForward):
         assert self.trace is not None and self.run.tracing is not None
         if traced is not None:
             traced.note(value)
-            self.run.tracing.seen(block, value)
+            self.run.tracing.seen(block, value, self.trace.facts.rows)
         else:
             with DisableTorchFunction():
                 self.trace.facts.returned(value, lambda: self.run.blocks.described(block))

@@ -22,6 +22,7 @@ from splitpipe.loss.arithmetic import (
     multiply,
     negative,
     number_of,
+    one_row,
     reduce,
     single,
 )
@@ -95,8 +96,15 @@ def _finite(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Rows that are joined make a batch again; numbers make a Stack."""
     parts = list(tensors(args[:1]))
+    parts = [x for x in parts if x.numel() or name == "stack"] or parts
     made = [facts.of(x) for x in parts]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if any(isinstance(each, Row) for each in made) and all(isinstance(each, Row) or is_constant(each) for each in made):
+        row = one_row(made)
+        if row is not None and len(parts) > 1 and facts.rows > 1:
+            return row  # Parts of one image.
+        if isinstance(dim, int) and out.dim() and (row is None or len(parts) == 1):
+            facts.turn(out, dim % out.dim())
         return ROWS
     if facts.by_row and len(parts) == facts.rows and all(isinstance(each, Number) and not each.terms for each in made):
         return ROWS  # Each row has a 0.
@@ -106,7 +114,6 @@ def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, An
         ]
         known = tuple([each for each in numbers if isinstance(each, Number) and each.least is None])
         return Stack(known) if len(known) == len(parts) else facts.other(name, parts, out)
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if "cat" in name and dim == 0 and all(each is ROWS and facts.axis(x) == 0 for x, each in zip(parts, made)):
         if all(x.shape[0] == facts.rows for x in parts):
             facts.reading.joined.add(out.shape[0])

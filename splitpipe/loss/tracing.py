@@ -61,9 +61,9 @@ class Tracing:
         """Whether a block's code is traced; compiled code can't be."""
         return (self._all or block in self._known) and not runs_compiled(block) and not user_compiled(block)
 
-    def seen(self, block: nn.Module, value: Any) -> None:
-        """Records what a block has returned."""
-        if self._all and block not in self._blocks and any(not x.dim() for x in tensors((value,))):
+    def seen(self, block: nn.Module, value: Any, rows: int) -> None:
+        """Records what a block has returned for so many rows: something with fewer entries is numbers."""
+        if self._all and block not in self._blocks and any(not x.dim() or x.numel() < rows for x in tensors((value,))):
             self._blocks.add(block)
 
 
@@ -92,6 +92,7 @@ class TracedBlock:
                 known = [facts.of(x) for x in given]
                 self._axes = [facts.turned(x) for x in given]
                 self._arguments = [made.detached() if isinstance(made, Number) else made for made in known]
+                trace.facts.asked = facts.asked
             else:
                 known = self._arguments
             for x, made, axis in zip(given, known, self._axes):
@@ -105,6 +106,7 @@ class TracedBlock:
                 self._made = [(trace.facts.of(x), trace.facts.turned(x)) for x in tensors((value,))]
                 facts.condition = facts.condition or trace.facts.condition
                 facts.figures += trace.facts.figures
+                facts.asked = trace.facts.asked
         return value
 
     def note(self, value: Any) -> None:
@@ -113,7 +115,8 @@ class TracedBlock:
         self._facts, self._made = None, []
         with DisableTorchFunction():
             for x, (each, axis) in zip(tensors((value,)), made if facts is not None else []):
-                facts.put(x, ROWS if x.dim() and isinstance(each, Unknown) else each)  # type: ignore[union-attr]
+                rows = x.dim() and x.numel() >= facts.rows and isinstance(each, Unknown)  # type: ignore[union-attr]
+                facts.put(x, ROWS if rows else each)  # type: ignore[union-attr]
                 if axis is not None:
                     facts.turn(x, axis)  # type: ignore[union-attr]
 

@@ -385,6 +385,12 @@ def variation(o: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(o, t) + below.square().sum() / (below.size()[1] * below.size()[2] * 2) / o.size()[0]
 
 
+def areas(o: Tensor, t: Tensor) -> Tensor:
+    """Boxes of words that count, as many as there are, in one tensor."""
+    boxes = torch.cat([a[b != IGNORED, 1:4] for a, b in zip(o, t)])
+    return boxes.prod(1).sum() / max(len(boxes), 1)
+
+
 def matched(o: Tensor, t: Tensor) -> Tensor:
     """Words that NumPy has matched in each row, as in DETR: no word of a row without any."""
     chosen = [np.argsort(np.asarray(a.detach()[:, 0]))[: int((b != IGNORED).sum())] for a, b in zip(o, t)]
@@ -395,7 +401,9 @@ def matched(o: Tensor, t: Tensor) -> Tensor:
 
 
 HAND: Table = {
+    "areas": ("tokens", areas),
     "words that NumPy matches": ("tokens", matched),
+    "numbers joined with nothing": ("flat", lambda o, t: torch.cat([o.new_empty(0), F.mse_loss(o, t).view(1)]).sum()),
     "singular values of rows": ("values", lambda o, t: (
         torch.linalg.svdvals(o).square().mean() + F.mse_loss(torch.linalg.svd(o).S, t[:, :, 0]))),
     "sum by a count in a list": ("tokens", lambda o, t: each(o, t).sum() / torch.as_tensor(

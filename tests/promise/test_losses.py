@@ -350,3 +350,73 @@ def test_a_function_as_reduction_is_refused_by_schedules(way: str) -> None:
     _, _, _, found = made(way, F.mse_loss, reduction=lambda values, rows: sum(values))
     with pytest.raises(ValueError, match="reduction= is a function"):
         found(*batch("flat", EVEN))
+
+
+class Regular(nn.Module):
+    """A module with a block that returns a number in a vector, as a codebook returns its loss."""
+
+    def __init__(self, number: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(3, 6), _Numbered(number), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y, number = self.block(self.first(x))
+        return {"loss": F.mse_loss(self.last(y), labels) + 3 * number.sum()}
+
+
+class _Numbered(nn.Module):
+    def __init__(self, number: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.number = nn.Linear(6, 6), number
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y: Tensor = self.layer(x)
+        return y, self.number(y).reshape(1)
+
+
+def regular(number: Callable[[Tensor], Tensor]) -> tuple[nn.Module, nn.Module]:
+    plain = Regular(number).double()
+    return plain, SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
+
+
+def test_a_number_in_a_vector_that_a_block_returns_is_that_of_the_batch() -> None:
+    plain, model = regular(lambda y: y.square().mean())
+    for rows in (EVEN, UNEVEN, EVEN):
+        x, labels = batch("flat", rows)
+        assert_close(backward(model, model(x, labels)["loss"]), backward(plain, plain(x, labels)["loss"]))
+
+
+def test_a_number_in_a_vector_that_a_block_returns_is_not_rows() -> None:
+    _, model = regular(lambda y: y.square().mean().sqrt())
+    with pytest.warns(UserWarning, match="could not be traced beyond"):
+        model(*batch("flat", EVEN))
+
+
+class _Counting(nn.Module):
+    """A head that computes the loss, and reads counts of single rows for that, as in YOLOX."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        found = [(y - t).square()[t > 0] for y, t in zip(self.layer(x), labels) if int((t > 0).sum())]
+        errors = torch.cat([*found, x.new_zeros(0)])
+        return errors.sum() / max(errors.shape[0], 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
+def test_a_block_whose_loss_reads_each_row_returns_that_of_the_batch(options: dict[str, Any]) -> None:
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 6), _Counting()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.head(self.first(x), labels)}
+
+    plain = Headed().double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["head"], devices=["cpu"] * 2, chunks=CHUNKS, **options)
+    for rows in (UNEVEN, EVEN, 8):
+        x, labels = batch("flat", rows)
+        assert_close(backward(model, model(x, labels)["loss"]), backward(plain, plain(x, labels)["loss"]))
