@@ -283,7 +283,7 @@ class Facts:
         if self.sizes.has(value):
             plain = value in self.reading.plain
             return Divisor(value, source=None if plain else GUESS) if plain or small or value > 4 else None
-        may_count = self.reading.has_part(value) or (small or self.by_row) and self.may_count(value)
+        may_count = self._has_part(value) or (small or self.by_row) and self.may_count(value)
         return said if self._host and value > 1 or may_count else None
 
     def factor(self, value: float, made: Number) -> Divisor | Unknown | None:
@@ -307,7 +307,11 @@ class Facts:
 
     def may_be_plain(self, value: int) -> bool:
         """True if a number that isn't a Count may be one; small ones are constants more often."""
-        return value in self.reading.plain or self.reading.has_part(value) or value == self.rows > 4
+        return value in self.reading.plain or self._has_part(value) or value == self.rows > 4
+
+    def _has_part(self, value: float) -> bool:
+        """True if a number may have been computed from a plain count; more often, it is another dimension's size."""
+        return self.reading.has_part(value) and not self.sizes.is_other(value)
 
     def may_count(self, value: float) -> bool:
         """True if a number may have been computed from a number of rows: 2 * len(x)."""

@@ -59,7 +59,7 @@ class Sizes:
 
     def is_other(self, value: Any) -> bool:
         """True for the size of a dimension without rows."""
-        return type(value) is int and any(value in shape[1:] for shape in self.shapes)
+        return type(value) in (int, float) and any(value in shape[1:] for shape in self.shapes)
 
     def made(self, value: Any) -> bool:
         """True if a number that a constant is multiplied or divided by may be, or be made of, a size.
