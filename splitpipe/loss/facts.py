@@ -133,6 +133,7 @@ class Facts:
 
     def returned(self, value: Any, block: Callable[[], str]) -> None:
         """Records what an untraced block, with this name, has returned."""
+        self.reading.plain.update(x for x in (value if isinstance(value, (tuple, list)) else ()) if type(x) is int)
         for x in tensors((value,)):
             if not x.dim():
                 self.put(x, Unknown(block()))
@@ -282,7 +283,9 @@ class Facts:
             return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
         if self.sizes.has(value):
             plain = value in self.reading.plain
-            return Divisor(value, source=None if plain else GUESS) if plain or small or value > 4 else None
+            likely = value > 4 and (self.by_row or value == self.rows or self._has_part(value))
+            # Otherwise a constant: what is computed from x.shape[0] is a Count.
+            return Divisor(value, source=None if plain else GUESS) if plain or small or likely else None
         may_count = self._has_part(value) or (small or self.by_row) and self.may_count(value)
         return said if self._host and value > 1 or may_count else None
 
@@ -307,7 +310,8 @@ class Facts:
 
     def may_be_plain(self, value: int) -> bool:
         """True if a number that isn't a Count may be one; small ones are constants more often."""
-        return value in self.reading.plain or self._has_part(value) or value == self.rows > 4
+        part = self._has_part(value) and self.sizes.has(value)
+        return value in self.reading.plain or part or value == self.rows > 4
 
     def _has_part(self, value: float) -> bool:
         """True if a number may have been computed from a plain count; more often, it is another dimension's size."""

@@ -96,12 +96,16 @@ def _finite(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
     """Rows that are joined make a batch again; numbers make a Stack."""
     parts = list(tensors(args[:1]))
-    parts = [x for x in parts if x.numel() or name == "stack"] or parts
     made = [facts.of(x) for x in parts]
+    if name != "stack" and any(isinstance(each, (Number, Stack)) for each in made):
+        parts = [x for x in parts if x.numel()] or parts
+        made = [facts.of(x) for x in parts]
+        if len(parts) == 1:
+            return _same(facts, name, parts, {}, out)  # Joined with nothing.
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if any(isinstance(each, Row) for each in made) and all(isinstance(each, Row) or is_constant(each) for each in made):
         row = one_row(made)
-        if row is not None and len(parts) > 1 and facts.rows > 1:
+        if row is not None and len(parts) > 1 and facts.rows > 1 and all(isinstance(each, Row) for each in made):
             return row  # Parts of one image.
         if isinstance(dim, int) and out.dim() and (row is None or len(parts) == 1):
             facts.turn(out, dim % out.dim())

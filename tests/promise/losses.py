@@ -382,7 +382,9 @@ def two_views(halves: Callable[[Tensor, int], Any]) -> Loss:
 def variation(o: Tensor, t: Tensor) -> Tensor:
     """The total variation of SRGAN: divided by sizes without rows, then by the number of rows."""
     below = o[:, 1:] - o[:, :-1]
-    return F.mse_loss(o, t) + below.square().sum() / (below.size()[1] * below.size()[2] * 2) / o.size()[0]
+    right, size = o[:, :, 1:] - o[:, :, :-1], below.size()
+    total = below.square().sum() / (size[1] * size[2]) + right.square().sum() / (right.size()[1] * 3)
+    return F.mse_loss(o, t) + total / o.size()[0]
 
 
 def areas(o: Tensor, t: Tensor) -> Tensor:
