@@ -283,8 +283,9 @@ class Facts:
             return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
         if self.sizes.has(value):
             plain = value in self.reading.plain
-            likely = value > 4 and (self.by_row or value == self.rows or self._has_part(value))
-            # Otherwise a constant: what is computed from x.shape[0] is a Count.
+            # What x.shape.numel() returns isn't a Count; with a single row, it is another product, too.
+            whole = {self.rows, *(map(math.prod, self.sizes.shapes) if self.rows > 1 else ())}
+            likely = value > 4 and (self.by_row or value in whole or self._has_part(value))
             return Divisor(value, source=None if plain else GUESS) if plain or small or likely else None
         may_count = self._has_part(value) or (small or self.by_row) and self.may_count(value)
         return said if self._host and value > 1 or may_count else None

@@ -308,6 +308,10 @@ def test_entries_may_be_multiplied_by_the_inverse_of_a_count(name: str) -> None:
     verify_likelihood(lambda e, s, o: (e * (1 / count(o))).sum() - o.abs().mean(), 2, (6, 13))
 
 
+def test_a_sum_may_be_divided_by_what_a_shape_says_of_its_elements() -> None:
+    verify_likelihood(lambda e, s, o: e.sum() / o.shape.numel() + o.abs().sum() / e.size().numel(), 2, (6, 7))
+
+
 @pytest.mark.parametrize("name", GROWING)
 def test_what_is_multiplied_by_a_size_grows_with_the_rows(name: str) -> None:
     verify_likelihood(GROWING[name], 3, (9, 7, 18))  # Not two in a microbatch, of which 0.5 may be the inverse.
