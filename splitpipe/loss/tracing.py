@@ -62,7 +62,7 @@ class Tracing:
         return (self._all or block in self._known) and not runs_compiled(block) and not user_compiled(block)
 
     def seen(self, block: nn.Module, value: Any, rows: int) -> None:
-        """Records what a block has returned for so many rows: something with fewer entries is numbers."""
+        """Records what a block has returned for ``rows`` rows: something with fewer entries is numbers."""
         if self._all and block not in self._blocks and any(not x.dim() or x.numel() < rows for x in tensors((value,))):
             self._blocks.add(block)
 
