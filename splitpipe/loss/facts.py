@@ -266,7 +266,8 @@ class Facts:
     def divisor(self, value: float, made: Number, small: bool = True) -> Divisor | Unknown | None:
         """The meaning of a number that divides a sum; None if all microbatches have it.
 
-        Another number than a Count that equals a size up to 4 is one if it is plain, or if ``small``: 1.0 * n.
+        Another number than a Count that equals a size is one if it is plain or if ``small`` (1.0 * n); above 4, also if
+        it has all rows or elements, or if single rows were read.
         """
         if value in self._given:
             return None

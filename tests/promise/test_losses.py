@@ -413,10 +413,40 @@ def test_a_block_whose_loss_reads_each_row_returns_that_of_the_batch(options: di
             self.first, self.head = nn.Linear(3, 6), _Counting()
 
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            return {"loss": self.head(self.first(x), labels)}
+            some = [int((t > -9).sum()) for t in labels]  # Read before the block reads others.
+            return {"loss": self.head(self.first(x), labels) + 0 * len(some)}
 
     plain = Headed().double()
     model = SplitPipe(copy.deepcopy(plain), cuts=["head"], devices=["cpu"] * 2, chunks=CHUNKS, **options)
     for rows in (UNEVEN, EVEN, 8):
         x, labels = batch("flat", rows)
         assert_close(backward(model, model(x, labels)["loss"]), backward(plain, plain(x, labels)["loss"]))
+
+
+class _Sized(nn.Module):
+    """A block that says how many words it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.layer(x), int(x.shape[0] * x.shape[1])
+
+
+def test_a_number_that_an_untraced_block_returns_counts() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = _Sized(), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, words = self.first(x)
+            y = self.last(y)
+            return y.abs().sum() / y.shape[0] + y.square().sum() / words
+
+    plain = Model().double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=2)
+    for _ in range(2):  # The first call traces all blocks.
+        x = torch.randn(8, 3, 3).double()
+        assert_close(backward(model, model(x)), backward(plain, plain(x)))
