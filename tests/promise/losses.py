@@ -410,8 +410,6 @@ HAND: Table = {
     "numbers joined with nothing": ("flat", lambda o, t: torch.cat([o.new_empty(0), F.mse_loss(o, t).view(1)]).sum()),
     "singular values of rows": ("values", lambda o, t: (
         torch.linalg.svdvals(o).square().mean() + F.mse_loss(torch.linalg.svd(o).S, t[:, :, 0]))),
-    "sum by a count in a list": ("tokens", lambda o, t: each(o, t).sum() / torch.as_tensor(
-        [int(counted(t).sum())], dtype=torch.float64).clamp(min=1).item()),
     "halves by chunk": ("flat", two_views(lambda x, rows: x.chunk(2))),
     "halves by split": ("flat", two_views(lambda x, rows: x.split(rows))),
     "halves by sizes": ("flat", two_views(lambda x, rows: x.split([rows, rows], dim=0))),
@@ -602,7 +600,7 @@ HAND: Table = {
     "preference": ("flat", lambda o, t: preferred(torch.cat([o, t]), slice(o.shape[0]), slice(o.shape[0], None))),
     "preference by halves": ("flat", lambda o, t: (lambda both: preferred(
         both, slice(both.shape[0] // 2), slice(len(both) // 2, None)))(torch.cat((o, o * t), dim=0))),
-    "thirds of joined rows": ("flat", lambda o, t: (lambda rows: torch.concat([o, t, o * t])[rows : 2 * rows].mul(
+    "thirds of joined rows": ("flat", lambda o, t: (lambda rows: torch.concat([o, t, o * t])[rows:][:rows].mul(
         o).square().mean())(o.size(0))),
     "sum by multiples of a minimal count": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
         counted(t).sum().clamp(min=1) * 2 * 3)),

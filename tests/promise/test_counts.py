@@ -237,6 +237,7 @@ def test_a_tensor_that_is_made_of_a_size_counts(way: str) -> None:
         lambda o, t: o.abs().sum() * torch.tensor(1 / o.shape[0]),
         lambda o, t: (o - t).square().sum() + torch.tensor(2 * o.shape[0]) * 1.5,
         lambda o, t: o.abs().sum() / torch.tensor([o.shape[0]]).item(),
+        lambda o, t: o.abs().sum() / torch.as_tensor([int(positives(t))], dtype=torch.float64).clamp(min=1).item(),
     ]
     verify(way, ways, (6, 5, 3))
 
