@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from splitpipe.core.tensors import version_of
-from splitpipe.loss.row_numbers import Positions, Reading, RowNumbers, Sizes, nearest
+from splitpipe.loss.row_numbers import Positions, Reading, RowNumbers, Sizes, nearest, numbers
 from splitpipe.loss.terms import BEFORE, GUESS, NONE, SUM, Divisor, Number, Shifted, Term, Unknown, divided, few_digits
 from splitpipe.loss.terms import CONSTANT as A_CONSTANT
 
@@ -133,12 +133,20 @@ class Facts:
 
     def returned(self, value: Any, block: Callable[[], str]) -> None:
         """Records what an untraced block, with this name, has returned."""
-        self.reading.plain.update(x for x in (value if isinstance(value, (tuple, list)) else ()) if type(x) is int)
+        self.reading.plain.update(numbers(value))
         for x in tensors((value,)):
             if not x.dim():
                 self.put(x, Unknown(block()))
             elif x.grad_fn is None:
                 self.put(x, ROWS)
+
+    def learn(self, other: Facts) -> None:
+        """Records what a traced block has read, from which it has computed numbers that it returns."""
+        self._counts += other._counts
+        self._host = self._host or other._host
+        self.statistics.update(other.statistics)
+        self.sizes.shapes |= other.sizes.shapes
+        self.sizes.lengths |= other.sizes.lengths
 
     def begin_rows(self, values: Iterable[Any]) -> None:
         """Records a list with one entry per row; the sum of its numbers, such as lengths, is a count."""

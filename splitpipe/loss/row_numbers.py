@@ -132,6 +132,13 @@ def nearest(value: float) -> float:
     return float(found) if math.isclose(value, found, rel_tol=1e-6) else value
 
 
+def numbers(value: Any) -> list[float]:
+    """The Python numbers in nestings of tuples, lists and dicts."""
+    if isinstance(value, (tuple, list, dict)):
+        return [x for each in (value.values() if isinstance(value, dict) else value) for x in numbers(each)]
+    return [value] if isinstance(value, (int, float)) and type(value) is not bool else []
+
+
 def _products(shape: Sequence[int]) -> set[int]:
     """The products of the first dimension with each set of the others."""
     found = {shape[0]}

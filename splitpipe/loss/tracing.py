@@ -17,6 +17,7 @@ from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core.microbatch import hidden
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.facts import ROWS, Facts, Made, tensors
+from splitpipe.loss.row_numbers import numbers
 from splitpipe.loss.terms import Number, Unknown
 from splitpipe.loss.trace import Trace
 
@@ -63,8 +64,9 @@ class Tracing:
 
     def seen(self, block: nn.Module, value: Any, rows: int) -> None:
         """Records what a block has returned for ``rows`` rows: something with fewer entries is numbers."""
-        if self._all and block not in self._blocks and any(not x.dim() or x.numel() < rows for x in tensors((value,))):
-            self._blocks.add(block)
+        if self._all and block not in self._blocks:
+            if numbers(value) or any(not x.dim() or x.numel() < rows for x in tensors((value,))):
+                self._blocks.add(block)
 
 
 class TracedBlock:
@@ -107,6 +109,8 @@ class TracedBlock:
                 facts.condition = facts.condition or trace.facts.condition
                 facts.figures += trace.facts.figures
                 facts.asked = trace.facts.asked
+                if numbers(value):
+                    facts.learn(trace.facts)
         return value
 
     def note(self, value: Any) -> None:

@@ -423,30 +423,36 @@ def test_a_block_whose_loss_reads_each_row_returns_that_of_the_batch(options: di
         assert_close(backward(model, model(x, labels)["loss"]), backward(plain, plain(x, labels)["loss"]))
 
 
-class _Sized(nn.Module):
-    """A block that says how many words it has seen."""
+class _Counted(nn.Module):
+    """A block that says how many words it has seen, and how many of them are positive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 4)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        return self.layer(x), int(x.shape[0] * x.shape[1])
+    def forward(self, x: Tensor) -> tuple[Tensor, int, int]:
+        return self.layer(x), int(x.shape[0] * x.shape[1]), int((x[..., 0] > 0).sum())
 
 
-def test_a_number_that_an_untraced_block_returns_counts() -> None:
+@pytest.mark.parametrize("loss", [
+    lambda y, words, positive: y.abs().sum() / y.shape[0] + y.square().sum() / words,
+    lambda y, words, positive: y.abs().sum() / words + y.square().sum() / y.shape[0],
+    lambda y, words, positive: y.abs().sum() / positive,
+    lambda y, words, positive: y.mean() - 2 * y.abs().sum() / max(words, 1),
+])
+@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
+def test_numbers_that_a_block_returns_count(options: dict[str, Any], loss: Callable[..., Tensor]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = _Sized(), nn.Linear(4, 5)
+            self.first, self.last = _Counted(), nn.Linear(4, 5)
 
         def forward(self, x: Tensor) -> Tensor:
-            y, words = self.first(x)
-            y = self.last(y)
-            return y.abs().sum() / y.shape[0] + y.square().sum() / words
+            y, words, positive = self.first(x)
+            return loss(self.last(y), words, positive)
 
     plain = Model().double()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=2)
-    for _ in range(2):  # The first call traces all blocks.
-        x = torch.randn(8, 3, 3).double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=2, **options)
+    for rows in (8, 8, 7):  # The first call traces all blocks.
+        x = torch.randn(rows, 5, 3).double()
         assert_close(backward(model, model(x)), backward(plain, plain(x)))
