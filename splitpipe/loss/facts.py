@@ -139,6 +139,8 @@ class Facts:
                 self.put(x, Unknown(block()))
             elif x.grad_fn is None:
                 self.put(x, ROWS)
+            if numbers(value):
+                self.sized(x, False)  # Which they may have been computed from.
 
     def learn(self, other: Facts) -> None:
         """Records what a traced block has read, from which it has computed numbers that it returns."""
@@ -297,7 +299,7 @@ class Facts:
             likely = value > 4 and (self.by_row or value in whole or self._has_part(value))
             return Divisor(value, source=None if plain else GUESS) if plain or small or likely else None
         may_count = self._has_part(value) or (small or self.by_row) and self.may_count(value)
-        return said if self._host and value > 1 or may_count else None
+        return said if (self._host or value in self.reading.plain) and value > 1 or may_count else None
 
     def factor(self, value: float, made: Number) -> Divisor | Unknown | None:
         """The divisor whose inverse a Python number is, by which a sum is multiplied; None if all microbatches have it.

@@ -424,35 +424,70 @@ def test_a_block_whose_loss_reads_each_row_returns_that_of_the_batch(options: di
 
 
 class _Counted(nn.Module):
-    """A block that says how many words it has seen, and how many of them are positive."""
+    """A block that returns what it has read: how many words and rows, how many are positive, and two other numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 4)
+        self.layer = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, int, int]:
-        return self.layer(x), int(x.shape[0] * x.shape[1]), int((x[..., 0] > 0).sum())
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        numbers: dict[str, Any] = {"words": int(x.shape[0] * x.shape[1]), "rows": len(x)}
+        numbers["positive"] = int((x[..., 0] > 0).sum())
+        numbers["others"] = [int(x.detach().max() * 10), float(x.detach().std())]
+        return self.layer(x), numbers
+
+
+class _Last(nn.Module):
+    """The loss of what a block has returned."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.loss = _Counted(), nn.Linear(4, 5), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, numbers = self.first(x)
+        return self.loss(self.last(y), numbers)
 
 
 @pytest.mark.parametrize("loss", [
-    lambda y, words, positive: y.abs().sum() / y.shape[0] + y.square().sum() / words,
-    lambda y, words, positive: y.abs().sum() / words + y.square().sum() / y.shape[0],
-    lambda y, words, positive: y.abs().sum() / positive,
-    lambda y, words, positive: y.mean() - 2 * y.abs().sum() / max(words, 1),
+    lambda y, n: y.abs().sum() / y.shape[0] + y.square().sum() / n["words"],
+    lambda y, n: y.abs().sum() / n["words"] + y.square().sum() / y.shape[0],
+    lambda y, n: y.abs().sum() / n["positive"],
+    lambda y, n: y.abs().sum() * (1 / n["rows"]),
 ])
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
 def test_numbers_that_a_block_returns_count(options: dict[str, Any], loss: Callable[..., Tensor]) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = _Counted(), nn.Linear(4, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y, words, positive = self.first(x)
-            return loss(self.last(y), words, positive)
-
-    plain = Model().double()
+    plain = _Last(loss).double()
     model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=2, **options)
     for rows in (8, 8, 7):  # The first call traces all blocks.
-        x = torch.randn(rows, 5, 3).double()
+        x = torch.randn(rows, 5, 4).double()
         assert_close(backward(model, model(x)), backward(plain, plain(x)))
+
+
+@pytest.mark.parametrize("loss, said", [
+    (lambda y, n: y.abs().sum() / n["others"][0], "a number that may be a count"),
+    (lambda y, n: (y / n["others"][1]).mean(), "std"),
+])
+def test_other_numbers_that_a_block_returns_are_said(loss: Callable[..., Tensor], said: str) -> None:
+    model = SplitPipe(_Last(loss), cuts=["last"], devices=["cpu"] * 2, chunks=2)
+    with pytest.warns(UserWarning, match=said):
+        model(torch.randn(8, 5, 4))
+
+
+@pytest.mark.parametrize("name", ["words", "positive"])
+def test_numbers_that_the_last_layer_returns_count_or_are_said(name: str) -> None:
+    def loss(output: tuple[Tensor, dict[str, Any]], target: Tensor) -> Tensor:
+        return (output[0] - target).square().sum() / output[1][name]
+
+    plain = nn.Sequential(nn.Linear(4, 4), _Counted()).double()
+    model = SplitPipe(
+        copy.deepcopy(plain), balance=[1, 1], devices=["cpu"] * 2, chunks=2, schedule="1f1b", loss_fn=loss,
+    )
+    x = torch.randn(7, 5, 4).double()
+    x[..., 0] = -x[..., 0].abs()
+    x.view(-1, 4)[[*range(7), *range(20, 31)], 0] = 1.0  # 7 in the first microbatch, 11 in the second.
+    if name == "positive":
+        with pytest.warns(UserWarning, match="a number that may be a count"):
+            model(x, target=x)
+    else:
+        assert_close(backward(model, model(x, target=x)), backward(plain, loss(plain(x), x)))
