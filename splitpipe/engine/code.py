@@ -73,6 +73,8 @@ class CodeForward(MicrobatchForward):
         self._hooks: Any = None
         #: The hook of a checkpoint in which the current segment began, and its device's random state there.
         self._inside_of: tuple[Any, DeviceState] | None = None
+        #: The blocks called in the segment, if they may leave tensors in attributes.
+        self._called: set[nn.Module] | None = None
         self._where = ""
         self._noted = 0  # The identity of an error raised by a block.
 
@@ -94,6 +96,7 @@ class CodeForward(MicrobatchForward):
     def _forward(self) -> None:
         run, state, given = self.run, self.run.call.state, self._given
         assert given is not None
+        self._called = set() if run.attributes.withdraws and len(run.call.rows) > 1 else None
         around = state._replace(function_modes=(), hooks=self._counted(state))
         with thread_state.entered(around), stream.use(*run.call.computes), Bound(taker, self), opened({}):
             modes = state.function_modes if run.one_graph else (self._follow, *state.function_modes)
@@ -121,6 +124,7 @@ class CodeForward(MicrobatchForward):
                 # Its tensors are used as they were last: a later stage may have written to them.
                 self._value = self._host.finish(self, output)
                 del output
+                self._withdraw()
                 self._leave()
             except BaseException as error:
                 if not isinstance(error, Stopped) and id(error) != self._noted:
@@ -130,6 +134,7 @@ class CodeForward(MicrobatchForward):
                 set_function_modes(())
                 if self._segment is not None:
                     self._segment.close()
+                self._withdraw()
 
     def flat(self, output: Any) -> tuple[list[Any], Any]:
         """The output, flattened, with its tensors as they were last."""
@@ -174,13 +179,21 @@ class CodeForward(MicrobatchForward):
             if foreign:
                 # torch.utils.checkpoint, which contains the border, will restore this state.
                 self._begun = state_of()
-            self.run.look(self.i)
+            self._withdraw()
+            self.run.attributes.look(self.i)
             self._leave()
             self._pause()
             self._enter(self.stage + 1)
             if foreign:
                 top = _top_saved_tensors_default_hooks(True)
                 self._inside_of = top[0], DeviceState(self.run.stages[self.stage].device)
+
+    def _withdraw(self) -> None:
+        """Withdraws what the segment's blocks have left in attributes, while no other microbatch is on the stage."""
+        if self._called:
+            called, self._called = self._called, set()
+            for block in called:
+                self.run.attributes.withdraw(block, self.stage)
 
     def _hooks_changed(self) -> bool:
         top = _top_saved_tensors_default_hooks(True)
@@ -280,6 +293,9 @@ class CodeForward(MicrobatchForward):
         local = self.run.settled(block, self.stage)
         if block not in blocks.blocks:
             return call(*args, **uncached(block, args, kwargs))
+        if self._called is not None:
+            self._called.add(block)
+            call = self.run.attributes.recalled(block, self.stage, call)
         traced = None if self.trace is None else self._traced(block, call)
         if self.trace is not None and traced is None and not is_simple(args, kwargs):
             args, kwargs = uncounted((args, kwargs))
@@ -337,14 +353,14 @@ class CodeForward(MicrobatchForward):
         trace, tracing = self.trace, self.run.tracing
         if trace is None or tracing is None or not tracing.sees(block):
             return None
-        return TracedBlock(call, trace.facts, partial(tracing.trace, self.i))
+        left = list if self._called is None else partial(self.run.attributes.left, block)
+        return TracedBlock(call, trace.facts, partial(tracing.trace, self.i), left)
 
     def _note(self, block: nn.Module, traced: TracedBlock | None, given: Any, value: Any) -> None:
         """Records what a block's value consists of."""
         assert self.trace is not None and self.run.tracing is not None
         if traced is not None:
-            traced.note(value)
-            self.run.tracing.seen(block, value, self.trace.facts.rows)
+            self.run.tracing.seen(block, traced.note(value), self.trace.facts.rows)
         else:
             with DisableTorchFunction():
                 self.trace.facts.returned(value, lambda: self.run.blocks.described(block))

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from splitpipe.core.tensors import version_of
 from splitpipe.loss.tracing import Tracing
+from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.homes import Homes
 from splitpipe.stage.call import Call
@@ -62,15 +63,14 @@ class CodeRun(Run):
 
     def __init__(
         self, call: Call, stages: Sequence[Stage], forward: Callable[..., Any], blocks: Blocks, homes: Homes, *,
-        ranked: bool, one_graph: bool, calls: BlockCalls, tracing: Tracing | None, look: Callable[[int], None],
+        ranked: bool, one_graph: bool, calls: BlockCalls, tracing: Tracing | None, attributes: Attributes,
         structure: Structure,
     ) -> None:
         super().__init__(call, stages, ranked=ranked, in_turn=homes.in_turn)
         self.calls = calls
         self.tracing = tracing
         self.forward = forward
-        #: Called with the number of a microbatch between two of its stages.
-        self.look = look
+        self.attributes = attributes
         self.blocks = blocks
         self.homes = homes
         #: True if values need not be found between blocks, because there is one device, and one graph over all stages.

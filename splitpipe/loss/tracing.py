@@ -75,10 +75,13 @@ class TracedBlock:
     It is used again when a checkpointed block is recomputed, since a trace may change how functions are called.
     """
 
-    def __init__(self, call: Callable[..., Any], facts: Facts, trace: Callable[[], Trace]) -> None:
+    def __init__(
+        self, call: Callable[..., Any], facts: Facts, trace: Callable[[], Trace], left: Callable[[], list[Tensor]]
+    ) -> None:
         self._call = call
         self._facts: Facts | None = facts  # Until the block has run: a recomputation lives as long as its graph.
         self._trace = trace
+        self._left = left  # The tensors that the block has left in attributes.
         self._reading = facts.reading  # Arguments may be counts.
         self._arguments: list[Made] = []
         self._axes: list[int | None] = []
@@ -105,7 +108,7 @@ class TracedBlock:
             value = self._call(*args, **kwargs)
         if facts is not None:
             with DisableTorchFunction():
-                self._made = [(trace.facts.of(x), trace.facts.turned(x)) for x in tensors((value,))]
+                self._made = [(trace.facts.of(x), trace.facts.turned(x)) for x in tensors((value, self._left()))]
                 facts.condition = facts.condition or trace.facts.condition
                 facts.figures += trace.facts.figures
                 facts.asked = trace.facts.asked
@@ -113,16 +116,18 @@ class TracedBlock:
                     facts.learn(trace.facts)
         return value
 
-    def note(self, value: Any) -> None:
-        """Records, outside the block, what it has returned."""
+    def note(self, value: Any) -> tuple[Any, list[Tensor]]:
+        """Records, outside the block, what it has returned and left; returns both."""
         facts, made = self._facts, self._made
         self._facts, self._made = None, []
         with DisableTorchFunction():
-            for x, (each, axis) in zip(tensors((value,)), made if facts is not None else []):
+            found = value, self._left()
+            for x, (each, axis) in zip(tensors(found), made if facts is not None else []):
                 rows = x.dim() and x.numel() >= facts.rows and isinstance(each, Unknown)  # type: ignore[union-attr]
                 facts.put(x, ROWS if rows else each)  # type: ignore[union-attr]
                 if axis is not None:
                     facts.turn(x, axis)  # type: ignore[union-attr]
+        return found
 
 
 def note_arguments(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:

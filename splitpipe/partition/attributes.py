@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from splitpipe.batch.division import Division
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _NormBase
+from splitpipe.partition.stale import Recalled, Stale
 
 
 @contextmanager
@@ -51,10 +54,19 @@ class Suspect(NamedTuple):
 
 
 class Attributes:
-    """Checks plain attributes of modules, which all microbatches share, in the first call with several microbatches."""
+    """Checks plain attributes of modules, which all microbatches share, in the first call with several microbatches.
+
+    A tensor with a graph that a block leaves there is withdrawn when the microbatch leaves the stage, in each call: so
+    only what has the block's place in the pipeline can use it. Until then, no other microbatch is on that stage.
+    """
 
     def __init__(self) -> None:
         self.looked = False
+        #: In the first call, the name of each module, and its attributes at the start.
+        self._before: dict[nn.Module, tuple[str, dict[str, Any]]] = {}
+        #: By block, the names of attributes in which it has left tensors with graphs; and each module's stage.
+        self._left: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, str], str]] = WeakKeyDictionary()
+        self._stages: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         #: Tensors that may have the batch as a dimension; a run with another number of rows will show it.
         self.suspects: list[Suspect] = []
         self._look: Callable[[int], None] = _nothing
@@ -62,6 +74,32 @@ class Attributes:
     def look(self, microbatch: int) -> None:
         """Looks at them between two stages of a microbatch: the forward may take back later what it has set."""
         self._look(microbatch)
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether blocks may leave tensors with graphs, as far as is known."""
+        return bool(self._before or self._left)
+
+    def recalled(self, block: nn.Module, stage: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's call, whose recomputations withdraw what they leave."""
+        return Recalled(call, partial(self.withdraw, block, stage)) if self._before or block in self._left else call
+
+    def left(self, block: nn.Module) -> list[Tensor]:
+        """The tensors with graphs that the block has left in attributes."""
+        for _, part, own, x in _kept(block) if self._before else ():
+            name, before = self._before.get(part, ("", {}))
+            if x.grad_fn is not None and vars(part)[own] is not before.get(own, _ABSENT):
+                self._left.setdefault(block, {})[part, own] = f"{name}.{own}".strip(".")
+        return [x for part, own in self._left.get(block, ()) for x in _graphs(part, own)]
+
+    def withdraw(self, block: nn.Module, stage: int) -> None:
+        """Withdraws these tensors; raises if the attributes are those of another stage, too."""
+        if self.left(block):
+            for (part, own), where in list(self._left[block].items()):
+                if self._stages.setdefault(part, stage) != stage:
+                    raise _shared([where])
+                if _graphs(part, own):
+                    vars(part)[own] = Stale(where)
 
     @contextmanager
     def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
@@ -74,6 +112,8 @@ class Attributes:
             (part, {own: value for own, value in vars(part).items() if not _refers(value)}) for part in module.modules()
         ]
         before, between, buffers = _settings(module), dict[int, dict[str, Any]](), _buffers(module)
+        attributes = dict(held)
+        self._before = {part: (name, attributes[part]) for name, part in module.named_modules()}
 
         def look(microbatch: int) -> None:
             if microbatch < 2 and microbatch not in between:
@@ -89,7 +129,7 @@ class Attributes:
             _warn([suspect for suspect in found if _likely(suspect, rows[0])], rows[0])  # This says less.
             raise
         finally:
-            self._look = _nothing
+            self._look, self._before = _nothing, {}
         self.suspects = _verify(module, kept, rows, held)
         if 0 in between and 1 in between:
             _warn_changed(before, between[0], between[1], _settings(module))
@@ -296,11 +336,7 @@ def _verify(
     new = [each for each in _kept(module) if before.get(each[0]) is not each[3]]
     graphs = [where for where, _, _, x in new if x.grad_fn is not None]
     if graphs:
-        raise RuntimeError(
-            f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a "
-            "module, which all microbatches share: code in the forward that reads it would get another microbatch's. "
-            f"{_ADVICE}; detach it if nothing there reads it."
-        )
+        raise _shared(graphs)
     attributes = dict(held)
     found = []
     for where, part, own, x in new:
@@ -308,6 +344,19 @@ def _verify(
         if dims:
             found.append(Suspect(where, part, own, attributes.get(part, {}).get(own, _ABSENT), x.shape, dims))
     return found
+
+
+def _graphs(part: nn.Module, own: str) -> list[Tensor]:
+    """The tensors with graphs in an attribute."""
+    return [x for _, x in _inside(vars(part).get(own)) if x.grad_fn is not None]
+
+
+def _shared(graphs: list[str]) -> RuntimeError:
+    return RuntimeError(
+        f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a module, "
+        "which all microbatches share: code in the forward that reads it would get another microbatch's. "
+        f"{_ADVICE}; detach it if nothing there reads it."
+    )
 
 
 def _warn(suspects: list[Suspect], rows: int) -> None:

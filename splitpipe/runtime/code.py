@@ -182,7 +182,7 @@ class CodeRuntime(Runtime):
             one_graph=not scheduled and not parts and not self._homes.several,
             calls=BlockNodes(call, stages, layers, self._block_cache),
             tracing=tracing,
-            look=self.attributes.look,
+            attributes=self.attributes,
             structure=layers.structure,
         )
 
