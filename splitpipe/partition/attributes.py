@@ -99,7 +99,7 @@ class Attributes:
                 if self._stages.setdefault(part, stage) != stage:
                     raise _shared([where])
                 if _graphs(part, own):
-                    vars(part)[own] = Stale(where)
+                    vars(part)[own] = Stale(where, isinstance(vars(part)[own], Tensor))
 
     @contextmanager
     def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
@@ -219,6 +219,8 @@ def _inside(value: Any) -> Iterator[tuple[int, Tensor]]:
 
 def _leaves(value: Any, depth: int = 3) -> Iterator[Any]:
     """What containers and dataclasses hold, in each other too."""
+    if type(value) is Stale:
+        return
     if isinstance(value, (list, tuple, deque)):
         inside = list(value)
     elif type(value) is dict:

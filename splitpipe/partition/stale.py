@@ -4,20 +4,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from splitpipe.core.torch_private import DisableTorchFunction
 
 
 class Stale:
-    """Stands in the attribute, named ``where``, once the stage of the block has ended: whatever uses it raises."""
+    """Stands in the attribute, named ``where``, once the stage of the block has ended: whatever uses it raises.
 
-    def __init__(self, where: str) -> None:
-        self.__dict__["where"] = where
+    It passes for a tensor if it stands for one, so that code which looks for tensors doesn't overlook it.
+    """
+
+    def __init__(self, where: str, tensor: bool) -> None:
+        self.__dict__.update(where=where, tensor=tensor)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return Tensor if self.__dict__["tensor"] else Stale
+
+    def __reduce__(self) -> Any:
+        return Stale, (self.__dict__["where"], self.__dict__["tensor"])
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['where']} of one microbatch, no longer there>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own questions, of copy and pickle.
+        if name.startswith("_"):  # Questions of copy and pickle, and isinstance(x, nn.Parameter).
             raise AttributeError(name)
         self._used()
 
@@ -25,7 +37,7 @@ class Stale:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         with DisableTorchFunction():
             for x in _leaves((args, kwargs)):
-                if isinstance(x, cls):
+                if type(x) is Stale:
                     x._used()
         raise RuntimeError("a tensor of one microbatch was used in an attribute that all microbatches share")
 
