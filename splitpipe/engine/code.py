@@ -96,7 +96,7 @@ class CodeForward(MicrobatchForward):
     def _forward(self) -> None:
         run, state, given = self.run, self.run.call.state, self._given
         assert given is not None
-        self._called = set() if run.attributes.withdraws and len(run.call.rows) > 1 else None
+        self._called = set() if run.attributes.withdraws(len(run.call.rows)) else None
         around = state._replace(function_modes=(), hooks=self._counted(state))
         with thread_state.entered(around), stream.use(*run.call.computes), Bound(taker, self), opened({}):
             modes = state.function_modes if run.one_graph else (self._follow, *state.function_modes)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from splitpipe.batch.division import Division
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _NormBase
-from splitpipe.partition.stale import Recalled, Stale
+from splitpipe.partition.stale import Recalled, Stale, used
 
 
 @contextmanager
@@ -54,19 +54,25 @@ class Suspect(NamedTuple):
 
 
 class Attributes:
-    """Checks plain attributes of modules, which all microbatches share, in the first call with several microbatches.
+    """Checks plain attributes of modules, which all microbatches share, in the first call of each kind.
 
-    A tensor with a graph that a block leaves there is withdrawn when the microbatch leaves the stage, in each call: so
-    only what has the block's place in the pipeline can use it. Until then, no other microbatch is on that stage.
+    A tensor with a graph that a block leaves there is withdrawn when the microbatch leaves the stage. Until then, no
+    other microbatch is on that stage, so code right after the block gets its own. A later stage might get that of the
+    next microbatch, if it looks while that one is in the block: so a run of a single one shows whether any does.
     """
 
     def __init__(self) -> None:
-        self.looked = False
+        self.off = False
+        #: The kinds of calls that were looked at.
+        self.looked: set[Any] = set()
         #: In the first call, the name of each module, and its attributes at the start.
         self._before: dict[nn.Module, tuple[str, dict[str, Any]]] = {}
         #: By block, the names of attributes in which it has left tensors with graphs; and each module's stage.
         self._left: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, str], str]] = WeakKeyDictionary()
         self._stages: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._single = False  # While a single microbatch shows who uses these tensors.
+        self._used: list[str] = []  # The names of withdrawn tensors that were used.
+        self._kind: Any = None
         #: Tensors that may have the batch as a dimension; a run with another number of rows will show it.
         self.suspects: list[Suspect] = []
         self._look: Callable[[int], None] = _nothing
@@ -75,10 +81,9 @@ class Attributes:
         """Looks at them between two stages of a microbatch: the forward may take back later what it has set."""
         self._look(microbatch)
 
-    @property
-    def withdraws(self) -> bool:
-        """Whether blocks may leave tensors with graphs, as far as is known."""
-        return bool(self._before or self._left)
+    def withdraws(self, microbatches: int) -> bool:
+        """Whether blocks may leave tensors with graphs, as far as is known, in a call of several microbatches."""
+        return self._single or microbatches > 1 and bool(self._before or self._left)
 
     def recalled(self, block: nn.Module, stage: int, call: Callable[..., Any]) -> Callable[..., Any]:
         """A block's call, whose recomputations withdraw what they leave."""
@@ -93,18 +98,19 @@ class Attributes:
         return [x for part, own in self._left.get(block, ()) for x in _graphs(part, own)]
 
     def withdraw(self, block: nn.Module, stage: int) -> None:
-        """Withdraws these tensors; raises if the attributes are those of another stage, too."""
-        if self.left(block):
-            for (part, own), where in list(self._left[block].items()):
+        """Withdraws these tensors, even without a graph; raises if the attributes are those of another stage, too."""
+        self.left(block)
+        for (part, own), where in list(self._left.get(block, {}).items()):
+            value = vars(part).get(own)
+            if any(True for _ in _inside(value)):
                 if self._stages.setdefault(part, stage) != stage:
                     raise _shared([where])
-                if _graphs(part, own):
-                    vars(part)[own] = Stale(where, isinstance(vars(part)[own], Tensor))
+                vars(part)[own] = Stale(where, isinstance(value, Tensor), self._used)
 
     @contextmanager
-    def watched(self, module: nn.Module, rows: list[int]) -> Iterator[None]:
+    def watched(self, module: nn.Module, rows: list[int], kind: Any) -> Iterator[None]:
         """Looks for what the call inside the block leaves there, even if it fails; ``rows``: of each microbatch."""
-        if self.looked or len(rows) == 1:
+        if self.off or kind in self.looked or len(rows) == 1:
             yield
             return
         kept = {where: x for where, _, _, x in _kept(module)}
@@ -118,8 +124,9 @@ class Attributes:
         def look(microbatch: int) -> None:
             if microbatch < 2 and microbatch not in between:
                 between[microbatch] = now = _settings(module)
-                _verify_parameters(before, now)
-                _verify(module, kept, rows, held)
+                if microbatch == 0:  # Next to the others, the first one may be in a block of a later stage.
+                    _verify_parameters(before, now)
+                    _verify(module, kept, rows, held)
 
         self._look = look
         try:
@@ -134,20 +141,21 @@ class Attributes:
         if 0 in between and 1 in between:
             _warn_changed(before, between[0], between[1], _settings(module))
         _report_written(buffers, _buffers(module))
-        self.looked = True
+        self.looked.add(kind)
+        self._kind = kind
 
     @contextmanager
-    def reported(self, layers: nn.Module, rows: list[int]) -> Iterator[None]:
+    def reported(self, layers: nn.Module, rows: list[int], kind: Any) -> Iterator[None]:
         """Logs what layers of an nn.Sequential leave there: nothing between them reads it, but their user may.
 
         This isn't a warning, since it may be right: a penalty on weights is the same for each microbatch.
         """
-        if self.looked or len(rows) == 1:
+        if kind in self.looked or len(rows) == 1:
             yield
             return
         kept, buffers = {where: x for where, _, _, x in _kept(layers)}, _buffers(layers)
         yield
-        self.looked = True
+        self.looked.add(kind)
         _report_written(buffers, _buffers(layers))
         new = [(where, x) for where, part, own, x in _kept(layers) if vars(part)[own] is x is not kept.get(where)]
         left = [where for where, x in new if x.grad_fn is not None or list(x.shape[:1]) == rows[-1:]]
@@ -160,7 +168,13 @@ class Attributes:
             )
 
     def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
-        """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones."""
+        """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones.
+
+        Raises if a later stage uses what a block has left, or if no run shows that none does.
+        """
+        kind, self._kind = self._kind, None
+        if kind is not None and self._left:
+            self._verify_unused(kind, partial(rehearsed, division, division.rows[0][1]))
         suspects, self.suspects = self.suspects, []
         if not suspects:
             return
@@ -170,6 +184,18 @@ class Attributes:
         if other > sum(rows) or rehearsed(division, other, _again(suspects, found)) is None:
             found = [suspect for suspect in suspects if _likely(suspect, rows[0])]
         _warn(found, rows[0])
+
+
+    def _verify_unused(self, kind: Any, run: Callable[[], object]) -> None:
+        self._used.clear()
+        self._single = True
+        try:
+            ran = run() is not None
+        finally:
+            self._single = False
+        if not ran:
+            self.looked.discard(kind)
+            raise used(self._used[0]) if self._used else _shared([x for left in self._left.values() for x in left.values()])
 
 
 @contextmanager

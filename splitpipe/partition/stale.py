@@ -12,18 +12,20 @@ from splitpipe.core.torch_private import DisableTorchFunction
 class Stale:
     """Stands in the attribute, named ``where``, once the stage of the block has ended: whatever uses it raises.
 
+    ``noted`` gets the name then.
+
     It passes for a tensor if it stands for one, so that code which looks for tensors doesn't overlook it.
     """
 
-    def __init__(self, where: str, tensor: bool) -> None:
-        self.__dict__.update(where=where, tensor=tensor)
+    def __init__(self, where: str, tensor: bool, noted: list[str]) -> None:
+        self.__dict__.update(where=where, tensor=tensor, noted=noted)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return Tensor if self.__dict__["tensor"] else Stale
 
     def __reduce__(self) -> Any:
-        return Stale, (self.__dict__["where"], self.__dict__["tensor"])
+        return Stale, (self.__dict__["where"], self.__dict__["tensor"], [])
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['where']} of one microbatch, no longer there>"
@@ -42,15 +44,21 @@ class Stale:
         raise RuntimeError("a tensor of one microbatch was used in an attribute that all microbatches share")
 
     def _used(self, *args: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{self.__dict__['where']!r}, which was a tensor with a graph, is used by a later stage, another "
-            "microbatch or after the call: it belonged to one microbatch, and all of them share the module. Use it "
-            "right after the block, or return it from the block."
-        )
+        self.__dict__["noted"].append(self.__dict__["where"])
+        raise used(self.__dict__["where"])
 
     __bool__ = __len__ = __iter__ = __getitem__ = __setitem__ = __call__ = __float__ = __int__ = _used
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
     __neg__ = __pow__ = __matmul__ = __rmatmul__ = __lt__ = __gt__ = _used
+
+
+def used(where: str) -> RuntimeError:
+    """The error about the use of a withdrawn tensor."""
+    return RuntimeError(
+        f"{where!r}, which was a tensor with a graph, is used by a later stage, another microbatch or after the call: "
+        "it belonged to one microbatch, and all of them share the module. Use it right after the block, or return it "
+        "from the block."
+    )
 
 
 class Recalled:

@@ -196,10 +196,10 @@ class CodeRuntime(Runtime):
         return found
 
     @contextmanager
-    def _watched(self, call: Call) -> Iterator[None]:
+    def _watched(self, call: Call, kind: Any) -> Iterator[None]:
         """Watches what microbatches leave in the module's attributes, and adds a hint to their errors."""
         try:
-            with self.attributes.watched(self.module, [count for _, count in call.rows]):
+            with self.attributes.watched(self.module, [count for _, count in call.rows], kind):
                 yield
         except Exception as error:
             if call.input.hint and len(call.rows) > 1:
@@ -236,7 +236,7 @@ class CodeRuntime(Runtime):
         work = CodeDropinWork(run, cutting, self._resources.routes(call.computes), self._homes)
         for i, activation in enumerate(call.cut(call.input, 0)):
             work.forwards.append(CodeForward(run, i, activation, work))
-        found, numbers = self._found(work, threads, self._watched(call))
+        found, numbers = self._found(work, threads, self._watched(call, kind))
         if len(work.forwards) > 1:
             self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers))
         run.verify_copies()
@@ -312,7 +312,7 @@ class CodeRuntime(Runtime):
             objective=objective,
             losses=self._losses,
         )
-        with forgetting(threads, step.forwards), self._watched(call):
+        with forgetting(threads, step.forwards), self._watched(call, kind):
             loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._homes.in_turn)
             numbers = [forward.numbers for forward in step.forwards]
         step.leave()
