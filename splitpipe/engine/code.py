@@ -96,7 +96,7 @@ class CodeForward(MicrobatchForward):
     def _forward(self) -> None:
         run, state, given = self.run, self.run.call.state, self._given
         assert given is not None
-        self._called = set() if run.attributes.withdraws(len(run.call.rows)) else None
+        self._called = set() if run.attributes.left.expected(len(run.call.rows)) else None
         around = state._replace(function_modes=(), hooks=self._counted(state))
         with thread_state.entered(around), stream.use(*run.call.computes), Bound(taker, self), opened({}):
             modes = state.function_modes if run.one_graph else (self._follow, *state.function_modes)
@@ -193,7 +193,7 @@ class CodeForward(MicrobatchForward):
         if self._called:
             called, self._called = self._called, set()
             for block in called:
-                self.run.attributes.withdraw(block, self.stage)
+                self.run.attributes.left.withdraw(block, self.stage)
 
     def _hooks_changed(self) -> bool:
         top = _top_saved_tensors_default_hooks(True)
@@ -295,7 +295,7 @@ class CodeForward(MicrobatchForward):
             return call(*args, **uncached(block, args, kwargs))
         if self._called is not None:
             self._called.add(block)
-            call = self.run.attributes.recalled(block, self.stage, call)
+            call = self.run.attributes.left.recalled(block, self.stage, call)
         traced = None if self.trace is None else self._traced(block, call)
         if self.trace is not None and traced is None and not is_simple(args, kwargs):
             args, kwargs = uncounted((args, kwargs))
@@ -353,7 +353,7 @@ class CodeForward(MicrobatchForward):
         trace, tracing = self.trace, self.run.tracing
         if trace is None or tracing is None or not tracing.sees(block):
             return None
-        left = list if self._called is None else partial(self.run.attributes.left, block)
+        left = list if self._called is None else partial(self.run.attributes.left.by, block)
         return TracedBlock(call, trace.facts, partial(tracing.trace, self.i), left)
 
     def _note(self, block: nn.Module, traced: TracedBlock | None, given: Any, value: Any) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +14,17 @@ from torch import Tensor, nn
 from splitpipe.batch.division import Division
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _NormBase
-from splitpipe.partition.stale import Recalled, Stale, used
+from splitpipe.partition.kept import inside, kept_tensors
+from splitpipe.partition.left import ADVICE, LeftTensors, mixed
 
 
 @contextmanager
 def noted(module: nn.Module, traces: list[Any]) -> Iterator[None]:
     """Records the shapes of tensors that the call inside leaves in attributes, and whether it writes to buffers."""
-    kept = {where: x for where, _, _, x in _kept(module)}
+    kept = {where: x for where, _, _, x in kept_tensors(module)}
     buffers = {name: (x, version_of(x)) for name, x in module.named_buffers()}
     yield
-    left = {where: x.shape for where, _, _, x in _kept(module) if kept.get(where) is not x}
+    left = {where: x.shape for where, _, _, x in kept_tensors(module) if kept.get(where) is not x}
     now = {name: (x, version_of(x)) for name, x in module.named_buffers()}
     same = now.keys() == buffers.keys() and all(
         x is y and one == other for (x, one), (y, other) in zip(now.values(), buffers.values())
@@ -54,72 +51,37 @@ class Suspect(NamedTuple):
 
 
 class Attributes:
-    """Checks plain attributes of modules, which all microbatches share, in the first call of each kind.
-
-    A tensor with a graph that a block leaves there is withdrawn when the microbatch leaves the stage. Until then, no
-    other microbatch is on that stage, so code right after the block gets its own. A later stage might get that of the
-    next microbatch, if it looks while that one is in the block: so a run of a single one shows whether any does.
-    """
+    """Checks plain attributes of modules, which all microbatches share, in the first call of each kind."""
 
     def __init__(self) -> None:
         self.off = False
-        #: The kinds of calls that were looked at.
-        self.looked: set[Any] = set()
-        #: In the first call, the name of each module, and its attributes at the start.
-        self._before: dict[nn.Module, tuple[str, dict[str, Any]]] = {}
-        #: By block, the names of attributes in which it has left tensors with graphs; and each module's stage.
-        self._left: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, str], str]] = WeakKeyDictionary()
-        self._stages: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        self._single = False  # While a single microbatch shows who uses these tensors.
-        self._used: list[str] = []  # The names of withdrawn tensors that were used.
-        self._kind: Any = None
+        self.left = LeftTensors()
+        self._looked: set[Any] = set()  # The kinds of calls that were looked at.
+        self._kind: Any = None  # The last one of them, until it is settled.
         #: Tensors that may have the batch as a dimension; a run with another number of rows will show it.
         self.suspects: list[Suspect] = []
         self._look: Callable[[int], None] = _nothing
+
+    def has_looked(self, kind: Any) -> bool:
+        """True if a call of this kind was looked at."""
+        return self.off or kind in self._looked
 
     def look(self, microbatch: int) -> None:
         """Looks at them between two stages of a microbatch: the forward may take back later what it has set."""
         self._look(microbatch)
 
-    def withdraws(self, microbatches: int) -> bool:
-        """Whether blocks may leave tensors with graphs, as far as is known, in a call of several microbatches."""
-        return self._single or microbatches > 1 and bool(self._before or self._left)
-
-    def recalled(self, block: nn.Module, stage: int, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's call, whose recomputations withdraw what they leave."""
-        return Recalled(call, partial(self.withdraw, block, stage)) if self._before or block in self._left else call
-
-    def left(self, block: nn.Module) -> list[Tensor]:
-        """The tensors with graphs that the block has left in attributes."""
-        for _, part, own, x in _kept(block) if self._before else ():
-            name, before = self._before.get(part, ("", {}))
-            if x.grad_fn is not None and vars(part)[own] is not before.get(own, _ABSENT):
-                self._left.setdefault(block, {})[part, own] = f"{name}.{own}".strip(".")
-        return [x for part, own in self._left.get(block, ()) for x in _graphs(part, own)]
-
-    def withdraw(self, block: nn.Module, stage: int) -> None:
-        """Withdraws these tensors, even without a graph; raises if the attributes are those of another stage, too."""
-        self.left(block)
-        for (part, own), where in list(self._left.get(block, {}).items()):
-            value = vars(part).get(own)
-            if any(True for _ in _inside(value)):
-                if self._stages.setdefault(part, stage) != stage:
-                    raise _shared([where])
-                vars(part)[own] = Stale(where, isinstance(value, Tensor), self._used)
-
     @contextmanager
     def watched(self, module: nn.Module, rows: list[int], kind: Any) -> Iterator[None]:
         """Looks for what the call inside the block leaves there, even if it fails; ``rows``: of each microbatch."""
-        if self.off or kind in self.looked or len(rows) == 1:
+        if self.has_looked(kind) or len(rows) == 1:
             yield
             return
-        kept = {where: x for where, _, _, x in _kept(module)}
+        kept = {where: x for where, _, _, x in kept_tensors(module)}
         held = [
             (part, {own: value for own, value in vars(part).items() if not _refers(value)}) for part in module.modules()
         ]
         before, between, buffers = _settings(module), dict[int, dict[str, Any]](), _buffers(module)
-        attributes = dict(held)
-        self._before = {part: (name, attributes[part]) for name, part in module.named_modules()}
+        self.left.begin(module, dict(held))
 
         def look(microbatch: int) -> None:
             if microbatch < 2 and microbatch not in between:
@@ -136,12 +98,12 @@ class Attributes:
             _warn([suspect for suspect in found if _likely(suspect, rows[0])], rows[0])  # This says less.
             raise
         finally:
-            self._look, self._before = _nothing, {}
+            self._look = _nothing
+            self.left.end()
         self.suspects = _verify(module, kept, rows, held)
         if 0 in between and 1 in between:
             _warn_changed(before, between[0], between[1], _settings(module))
         _report_written(buffers, _buffers(module))
-        self.looked.add(kind)
         self._kind = kind
 
     @contextmanager
@@ -150,14 +112,15 @@ class Attributes:
 
         This isn't a warning, since it may be right: a penalty on weights is the same for each microbatch.
         """
-        if kind in self.looked or len(rows) == 1:
+        if self.has_looked(kind) or len(rows) == 1:
             yield
             return
-        kept, buffers = {where: x for where, _, _, x in _kept(layers)}, _buffers(layers)
+        before, buffers = {where: x for where, _, _, x in kept_tensors(layers)}, _buffers(layers)
         yield
-        self.looked.add(kind)
+        self._looked.add(kind)
         _report_written(buffers, _buffers(layers))
-        new = [(where, x) for where, part, own, x in _kept(layers) if vars(part)[own] is x is not kept.get(where)]
+        now = kept_tensors(layers)
+        new = [(where, x) for where, part, own, x in now if vars(part)[own] is x is not before.get(where)]
         left = [where for where, x in new if x.grad_fn is not None or list(x.shape[:1]) == rows[-1:]]
         if left:
             _log.warning(
@@ -170,11 +133,12 @@ class Attributes:
     def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
         """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones.
 
-        Raises if a later stage uses what a block has left, or if no run shows that none does.
+        Raises if a later stage uses a tensor that a block has left in one.
         """
-        kind, self._kind = self._kind, None
-        if kind is not None and self._left:
-            self._verify_unused(kind, partial(rehearsed, division, division.rows[0][1]))
+        if self._kind is not None:
+            self.left.verify_unused(lambda: rehearsed(division, division.rows[0][1]))
+            self._looked.add(self._kind)
+            self._kind = None
         suspects, self.suspects = self.suspects, []
         if not suspects:
             return
@@ -184,18 +148,6 @@ class Attributes:
         if other > sum(rows) or rehearsed(division, other, _again(suspects, found)) is None:
             found = [suspect for suspect in suspects if _likely(suspect, rows[0])]
         _warn(found, rows[0])
-
-
-    def _verify_unused(self, kind: Any, run: Callable[[], object]) -> None:
-        self._used.clear()
-        self._single = True
-        try:
-            ran = run() is not None
-        finally:
-            self._single = False
-        if not ran:
-            self.looked.discard(kind)
-            raise used(self._used[0]) if self._used else _shared([x for left in self._left.values() for x in left.values()])
 
 
 @contextmanager
@@ -227,43 +179,6 @@ def _likely(suspect: Suspect, rows: int) -> bool:
     return 0 in suspect.dims or 1 in suspect.dims and len(suspect.shape) > 2 and rows > 1
 
 
-def _kept(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """The tensors in plain attributes: their names, modules and attributes."""
-    for name, part in module.named_modules():
-        for own, value in vars(part).items():
-            if own == "_parameters" or any(f"{own}_{end}" in part._parameters for end in ("g", "v", "orig")):
-                continue  # Computed from these in each call, by weight_norm, spectral_norm or prune of torch.nn.utils.
-            for number, x in _inside(value):
-                yield f"{name}.{own}".strip(".") + (f", number {number}" if number else ""), part, own, x
-
-
-def _inside(value: Any) -> Iterator[tuple[int, Tensor]]:
-    for number, x in enumerate(_leaves(value)):
-        if isinstance(x, Tensor):
-            yield number, x
-
-
-def _leaves(value: Any, depth: int = 3) -> Iterator[Any]:
-    """What containers and dataclasses hold, in each other too."""
-    if type(value) is Stale:
-        return
-    if isinstance(value, (list, tuple, deque)):
-        inside = list(value)
-    elif type(value) is dict:
-        inside = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        # No property that a subclass has in place of a field is called.
-        inside = list(vars(value).values()) if hasattr(value, "__dict__") else [
-            getattr(value, field.name, None) for field in fields(value)
-        ]
-    else:
-        inside = []
-    if not inside or not depth:
-        yield value
-    for x in inside if depth else ():
-        yield from _leaves(x, depth - 1)
-
-
 def _buffers(module: nn.Module) -> dict[str, tuple[Tensor, int | None]]:
     """Buffers with their versions, but for running statistics, about which there is another message."""
     parts = [(name, part) for name, part in module.named_modules() if not isinstance(part, _NormBase)]
@@ -290,7 +205,7 @@ def _report_written(before: dict[str, tuple[Tensor, int | None]], now: dict[str,
 
 def _kept_of(suspects: Iterable[Suspect]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for suspect in suspects:
-        for number, x in _inside(vars(suspect.part).get(suspect.attribute)):
+        for number, x in inside(vars(suspect.part).get(suspect.attribute)):
             if suspect.where.endswith(f", number {number}") or not number and ", number " not in suspect.where:
                 yield suspect.where, suspect.part, suspect.attribute, x
 
@@ -354,17 +269,14 @@ def _counts(*values: Any) -> bool:
     return bool(second - first == first - start != 0)
 
 
-_ADVICE = "Keep it in a local variable, or return it from the block"
-
-
 def _verify(
     module: nn.Module, before: dict[str, Tensor], rows: list[int], held: list[tuple[nn.Module, dict[str, Any]]]
 ) -> list[Suspect]:
     """Raises for new tensors with a graph; returns others that have as many elements along a dimension as rows."""
-    new = [each for each in _kept(module) if before.get(each[0]) is not each[3]]
+    new = [each for each in kept_tensors(module) if before.get(each[0]) is not each[3]]
     graphs = [where for where, _, _, x in new if x.grad_fn is not None]
     if graphs:
-        raise _shared(graphs)
+        raise mixed(graphs)
     attributes = dict(held)
     found = []
     for where, part, own, x in new:
@@ -374,19 +286,6 @@ def _verify(
     return found
 
 
-def _graphs(part: nn.Module, own: str) -> list[Tensor]:
-    """The tensors with graphs in an attribute."""
-    return [x for _, x in _inside(vars(part).get(own)) if x.grad_fn is not None]
-
-
-def _shared(graphs: list[str]) -> RuntimeError:
-    return RuntimeError(
-        f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a module, "
-        "which all microbatches share: code in the forward that reads it would get another microbatch's. "
-        f"{_ADVICE}; detach it if nothing there reads it."
-    )
-
-
 def _warn(suspects: list[Suspect], rows: int) -> None:
     """Warns of tensors that belong to one microbatch."""
     if suspects:
@@ -394,6 +293,6 @@ def _warn(suspects: list[Suspect], rows: int) -> None:
         warnings.warn(
             f"the forward left {named}, a tensor of {rows} rows, as many as a microbatch has, "
             "in an attribute of a module, which all microbatches share: code in the forward that reads it may get "
-            f"another microbatch's. {_ADVICE}.",
+            f"another microbatch's. {ADVICE}.",
             stacklevel=2,
         )

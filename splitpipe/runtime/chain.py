@@ -229,9 +229,10 @@ class ChainRuntime(Runtime):
         return self._guarded(state, loss)
 
     def _watched(self, layers: ModelLayers, call: Call) -> AbstractContextManager[None]:
-        if call.state.grad in self._attributes.looked:
+        grad = call.state.grad
+        if self._attributes.has_looked(grad):
             return nullcontext()
-        return self._attributes.reported(_together(layers), [count for _, count in call.rows], call.state.grad)
+        return self._attributes.reported(_together(layers), [count for _, count in call.rows], grad)
 
     def report(self, module: nn.Module) -> DeferralReport:
         """The report on deferral, from the uses of parameters seen in the stages' forwards."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable
+from itertools import count
+from threading import Event
 from typing import Any
 
 import pytest
@@ -83,6 +85,34 @@ def test_a_later_stage_may_not_use_them_nor_what_comes_after_the_call(schedule: 
         with pytest.raises(RuntimeError, match="'blocks.0.weights'.* or after the call"):
             use(model.blocks[0].weights)
     assert isinstance(model.blocks[0].weights, Tensor) and not isinstance(model.blocks[0].history, Tensor)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_later_stage_that_gets_the_next_microbatchs_is_found_out(schedule: str) -> None:
+    calls, left, used = count(), Event(), Event()
+
+    def second(block: nn.Module, args: Any, output: Any) -> None:
+        if next(calls) == 1:
+            left.set()
+            assert used.wait(10)
+
+    def use(block: Any) -> Any:
+        if block is not model.blocks[0]:
+            return 0
+        assert left.wait(10)
+        try:
+            return block.gate.balance
+        finally:
+            used.set()
+
+    model = piped(Mixture(), ["blocks.2"], schedule=schedule, reduction="mean")
+    with torch.no_grad(), pytest.warns(UserWarning, match="left 'blocks.0.weights'"):
+        model(**batch())  # The first call, in which ops run one after another.
+    model.blocks[0].register_forward_hook(second)
+    model.last = use
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="'blocks.0.gate.balance'.* is used by a later stage"):
+            model(**batch())
 
 
 def test_recomputation_leaves_none_either() -> None:
