@@ -124,7 +124,6 @@ class CodeForward(MicrobatchForward):
                 # Its tensors are used as they were last: a later stage may have written to them.
                 self._value = self._host.finish(self, output)
                 del output
-                self._withdraw()
                 self._leave()
             except BaseException as error:
                 if not isinstance(error, Stopped) and id(error) != self._noted:

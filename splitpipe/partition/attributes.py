@@ -57,7 +57,6 @@ class Attributes:
         self.off = False
         self.left = LeftTensors()
         self._looked: set[Any] = set()  # The kinds of calls that were looked at.
-        self._kind: Any = None  # The last one of them, until it is settled.
         #: Tensors that may have the batch as a dimension; a run with another number of rows will show it.
         self.suspects: list[Suspect] = []
         self._look: Callable[[int], None] = _nothing
@@ -104,7 +103,7 @@ class Attributes:
         if 0 in between and 1 in between:
             _warn_changed(before, between[0], between[1], _settings(module))
         _report_written(buffers, _buffers(module))
-        self._kind = kind
+        self._looked.add(kind)
 
     @contextmanager
     def reported(self, layers: nn.Module, rows: list[int], kind: Any) -> Iterator[None]:
@@ -131,14 +130,7 @@ class Attributes:
             )
 
     def settle(self, division: Division, rehearsed: Callable[..., object]) -> None:
-        """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones.
-
-        Raises if a later stage uses a tensor that a block has left in one.
-        """
-        if self._kind is not None:
-            self.left.verify_unused(lambda: rehearsed(division, division.rows[0][1]))
-            self._looked.add(self._kind)
-            self._kind = None
+        """Warns of tensors whose size changes in a run with other rows, or, if there can't be one, of likely ones."""
         suspects, self.suspects = self.suspects, []
         if not suspects:
             return

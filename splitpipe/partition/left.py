@@ -2,12 +2,11 @@
 
 A tensor is withdrawn when its microbatch leaves the stage: in its place, there is something that raises when it is used
 (``Stale``). Until then, no other microbatch is on that stage, so code right after the block gets its own tensor. Code
-on a later stage might get that of the next microbatch, if it looks while that one is on the block's stage: so a run of
-a single microbatch shows whether any does.
+on a later stage raises at the latest in the last microbatch, since no other one can leave a tensor after it.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from splitpipe.partition.kept import inside, kept_tensors
-from splitpipe.partition.stale import Recalled, Stale, used
+from splitpipe.partition.stale import Stale
 
 
 class LeftTensors:
@@ -27,8 +26,6 @@ class LeftTensors:
         #: By block, the names of the attributes in which it has left such tensors; and the stage of each module.
         self._of: WeakKeyDictionary[nn.Module, dict[tuple[nn.Module, str], str]] = WeakKeyDictionary()
         self._stages: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        self._single = False  # In the run of a single microbatch.
-        self._used: list[str] = []  # The names of withdrawn tensors that were used.
 
     def begin(self, module: nn.Module, attributes: dict[nn.Module, dict[str, Any]]) -> None:
         """Begins to look for tensors that aren't among these attributes."""
@@ -40,11 +37,11 @@ class LeftTensors:
 
     def expected(self, microbatches: int) -> bool:
         """Whether blocks may leave some, as far as is known, in a call of several microbatches."""
-        return self._single or microbatches > 1 and bool(self._before or self._of)
+        return microbatches > 1 and bool(self._before or self._of)
 
     def recalled(self, block: nn.Module, stage: int, call: Callable[..., Any]) -> Callable[..., Any]:
         """A block's call, whose recomputations withdraw what they leave."""
-        return Recalled(call, partial(self.withdraw, block, stage)) if self._before or block in self._of else call
+        return _Recalled(call, partial(self.withdraw, block, stage)) if self._before or block in self._of else call
 
     def by(self, block: nn.Module) -> list[Tensor]:
         """The tensors with graphs that the block has left."""
@@ -63,30 +60,33 @@ class LeftTensors:
             if any(True for _ in inside(value)):
                 if self._stages.setdefault(part, stage) != stage:
                     raise mixed([where])
-                vars(part)[own] = Stale(where, isinstance(value, Tensor), self._used)
+                vars(part)[own] = Stale(where, isinstance(value, Tensor))
 
-    def verify_unused(self, run: Callable[[], object]) -> None:
-        """Raises if a later stage uses one in a run of a single microbatch, or if there can't be one (None)."""
-        if not self._of:
-            return
-        self._used.clear()
-        self._single = True
-        try:
-            ran = run() is not None
-        finally:
-            self._single = False
-        if not ran:
-            raise used(self._used[0]) if self._used else mixed([x for left in self._of.values() for x in left.values()])
+
+class _Recalled:
+    """A block's call; what a recomputation leaves in attributes is withdrawn at once."""
+
+    def __init__(self, call: Callable[..., Any], withdraw: Callable[[], None]) -> None:
+        self._call = call
+        self._withdraw = withdraw
+        self._called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value = self._call(*args, **kwargs)
+        if self._called:
+            self._withdraw()
+        self._called = True
+        return value
 
 
 #: What to do about a tensor in an attribute.
 ADVICE = "Keep it in a local variable, or return it from the block"
 
 
-def mixed(names: Iterable[str]) -> RuntimeError:
+def mixed(names: Sequence[str]) -> RuntimeError:
     """The error about tensors with graphs, of which other microbatches might get the wrong ones."""
     return RuntimeError(
-        f"the forward left {', '.join(map(repr, list(names)[:3]))}, a tensor with a graph, in an attribute of a "
+        f"the forward left {', '.join(map(repr, names[:3]))}, a tensor with a graph, in an attribute of a "
         "module, which all microbatches share: code in the forward that reads it would get another microbatch's. "
         f"{ADVICE}; detach it if nothing there reads it."
     )

@@ -1,7 +1,6 @@
 """What takes the place of a microbatch's tensor in an attribute of a block, which all microbatches share."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -12,20 +11,18 @@ from splitpipe.core.torch_private import DisableTorchFunction
 class Stale:
     """Stands in the attribute, named ``where``, once the stage of the block has ended: whatever uses it raises.
 
-    ``noted`` gets the name then.
-
     It passes for a tensor if it stands for one, so that code which looks for tensors doesn't overlook it.
     """
 
-    def __init__(self, where: str, tensor: bool, noted: list[str]) -> None:
-        self.__dict__.update(where=where, tensor=tensor, noted=noted)
+    def __init__(self, where: str, tensor: bool) -> None:
+        self.__dict__.update(where=where, tensor=tensor)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return Tensor if self.__dict__["tensor"] else Stale
 
     def __reduce__(self) -> Any:
-        return Stale, (self.__dict__["where"], self.__dict__["tensor"], [])
+        return Stale, (self.__dict__["where"], self.__dict__["tensor"])
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['where']} of one microbatch, no longer there>"
@@ -44,37 +41,15 @@ class Stale:
         raise RuntimeError("a tensor of one microbatch was used in an attribute that all microbatches share")
 
     def _used(self, *args: Any) -> NoReturn:
-        self.__dict__["noted"].append(self.__dict__["where"])
-        raise used(self.__dict__["where"])
+        raise RuntimeError(
+            f"{self.__dict__['where']!r}, which was a tensor with a graph, is used by a later stage, another "
+            "microbatch or after the call: it belonged to one microbatch, and all of them share the module. Use it "
+            "right after the block, or return it from the block."
+        )
 
     __bool__ = __len__ = __iter__ = __getitem__ = __setitem__ = __call__ = __float__ = __int__ = _used
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
     __neg__ = __pow__ = __matmul__ = __rmatmul__ = __lt__ = __gt__ = _used
-
-
-def used(where: str) -> RuntimeError:
-    """The error about the use of a withdrawn tensor."""
-    return RuntimeError(
-        f"{where!r}, which was a tensor with a graph, is used by a later stage, another microbatch or after the call: "
-        "it belonged to one microbatch, and all of them share the module. Use it right after the block, or return it "
-        "from the block."
-    )
-
-
-class Recalled:
-    """A block's call; what a recomputation leaves in attributes is withdrawn at once."""
-
-    def __init__(self, call: Callable[..., Any], withdraw: Callable[[], None]) -> None:
-        self._call = call
-        self._withdraw = withdraw
-        self._called = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        value = self._call(*args, **kwargs)
-        if self._called:
-            self._withdraw()
-        self._called = True
-        return value
 
 
 def _leaves(value: Any) -> list[Any]:

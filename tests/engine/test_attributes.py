@@ -88,7 +88,7 @@ def test_a_later_stage_may_not_use_them_nor_what_comes_after_the_call(schedule: 
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_later_stage_that_gets_the_next_microbatchs_is_found_out(schedule: str) -> None:
+def test_a_later_stage_that_gets_the_next_microbatchs_raises_in_the_last_one(schedule: str) -> None:
     calls, left, used = count(), Event(), Event()
 
     def second(block: nn.Module, args: Any, output: Any) -> None:
