@@ -292,14 +292,14 @@ class Facts:
             return said if known or self.sizes.has(value) else NONE
         if known:
             return known[0][1] if len({id(divisor.source) for _, divisor in known}) == 1 else said
+        plain = value in self.reading.plain
         if self.sizes.has(value):
-            plain = value in self.reading.plain
             # What x.shape.numel() returns isn't a Count; with a single row, it is another product, too.
             whole = {self.rows, *(map(math.prod, self.sizes.shapes) if self.rows > 1 else ())}
             likely = value > 4 and (self.by_row or value in whole or self._has_part(value))
             return Divisor(value, source=None if plain else GUESS) if plain or small or likely else None
         may_count = self._has_part(value) or (small or self.by_row) and self.may_count(value)
-        return said if (self._host or value in self.reading.plain) and value > 1 or may_count else None
+        return said if value > 1 and (self._host or plain and not self.sizes.is_other(value)) or may_count else None
 
     def factor(self, value: float, made: Number) -> Divisor | Unknown | None:
         """The divisor whose inverse a Python number is, by which a sum is multiplied; None if all microbatches have it.
