@@ -243,7 +243,7 @@ def multiply(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any
 def _product(facts: Facts, name: str, one: Made, other: Made, x: Any, y: Any, out: Tensor) -> Made | None:
     if isinstance(one, Unknown):
         return one
-    if one is CONSTANT and other is CONSTANT and _varies(x) and facts.sizes.made(y):
+    if one is CONSTANT and other is CONSTANT and _varies(x) and facts.sizes.may_make(y):
         return Unknown("a constant times a number that may be a count")
     if one is ROWS and facts.least(y):
         return Share(NONE, True)
@@ -323,7 +323,7 @@ def divide(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any],
     if count is not None:
         return Unknown(A_COUNT) if count.inverse else by_divisor(made, count.divisor, out, name, above)
     long = type(below) is int and below > 4 and below in facts.sizes.lengths
-    if made is CONSTANT and _varies(above) and facts.sizes.made(below) or long and isinstance(made, Number) and any(
+    if made is CONSTANT and _varies(above) and facts.sizes.may_make(below) or long and isinstance(made, Number) and any(
         t.divisor is not None for t in resolved(made, above).terms
     ):
         return Unknown("a mean or constant divided by a number that may be a count")

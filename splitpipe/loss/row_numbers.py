@@ -61,8 +61,8 @@ class Sizes:
         """True for the size of a dimension without rows."""
         return type(value) in (int, float) and any(value in shape[1:] for shape in self.shapes)
 
-    def made(self, value: Any) -> bool:
-        """True if a number that a constant is multiplied or divided by may be, or be made of, a size.
+    def may_make(self, value: Any) -> bool:
+        """True if a size may be, or make, this number, by which a constant is multiplied or divided.
 
         An int may be a length, and a float 0.5 * n, or 0.1 / n unless it has few digits. 1 and 2 are constants.
         """
