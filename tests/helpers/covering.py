@@ -3,13 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
+from operator import itemgetter
 from random import Random
 from typing import Any
 
 import pytest
 
-#: Places of axes, and a value for each of them.
-Combination = tuple[tuple[int, ...], tuple[int, ...]]
+#: The number of a group of axes, and the places of its values.
+Combination = tuple[int, object]
 
 
 def pairs(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -69,10 +70,11 @@ def covering(
         those given, and the ones that they lacked; values in the order of the axes.
     """
     names, values = list(axes), [list(each) for each in axes.values()]
-    places = [tuple(sorted(names.index(name) for name in group)) for group in groups]
+    places = dict.fromkeys(tuple(sorted(names.index(name) for name in group)) for group in groups)
+    getters = [*enumerate(itemgetter(*group) for group in places)]
 
     def had(case: Sequence[int]) -> set[Combination]:
-        return {(group, tuple([case[place] for place in group])) for group in places}
+        return {(number, get(case)) for number, get in getters}
 
     seen = set[Combination]().union(*(had([own.index(x) for own, x in zip(values, case)]) for case in given))
     left = {case: had(case) for case in product(*map(range, map(len, values)))
@@ -81,7 +83,9 @@ def covering(
     Random(0).shuffle(order)
     for least in range(len(places), 0, -1):
         for case in order:
-            if len(left[case] - seen) >= least:
+            left[case] = left[case] - seen
+            if len(left[case]) >= least:
                 seen |= left[case]
                 found.append(tuple(own[at] for own, at in zip(values, case)))
+        order = [case for case in order if not left[case] <= seen]
     return found
