@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from splitpipe import DeferredBatchNorm, SplitPipe
 from splitpipe.skip import skippable
+from tests.helpers.covering import pairwise
 from tests.helpers.scheduled import loss_of
 from tests.helpers.twin import Looped, assert_same, assert_same_tensors
 
@@ -43,9 +44,7 @@ def by_name(module: nn.Sequential, model: SplitPipe, layer: nn.Module) -> None:
 PLACES = [in_the_original, in_the_pipeline, from_behind, by_name]
 
 
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("replace", PLACES)
+@pairwise(replace=PLACES, schedule=["gpipe", "1f1b"], called=[False, True])
 def test_a_layer_that_takes_anothers_place_is_the_one_that_runs(
     replace: Callable[[nn.Sequential, SplitPipe, nn.Module], None], schedule: str, called: bool
 ) -> None:
@@ -79,10 +78,9 @@ class Tracked(nn.Module):
         return x * self.weight
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("where", ["balance", "cuts"])
+@pairwise(
+    where=["balance", "cuts"], schedule=["gpipe", "1f1b"], backward=["split", "autograd"], inside=[False, True]
+)
 def test_a_layer_that_does_what_none_did_before_is_noticed(
     where: str, schedule: str, backward: str, inside: bool
 ) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.core.rng import RngMode
 from tests.engine.models import CHECKPOINTS, SCHEDULES, piped
+from tests.helpers.covering import pairwise
 from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import Looped
 
@@ -51,9 +52,7 @@ class Between(Linear):
         return {"loss": x.sum(1).mean(), "y": x}
 
 
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", [Linear, Between])
+@pairwise(kind=[Linear, Between], schedule=SCHEDULES, backward=["split", "autograd"])
 def test_masks_are_the_same_in_every_step_checkpoint_mode_and_recomputation(
     kind: type[Linear], schedule: str, backward: str
 ) -> None:

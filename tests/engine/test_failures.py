@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.engine.models import CHECKPOINTS, SCHEDULES, Stack, piped
-from tests.helpers.covering import graded
+from tests.helpers.covering import graded, pairwise
 from tests.helpers.faults import ERRORS
 from tests.helpers.twin import Failing, assert_same_tensors
 
@@ -78,14 +78,15 @@ def assert_right(plain: nn.Module, model: nn.Module) -> None:
     assert_same_tensors(model, plain)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize(("block", "stage", "row"), [(0, 0, 4), (1, 1, 0), (2, 1, 2), (3, 2, 4), (3, 2, 0)])
+#: A block, its stage, and the first row of a microbatch.
+PLACES = [(0, 0, 4), (1, 1, 0), (2, 1, 2), (3, 2, 4), (3, 2, 0)]
+
+
+@pairwise(schedule=SCHEDULES, checkpoint=CHECKPOINTS, first=[True, False], place=PLACES)
 def test_an_error_in_a_block_names_block_stage_and_microbatch(
-    schedule: str, checkpoint: str, first: bool, block: int, stage: int, row: int
+    schedule: str, checkpoint: str, first: bool, place: tuple[int, int, int]
 ) -> None:
-    plain = Fragile()
+    plain, (block, stage, row) = Fragile(), place
     model = piped(plain, CUTS, schedule=schedule, checkpoint=checkpoint)
     if not first:
         step(model)

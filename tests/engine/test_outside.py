@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.models import CHECKPOINTS, SCHEDULES, assert_same_step, batch, piped
+from tests.helpers.covering import pairwise
 from tests.helpers.modules import linears, module_of
 
 
@@ -38,9 +39,7 @@ def twice(self: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"loss": (x - labels).square().mean()}
 
 
-@pytest.mark.parametrize("attention", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pairwise(checkpoint=CHECKPOINTS, schedule=SCHEDULES, attention=[False, True])
 def test_one_tensor_in_two_arguments_is_one_tensor(checkpoint: str, schedule: str, attention: bool) -> None:
     blocks = nn.ModuleList(
         nn.MultiheadAttention(4, 2, batch_first=True) if attention else module_of(asking, **linears("one", "other"))

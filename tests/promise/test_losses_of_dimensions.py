@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors
 
 TIME, WIDTH = 5, 4
@@ -42,9 +43,7 @@ class Timed(nn.Module):
         return {"loss": self.loss((x - labels).square())}
 
 
-@pytest.mark.parametrize("rows", [6, 8])
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
+@pairwise(options=[{}, {"schedule": "1f1b"}], name=[*LOSSES], rows=[6, 8])
 def test_an_own_loss_is_that_of_a_batch_along_the_second_dimension(
     options: dict[str, Any], name: str, rows: int
 ) -> None:

@@ -15,7 +15,7 @@ from tests.helpers import scheduled
 from tests.helpers.compiling import EAGER
 from tests.helpers.compiling import codes as codes
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
-from tests.helpers.covering import graded, pairs
+from tests.helpers.covering import graded, pairs, pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent, twins
 from tests.promise.layers import LAYERS, ON_THE_CPU, batched_of
@@ -94,10 +94,7 @@ def test_every_schedule(
     )
 
 
-@pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 1, 1]])
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("by", ["balance", "cuts"])
+@pairwise(balance=[[4], [1, 3], [1, 1, 1, 1]], **{axis: AXES[axis] for axis in ("by", "checkpoint", "backward")})
 def test_any_number_of_stages(by: str, balance: list[int], checkpoint: str, backward: str) -> None:
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6)]
     assert_transparent(nn.Sequential(*layers), torch.randn(6, 6), balance, by=by, chunks=3, checkpoint=checkpoint,
