@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import splitpipe
-from benchmarks.harness import contenders, measure, torch_pipelining
+from benchmarks.harness import contenders, measure
 from benchmarks.harness.subject import MODELS, PRESETS, WHERE, Step, Subject, case, device
 
 
@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     contender = next(each for each in known if each.name == options.name)
     torch.set_num_threads(contender.threads)
     if contender.processes > 1:
+        from benchmarks.harness import torch_pipelining
+
         torch_pipelining.meet(options.rank, options.meeting)
     step = contender.start(subject, options.rank)
     contenders.unwrapped(case(Subject("gpt", "tiny", 1)))[1]()  # Loads autograd.

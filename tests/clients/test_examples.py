@@ -7,32 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors.test_examples import losses, printed, ran
+from tests.doors.test_examples import Run, losses
+from tests.doors.test_examples import run as run
 
 # Looked for, not imported: that takes seconds, and only the scripts need them.
 pytestmark = [
-    pytest.mark.thorough,
+    pytest.mark.thorough, pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(None in map(find_spec, ("transformers", "peft")), reason="needs transformers and peft"),
 ]
 
-#: Runs a script until step 8: resumed after half of the steps, and straight. In one process, which imports once.
-RESUMED = """
-import runpy, sys
-script, saved = sys.argv[1:]
-for options in [["--steps", "4", "--checkpoint", saved]] * 2 + [["--steps", "8"]]:
-    sys.argv = [script, *options]
-    runpy.run_path(script, run_name="__main__")
-"""
 
-
-def test_adapters_learn_with_trainer_and_are_saved(tmp_path: Path) -> None:
-    ((first, last),) = losses(printed("lora_trainer.py", "--steps", "4", "--out", str(tmp_path)))
+def test_adapters_learn_with_trainer_and_are_saved(run: Run, tmp_path: Path) -> None:
+    ((first, last),) = losses(run("lora_trainer.py", "--steps", "4", "--out", str(tmp_path)))
     assert last < first
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-def test_a_loop_learns_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
-    said = ran("-c", RESUMED, "docs/examples/own_loop.py", str(tmp_path / "saved.pt"))
+def test_a_loop_learns_and_goes_on_from_what_it_saved(run: Run, tmp_path: Path) -> None:
+    half = ["--steps", "4", "--checkpoint", str(tmp_path / "saved.pt")]
+    said = "".join(run("own_loop.py", *options) for options in (half, half, ["--steps", "8"]))
     (start, _), (_, resumed), straight = losses(said)
     assert (start, resumed) == pytest.approx(straight, abs=2e-4) and resumed < start
     pairs = re.findall(r"^loss of one more batch: (\S+); that of the plain model: (\S+)$", said, flags=re.MULTILINE)
