@@ -77,7 +77,7 @@ PARTS = (
         cpu=Way("--passes 5 --gpt-passes 3", 45),
         cuda=Way("--passes 11", 15),
         quick="--passes 1 --stages 2 --chunks 2 --width 16 --blocks 2 --gpt-chunks 2 --gpt-passes 1 "
-        "--compile aot_eager",
+        "--compile aot_eager --ops 2",
     ),
     Part(
         "parts", "parts.one_device",

@@ -58,7 +58,7 @@ class Scale(nn.Module):
 class Many(nn.Sequential):
     """As many multiplications as a block of a network has ops."""
 
-    def __init__(self, count: int = 24) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__(*[Scale() for _ in range(count)])
 
 
@@ -200,7 +200,7 @@ def compiled(options: argparse.Namespace) -> list[Row]:
     for name in "drop-in, never", "drop-in, always", "1f1b", "zb-h1":
         way, runs = WAYS[name], dict[str, Step]()
         for compile in (False, how):
-            layers = nn.Sequential(*[Many() for _ in range(stages)])
+            layers = nn.Sequential(*[Many(options.ops) for _ in range(stages)])
             model = SplitPipe(
                 layers, [1] * stages, devices=[options.device] * stages, chunks=chunks, compile=compile, **way
             )
@@ -318,6 +318,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpt-chunks", type=int, default=8, help="microbatches of the GPT, of two rows each")
     parser.add_argument("--gpt-passes", type=int, default=11, help="timed rounds of the GPT")
     parser.add_argument("--compile", choices=["inductor", "aot_eager"], default="inductor", help="compiles layers")
+    parser.add_argument("--ops", type=int, default=24, help="of a layer that is compiled")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="which of them")
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads of torch's")
     return parser
