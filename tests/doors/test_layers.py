@@ -5,6 +5,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -43,8 +44,13 @@ def name_of(path: Path) -> str:
 FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
-def imports(source: str) -> Iterator[tuple[str, int]]:
+@cache
+def imports(source: str) -> list[tuple[str, int]]:
     """Every module that a source imports, or takes a name from, wherever that stands, and its line."""
+    return [*_imports(source)]
+
+
+def _imports(source: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -63,6 +69,7 @@ def is_module(package: str, name: str) -> bool:
     return door in FILES and name not in offered(FILES[door].read_text(encoding="utf-8"))
 
 
+@cache
 def offered(source: str) -> set[str]:
     """The names that a door imports, and so gives away."""
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
