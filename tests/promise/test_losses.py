@@ -271,8 +271,7 @@ def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, 
     assert word in message and "reduction=" in message
 
 
-@ways
-@pytest.mark.parametrize("loss", COUPLED)
+@pytest.mark.parametrize(("loss", "way"), in_turn(COUPLED))
 def test_rows_that_are_compared_with_each_other_are_not_claimed_to_be_exact(loss: str, way: str) -> None:
     name, function = COUPLED[loss]
     plain, model, _, found = made(way, function)
