@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from splitpipe.core.stream import Place
 from tests.doors.test_bad_input import of_module
 from tests.helpers.modules import Net, batch
 
-BOTH = pytest.mark.parametrize("choose", [balance_by_time, balance_by_size], ids=["by time", "by size"])
+BOTH = pytest.mark.parametrize(
+    "choose", [partial(balance_by_time, timeout=0.05), balance_by_size], ids=["by time", "by size"]
+)
 
 
 def test_the_fullest_stage_is_as_small_as_can_be() -> None:

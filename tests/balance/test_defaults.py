@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import splitpipe
 from splitpipe import SplitPipe
-from splitpipe.balance import defaults
+from splitpipe.balance import balance_by_time, defaults
 from splitpipe.balance.units import Chain
 from splitpipe.core.stream import Place
 from splitpipe.schedule import build
@@ -26,6 +27,12 @@ CPU = torch.device("cpu")
 def _no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that has none."""
     monkeypatch.setattr(defaults, "accelerators", list[Place])
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of a second of measurements tells layers apart of which one takes a hundred times as long."""
+    monkeypatch.setattr(defaults, "balance_by_time", partial(balance_by_time, timeout=0.1))
 
 
 def layers(count: int = 4) -> nn.Sequential:
