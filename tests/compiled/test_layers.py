@@ -360,6 +360,7 @@ def test_layers_that_the_user_compiles_otherwise_keep_autograds_backward() -> No
     assert {row.parameter[0] for row in model.deferral_report() if row.why == "compiled"} == set("023")
 
 
+@pytest.mark.thorough
 @WAYS
 def test_blocks_of_a_module_with_cuts(way: dict[str, Any], graphs: list[str], codes: list[Code]) -> None:
     class Net(nn.Module):
