@@ -90,7 +90,7 @@ class Units:
         )
         self._runtime = piped(module, cuts, given).runtime
         # A layer of an nn.Sequential may keep what it computed in attributes.
-        self._runtime.attributes.off = not cuts
+        self._runtime.attributes.looked = set() if cuts else {True, False}
 
     def run(self, rows: int = 1) -> None:
         """Runs ``rows`` microbatches."""

@@ -40,6 +40,7 @@ from splitpipe.engine.values import Follow, Transfer, Values, is_simple
 from splitpipe.loss.counts import uncounted
 from splitpipe.loss.tracing import TracedBlock, note_arguments, numbers_of
 from splitpipe.partition.call_hook import taker
+from splitpipe.partition.left import Left
 from splitpipe.skip.box import opened
 from splitpipe.stage.call import Activation
 from splitpipe.stage.checkpoint import is_checkpoint
@@ -73,8 +74,8 @@ class CodeForward(MicrobatchForward):
         self._hooks: Any = None
         #: The hook of a checkpoint in which the current segment began, and its device's random state there.
         self._inside_of: tuple[Any, DeviceState] | None = None
-        #: The blocks called in the segment, if they may leave tensors in attributes.
-        self._called: set[nn.Module] | None = None
+        #: What is left in attributes, if that may be any; a single microbatch is the batch, and leaves what it does.
+        self._left: Left | None = None
         self._where = ""
         self._noted = 0  # The identity of an error raised by a block.
 
@@ -96,7 +97,7 @@ class CodeForward(MicrobatchForward):
     def _forward(self) -> None:
         run, state, given = self.run, self.run.call.state, self._given
         assert given is not None
-        self._called = set() if run.attributes.left.expected(len(run.call.rows)) else None
+        self._left = run.attributes.left if run.attributes.left and len(run.call.rows) > 1 else None
         around = state._replace(function_modes=(), hooks=self._counted(state))
         with thread_state.entered(around), stream.use(*run.call.computes), Bound(taker, self), opened({}):
             modes = state.function_modes if run.one_graph else (self._follow, *state.function_modes)
@@ -133,7 +134,8 @@ class CodeForward(MicrobatchForward):
                 set_function_modes(())
                 if self._segment is not None:
                     self._segment.close()
-                self._withdraw()
+                    if self._left is not None:
+                        self._left.withdraw(self.stage)
 
     def flat(self, output: Any) -> tuple[list[Any], Any]:
         """The output, flattened, with its tensors as they were last."""
@@ -178,21 +180,13 @@ class CodeForward(MicrobatchForward):
             if foreign:
                 # torch.utils.checkpoint, which contains the border, will restore this state.
                 self._begun = state_of()
-            self._withdraw()
-            self.run.attributes.look(self.i)
             self._leave()
+            self.run.attributes.look(self.i)
             self._pause()
             self._enter(self.stage + 1)
             if foreign:
                 top = _top_saved_tensors_default_hooks(True)
                 self._inside_of = top[0], DeviceState(self.run.stages[self.stage].device)
-
-    def _withdraw(self) -> None:
-        """Withdraws what the segment's blocks have left in attributes, while no other microbatch is on the stage."""
-        if self._called:
-            called, self._called = self._called, set()
-            for block in called:
-                self.run.attributes.left.withdraw(block, self.stage)
 
     def _hooks_changed(self) -> bool:
         top = _top_saved_tensors_default_hooks(True)
@@ -222,6 +216,8 @@ class CodeForward(MicrobatchForward):
             self._start = start
         if self._watch is not None:
             self._watch.begin()
+        if self._left is not None:
+            self._left.begin()
         self._begin(stage)
         self.transfer.entering()
         self._caller = own.caller(self.i)
@@ -234,6 +230,8 @@ class CodeForward(MicrobatchForward):
         assert stack is not None
         self.values.verify()
         self._verify_checkpoint()
+        if self._left is not None:
+            self._left.end(self.stage)
         if self._start is not None:
             drew = has_moved(self._start)
             self._start = None
@@ -292,9 +290,8 @@ class CodeForward(MicrobatchForward):
         local = self.run.settled(block, self.stage)
         if block not in blocks.blocks:
             return call(*args, **uncached(block, args, kwargs))
-        if self._called is not None:
-            self._called.add(block)
-            call = self.run.attributes.left.recalled(block, self.stage, call)
+        if self._left is not None:
+            call = self._left.following(block, self.stage, call)
         traced = None if self.trace is None else self._traced(block, call)
         if self.trace is not None and traced is None and not is_simple(args, kwargs):
             args, kwargs = uncounted((args, kwargs))
@@ -352,14 +349,14 @@ class CodeForward(MicrobatchForward):
         trace, tracing = self.trace, self.run.tracing
         if trace is None or tracing is None or not tracing.sees(block):
             return None
-        left = list if self._called is None else partial(self.run.attributes.left.by, block)
+        left = list if self._left is None else partial(self._left.tensors, block)
         return TracedBlock(call, trace.facts, partial(tracing.trace, self.i), left)
 
     def _note(self, block: nn.Module, traced: TracedBlock | None, given: Any, value: Any) -> None:
         """Records what a block's value consists of."""
         assert self.trace is not None and self.run.tracing is not None
         if traced is not None:
-            self.run.tracing.seen(block, traced.note(value), self.trace.facts.rows)
+            self.run.tracing.seen(block, traced.note(value))
         else:
             with DisableTorchFunction():
                 self.trace.facts.returned(value, lambda: self.run.blocks.described(block))

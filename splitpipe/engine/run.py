@@ -63,10 +63,10 @@ class CodeRun(Run):
 
     def __init__(
         self, call: Call, stages: Sequence[Stage], forward: Callable[..., Any], blocks: Blocks, homes: Homes, *,
-        ranked: bool, one_graph: bool, calls: BlockCalls, tracing: Tracing | None, attributes: Attributes,
-        structure: Structure,
+        ranked: bool, in_turn: bool, one_graph: bool, calls: BlockCalls, tracing: Tracing | None,
+        attributes: Attributes, structure: Structure,
     ) -> None:
-        super().__init__(call, stages, ranked=ranked, in_turn=homes.in_turn)
+        super().__init__(call, stages, ranked=ranked, in_turn=in_turn)
         self.calls = calls
         self.tracing = tracing
         self.forward = forward

@@ -268,7 +268,7 @@ class Facts:
             self.sizes.shapes.add((x.shape[axis], *x.shape[:axis], *x.shape[axis + 1 :]))
             if length:
                 self.sizes.lengths.add(x.shape[0])
-                self.reading.plain.add(x.shape[0])
+                self.reading.plain.update([] if axis else [x.shape[0]])
         if isinstance(made, Row):
             self._host = True
             self.of_rows.read(made.row, [*x.shape, x.numel()])

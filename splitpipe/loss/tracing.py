@@ -16,9 +16,9 @@ from splitpipe.compiled.layers import runs_compiled
 from splitpipe.compiled.theirs import user_compiled
 from splitpipe.core.microbatch import hidden
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.facts import ROWS, Facts, Made, tensors
+from splitpipe.loss.facts import ROWS, Facts, Made, Share, Stack, tensors
 from splitpipe.loss.row_numbers import numbers
-from splitpipe.loss.terms import Number, Unknown
+from splitpipe.loss.terms import Number, Shifted, Unknown
 from splitpipe.loss.trace import Trace
 
 
@@ -62,11 +62,10 @@ class Tracing:
         """Whether a block's code is traced; compiled code can't be."""
         return (self._all or block in self._known) and not runs_compiled(block) and not user_compiled(block)
 
-    def seen(self, block: nn.Module, value: Any, rows: int) -> None:
-        """Records what a block has returned for ``rows`` rows: something with fewer entries is numbers."""
-        if self._all and block not in self._blocks:
-            if numbers(value) or any(not x.dim() or x.numel() < rows for x in tensors((value,))):
-                self._blocks.add(block)
+    def seen(self, block: nn.Module, gave: bool) -> None:
+        """Records the call of a block that was traced; ``gave``: whether it has returned or left numbers."""
+        if self._all and gave:
+            self._blocks.add(block)
 
 
 class TracedBlock:
@@ -116,18 +115,20 @@ class TracedBlock:
                     facts.learn(trace.facts)
         return value
 
-    def note(self, value: Any) -> tuple[Any, list[Tensor]]:
-        """Records, outside the block, what it has returned and left; returns both."""
+    def note(self, value: Any) -> bool:
+        """Records, outside the block, what it has returned and left; returns whether numbers are among it."""
         facts, made = self._facts, self._made
         self._facts, self._made = None, []
+        gave = bool(numbers(value))
         with DisableTorchFunction():
-            found = value, self._left()
-            for x, (each, axis) in zip(tensors(found), made if facts is not None else []):
-                rows = x.dim() and x.numel() >= facts.rows and isinstance(each, Unknown)  # type: ignore[union-attr]
-                facts.put(x, ROWS if rows else each)  # type: ignore[union-attr]
+            for x, (each, axis) in zip(tensors((value, self._left())), made):
+                assert facts is not None
+                few = not x.dim() or x.numel() < facts.rows
+                gave = gave or few or isinstance(each, (Number, Share, Stack, Shifted))
+                facts.put(x, each if few or not isinstance(each, Unknown) else ROWS)
                 if axis is not None:
-                    facts.turn(x, axis)  # type: ignore[union-attr]
-        return found
+                    facts.turn(x, axis)
+        return gave
 
 
 def note_arguments(facts: Facts, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from splitpipe.batch.division import Division
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _NormBase
-from splitpipe.partition.kept import inside, kept_tensors
-from splitpipe.partition.left import ADVICE, LeftTensors, mixed
+from splitpipe.partition.left import ABSENT, Left, inside, kept
 
 
 @contextmanager
 def noted(module: nn.Module, traces: list[Any]) -> Iterator[None]:
     """Records the shapes of tensors that the call inside leaves in attributes, and whether it writes to buffers."""
-    kept = {where: x for where, _, _, x in kept_tensors(module)}
+    before = {where: x for where, _, _, x in kept(module)}
     buffers = {name: (x, version_of(x)) for name, x in module.named_buffers()}
     yield
-    left = {where: x.shape for where, _, _, x in kept_tensors(module) if kept.get(where) is not x}
+    left = {where: x.shape for where, _, _, x in kept(module) if before.get(where) is not x}
     now = {name: (x, version_of(x)) for name, x in module.named_buffers()}
     same = now.keys() == buffers.keys() and all(
         x is y and one == other for (x, one), (y, other) in zip(now.values(), buffers.values())
@@ -51,75 +50,75 @@ class Suspect(NamedTuple):
 
 
 class Attributes:
-    """Checks plain attributes of modules, which all microbatches share, in the first call of each kind."""
+    """Checks plain attributes of modules, which all microbatches share, in a call with several microbatches.
+
+    That is the first such call, and the first one that trains.
+    """
 
     def __init__(self) -> None:
-        self.off = False
-        self.left = LeftTensors()
-        self._looked: set[Any] = set()  # The kinds of calls that were looked at.
+        self.looked: set[bool] = set()  #: Whether to look no more, by whether a call trains.
+        self.left = Left()
         #: Tensors that may have the batch as a dimension; a run with another number of rows will show it.
         self.suspects: list[Suspect] = []
         self._look: Callable[[int], None] = _nothing
 
-    def has_looked(self, kind: Any) -> bool:
-        """True if a call of this kind was looked at."""
-        return self.off or kind in self._looked
+    def watches(self, rows: Sequence[int], trains: bool) -> bool:
+        """Whether it looks at a call; then, ops must run one after another. ``rows``: of each microbatch."""
+        return len(rows) > 1 and (trains not in self.looked or self.left.again > 0)
 
     def look(self, microbatch: int) -> None:
         """Looks at them between two stages of a microbatch: the forward may take back later what it has set."""
         self._look(microbatch)
 
     @contextmanager
-    def watched(self, module: nn.Module, rows: list[int], kind: Any) -> Iterator[None]:
-        """Looks for what the call inside the block leaves there, even if it fails; ``rows``: of each microbatch."""
-        if self.has_looked(kind) or len(rows) == 1:
-            yield
+    def watched(self, module: nn.Module, rows: list[int], trains: bool) -> Iterator[None]:
+        """Looks for what the call inside the block leaves there, even if it fails."""
+        if not self.watches(rows, trains) or trains in self.looked:
+            with self.left.watched(module) if self.left.again and len(rows) > 1 else nullcontext():
+                yield
             return
-        kept = {where: x for where, _, _, x in kept_tensors(module)}
+        tensors = {where: x for where, _, _, x in kept(module)}
         held = [
             (part, {own: value for own, value in vars(part).items() if not _refers(value)}) for part in module.modules()
         ]
         before, between, buffers = _settings(module), dict[int, dict[str, Any]](), _buffers(module)
-        self.left.begin(module, dict(held))
 
         def look(microbatch: int) -> None:
             if microbatch < 2 and microbatch not in between:
                 between[microbatch] = now = _settings(module)
-                if microbatch == 0:  # Next to the others, the first one may be in a block of a later stage.
-                    _verify_parameters(before, now)
-                    _verify(module, kept, rows, held)
+                _verify_parameters(before, now)
+                _verify(module, tensors, rows, held)
 
         self._look = look
         try:
-            yield
+            with self.left.watched(module):
+                yield
         except Exception:
-            found = _verify(module, kept, rows, held)
+            found = _verify(module, tensors, rows, held)
             _warn([suspect for suspect in found if _likely(suspect, rows[0])], rows[0])  # This says less.
             raise
         finally:
             self._look = _nothing
-            self.left.end()
-        self.suspects = _verify(module, kept, rows, held)
+        self.suspects = _verify(module, tensors, rows, held)
         if 0 in between and 1 in between:
             _warn_changed(before, between[0], between[1], _settings(module))
         _report_written(buffers, _buffers(module))
-        self._looked.add(kind)
+        self.looked |= {trains, False}
 
     @contextmanager
-    def reported(self, layers: nn.Module, rows: list[int], kind: Any) -> Iterator[None]:
+    def reported(self, layers: nn.Module, rows: list[int]) -> Iterator[None]:
         """Logs what layers of an nn.Sequential leave there: nothing between them reads it, but their user may.
 
         This isn't a warning, since it may be right: a penalty on weights is the same for each microbatch.
         """
-        if self.has_looked(kind) or len(rows) == 1:
+        if self.looked or len(rows) == 1:
             yield
             return
-        before, buffers = {where: x for where, _, _, x in kept_tensors(layers)}, _buffers(layers)
+        tensors, buffers = {where: x for where, _, _, x in kept(layers)}, _buffers(layers)
         yield
-        self._looked.add(kind)
+        self.looked = {True, False}
         _report_written(buffers, _buffers(layers))
-        now = kept_tensors(layers)
-        new = [(where, x) for where, part, own, x in now if vars(part)[own] is x is not before.get(where)]
+        new = [(where, x) for where, part, own, x in kept(layers) if vars(part)[own] is x is not tensors.get(where)]
         left = [where for where, x in new if x.grad_fn is not None or list(x.shape[:1]) == rows[-1:]]
         if left:
             _log.warning(
@@ -146,7 +145,7 @@ class Attributes:
 def _again(suspects: list[Suspect], found: list[Suspect]) -> Iterator[None]:
     """Finds suspects whose size is different in a run with other rows, which starts from the same state."""
     for suspect in suspects:
-        if suspect.before is _ABSENT:
+        if suspect.before is ABSENT:
             vars(suspect.part).pop(suspect.attribute, None)
         else:
             vars(suspect.part)[suspect.attribute] = suspect.before
@@ -161,9 +160,6 @@ def _again(suspects: list[Suspect], found: list[Suspect]) -> Iterator[None]:
 def _refers(value: Any) -> bool:
     """True for weak references, such as nn.LSTM's to its parameters, which can't be moved while there is one."""
     return isinstance(value, list) and any(isinstance(x, weakref.ref) for x in value)
-
-
-_ABSENT = object()
 
 
 def _likely(suspect: Suspect, rows: int) -> bool:
@@ -232,7 +228,7 @@ def _warn_changed(before: dict[str, Any], one: dict[str, Any], other: dict[str, 
     """Warns of what the forward takes back after a later stage has started, and of what each microbatch sets anew."""
     back, own = [], []
     for where in sorted({*one, *before}):
-        start, first, second, end = (each.get(where, _ABSENT) for each in (before, one, other, after))
+        start, first, second, end = (each.get(where, ABSENT) for each in (before, one, other, after))
         if not _same(start, first) and _same(start, end):
             back.append(repr(where))
         elif _plain(first) and not any(_same(first, x) for x in (start, second)) and not _counts(start, first, second):
@@ -261,21 +257,32 @@ def _counts(*values: Any) -> bool:
     return bool(second - first == first - start != 0)
 
 
+_ADVICE = "Keep it in a local variable, or return it from the block"
+
+
 def _verify(
     module: nn.Module, before: dict[str, Tensor], rows: list[int], held: list[tuple[nn.Module, dict[str, Any]]]
 ) -> list[Suspect]:
     """Raises for new tensors with a graph; returns others that have as many elements along a dimension as rows."""
-    new = [each for each in kept_tensors(module) if before.get(each[0]) is not each[3]]
+    new = [each for each in kept(module) if before.get(each[0]) is not each[3]]
     graphs = [where for where, _, _, x in new if x.grad_fn is not None]
     if graphs:
-        raise mixed(graphs)
+        raise _shared(graphs)
     attributes = dict(held)
     found = []
     for where, part, own, x in new:
         dims = [dim for dim, size in enumerate(x.shape) if size in rows]
         if dims:
-            found.append(Suspect(where, part, own, attributes.get(part, {}).get(own, _ABSENT), x.shape, dims))
+            found.append(Suspect(where, part, own, attributes.get(part, {}).get(own, ABSENT), x.shape, dims))
     return found
+
+
+def _shared(graphs: list[str]) -> RuntimeError:
+    return RuntimeError(
+        f"the forward left {', '.join(map(repr, graphs[:3]))}, a tensor with a graph, in an attribute of a module, "
+        "which all microbatches share: code in the forward that reads it would get another microbatch's. "
+        f"{_ADVICE}; detach it if nothing there reads it."
+    )
 
 
 def _warn(suspects: list[Suspect], rows: int) -> None:
@@ -285,6 +292,6 @@ def _warn(suspects: list[Suspect], rows: int) -> None:
         warnings.warn(
             f"the forward left {named}, a tensor of {rows} rows, as many as a microbatch has, "
             "in an attribute of a module, which all microbatches share: code in the forward that reads it may get "
-            f"another microbatch's. {ADVICE}.",
+            f"another microbatch's. {_ADVICE}.",
             stacklevel=2,
         )

@@ -1,55 +1,60 @@
-"""What takes the place of a microbatch's tensor in an attribute of a block, which all microbatches share."""
+"""What takes the place of a microbatch's tensor in an attribute of a module, which all microbatches share."""
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from splitpipe.core.torch_private import DisableTorchFunction
 
 
-class Stale:
-    """Stands in the attribute, named ``where``, once the stage of the block has ended: whatever uses it raises.
+class Stale(Tensor):
+    """Stands in an attribute, named ``where``, once its stage has ended: whatever uses it raises.
 
-    It passes for a tensor if it stands for one, so that code which looks for tensors doesn't overlook it.
+    It is a tensor, because code may ask for one: ``isinstance(block.attn, Tensor)``.
     """
 
-    def __init__(self, where: str, tensor: bool) -> None:
-        self.__dict__.update(where=where, tensor=tensor)
+    place: str
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return Tensor if self.__dict__["tensor"] else Stale
+    def __new__(cls, where: str) -> Stale:
+        with DisableTorchFunction():
+            made = torch.empty(0, device="cpu").as_subclass(cls)
+        made.place = where
+        return made
 
-    def __reduce__(self) -> Any:
-        return Stale, (self.__dict__["where"], self.__dict__["tensor"])
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<{self.place} of one microbatch, no longer there>"
 
-    def __repr__(self) -> str:
-        return f"<{self.__dict__['where']} of one microbatch, no longer there>"
+    def __deepcopy__(self, memo: object) -> Stale:
+        return type(self)(self.place)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Questions of copy and pickle, and isinstance(x, nn.Parameter).
+    def __reduce_ex__(self, protocol: object) -> tuple[type[Stale], tuple[str]]:
+        return type(self), (self.place,)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # Questions of Python and torch: whether it is a Parameter.
             raise AttributeError(name)
-        self._used()
+        _used(self)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        with DisableTorchFunction():
-            for x in _leaves((args, kwargs)):
-                if type(x) is Stale:
-                    x._used()
-        raise RuntimeError("a tensor of one microbatch was used in an attribute that all microbatches share")
+        _used((args, kwargs))
 
-    def _used(self, *args: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{self.__dict__['where']!r}, which was a tensor with a graph, is used by a later stage, another "
-            "microbatch or after the call: it belonged to one microbatch, and all of them share the module. Use it "
-            "right after the block, or return it from the block."
-        )
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        _used((args, kwargs))
 
-    __bool__ = __len__ = __iter__ = __getitem__ = __setitem__ = __call__ = __float__ = __int__ = _used
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
-    __neg__ = __pow__ = __matmul__ = __rmatmul__ = __lt__ = __gt__ = _used
+
+def _used(given: Any) -> NoReturn:
+    named = next((repr(x.place) for x in _leaves(given) if isinstance(x, Stale)), "an attribute")
+    raise RuntimeError(
+        f"{named}, which was a tensor with a graph, is used by a later stage, another microbatch or after the call: it "
+        "belonged to one microbatch, and all of them share the module. Use it right after the block that left it, keep "
+        "it in a local variable, or return it from the block."
+    )
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -229,10 +229,9 @@ class ChainRuntime(Runtime):
         return self._guarded(state, loss)
 
     def _watched(self, layers: ModelLayers, call: Call) -> AbstractContextManager[None]:
-        grad = call.state.grad
-        if self._attributes.has_looked(grad):
+        if self._attributes.looked:
             return nullcontext()
-        return self._attributes.reported(_together(layers), [count for _, count in call.rows], grad)
+        return self._attributes.reported(_together(layers), [count for _, count in call.rows])
 
     def report(self, module: nn.Module) -> DeferralReport:
         """The report on deferral, from the uses of parameters seen in the stages' forwards."""

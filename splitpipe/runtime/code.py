@@ -179,6 +179,7 @@ class CodeRuntime(Runtime):
         return CodeRun(
             call, stages, self._forward, blocks, self._homes,
             ranked=not scheduled and call.state.grad,
+            in_turn=self._in_turn(call),
             one_graph=not scheduled and not parts and not self._homes.several,
             calls=BlockNodes(call, stages, layers, self._block_cache),
             tracing=tracing,
@@ -195,11 +196,18 @@ class CodeRuntime(Runtime):
             self._resources.block_caches.add(found)
         return found
 
+    def _watches(self, call: Call) -> tuple[list[int], bool]:
+        return [count for _, count in call.rows], self.module.training and call.state.grad
+
+    def _in_turn(self, call: Call) -> bool:
+        """Whether ops must run one after another."""
+        return self._homes.in_turn or self.attributes.watches(*self._watches(call))
+
     @contextmanager
-    def _watched(self, call: Call, kind: Any) -> Iterator[None]:
+    def _watched(self, call: Call) -> Iterator[None]:
         """Watches what microbatches leave in the module's attributes, and adds a hint to their errors."""
         try:
-            with self.attributes.watched(self.module, [count for _, count in call.rows], kind):
+            with self.attributes.watched(self.module, *self._watches(call)):
                 yield
         except Exception as error:
             if call.input.hint and len(call.rows) > 1:
@@ -236,7 +244,7 @@ class CodeRuntime(Runtime):
         work = CodeDropinWork(run, cutting, self._resources.routes(call.computes), self._homes)
         for i, activation in enumerate(call.cut(call.input, 0)):
             work.forwards.append(CodeForward(run, i, activation, work))
-        found, numbers = self._found(work, threads, self._watched(call, kind))
+        found, numbers = self._found(work, threads, self._watched(call))
         if len(work.forwards) > 1:
             self._numbers.end(kind, any(isinstance(x, Tensor) and not x.dim() for x in found[0][0]) or any(numbers))
         run.verify_copies()
@@ -312,8 +320,8 @@ class CodeRuntime(Runtime):
             objective=objective,
             losses=self._losses,
         )
-        with forgetting(threads, step.forwards), self._watched(call, kind):
-            loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._homes.in_turn)
+        with forgetting(threads, step.forwards), self._watched(call):
+            loss = trainer.train(layers, call, targets or absent(division), scale, step, in_turn=self._in_turn(call))
             numbers = [forward.numbers for forward in step.forwards]
         step.leave()
         if tracing is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable
-from itertools import count
-from threading import Event
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.partition.stale import Stale
 from tests.engine.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
+from tests.helpers.twin import assert_same_tensors
 
 
 class Experts(nn.Module):
@@ -63,7 +62,7 @@ def batch(rows: int = 7) -> dict[str, Tensor]:
 def test_a_block_may_leave_tensors_for_the_code_right_after_it(after: Any, schedule: str, checkpoint: str) -> None:
     model = assert_same_step(Mixture(after), batch(), cuts=["blocks.2"], schedule=schedule, checkpoint=checkpoint)
     left = [vars(part)[own] for part in model.modules() for own in {"weights", "balance", "history"} & {*vars(part)}]
-    assert len(left) == 12 and {type(value) for value in left} == {Stale}
+    assert len(left) == 12 and all(type(value) is Stale for value in left)
 
 
 USES: list[Callable[[Any], Any]] = [
@@ -77,42 +76,14 @@ USES: list[Callable[[Any], Any]] = [
 def test_a_later_stage_may_not_use_them_nor_what_comes_after_the_call(schedule: str) -> None:
     model, arguments = piped(Mixture(last=lambda block: block.gate.balance), ["blocks.2"], schedule=schedule), batch()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"gate.balance'.* is used by a later stage"):
+        with pytest.raises(RuntimeError, match=r"'blocks.0.gate.balance'.* is used by a later stage") as caught:
             model(**arguments)
+        assert "between blocks, stage 1" in str(caught.value.__notes__)
     model.last = None
     model(**arguments)["loss"].backward()
     for use in USES:
         with pytest.raises(RuntimeError, match="'blocks.0.weights'.* or after the call"):
             use(model.blocks[0].weights)
-    assert isinstance(model.blocks[0].weights, Tensor) and not isinstance(model.blocks[0].history, Tensor)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_later_stage_that_gets_the_next_microbatchs_raises_in_the_last_one(schedule: str) -> None:
-    calls, left, used = count(), Event(), Event()
-
-    def second(block: nn.Module, args: Any, output: Any) -> None:
-        if next(calls) == 1:
-            left.set()
-            assert used.wait(10)
-
-    def use(block: Any) -> Any:
-        if block is not model.blocks[0]:
-            return 0
-        assert left.wait(10)
-        try:
-            return block.gate.balance
-        finally:
-            used.set()
-
-    model = piped(Mixture(), ["blocks.2"], schedule=schedule, reduction="mean")
-    with torch.no_grad(), pytest.warns(UserWarning, match="left 'blocks.0.weights'"):
-        model(**batch())  # The first call, in which ops run one after another.
-    model.blocks[0].register_forward_hook(second)
-    model.last = use
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="'blocks.0.gate.balance'.* is used by a later stage"):
-            model(**batch())
 
 
 def test_recomputation_leaves_none_either() -> None:
@@ -133,23 +104,12 @@ def test_the_model_can_be_copied_and_saved_after_a_call() -> None:
             block.weights.sum()
 
 
-def test_without_gradients_they_are_those_of_the_microbatch_too() -> None:
-    model, arguments = piped(Mixture(), ["blocks.2"]), batch()
-    with torch.no_grad(), pytest.warns(UserWarning, match="left 'blocks.0.weights'"):
-        model(**arguments)
-    model(**arguments)
-    model.last = lambda block: block.gate.balance
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="gate.balance'.* by a later stage"):
-            model(**arguments)
-
-
 def test_a_single_microbatch_is_the_batch() -> None:
     arguments = batch()
     model = piped(Mixture(), ["blocks.2"])
     model(**arguments)
     model(**{name: x[:1] for name, x in arguments.items()})
-    assert len(model.blocks[0].weights) == 1
+    assert isinstance(model.blocks[0].weights, Tensor) and len(model.blocks[0].weights) == 1
 
 
 class Chain(nn.Module):
@@ -194,7 +154,7 @@ class Collecting(Recurrent):
 @pytest.mark.parametrize(("block", "names", "says"), [
     (Remembering, "abc", "'several.0.last', which was a tensor with a graph, is used by .*another microbatch"),
     (Collecting, "abc", "the forward left 'several.0.all.*, a tensor with a graph"),
-    (Experts, "aba", "the forward left 'several.0.weights'.* a tensor with a graph"),
+    (Experts, "aba", "the forward sets 'several.0.weights', .* in stages . and ."),
 ], ids=["read by the next microbatch", "added to a list", "called in two stages"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_what_microbatches_would_mix_is_an_error_each_time(
@@ -216,3 +176,162 @@ def test_an_error_of_the_forward_is_not_hidden() -> None:
 
     with pytest.raises(ZeroDivisionError, match="of the user's"):
         piped(Mixture(failing), ["blocks.2"])(**batch())
+
+
+class Reset(Mixture):
+    """Sets what blocks leave to another value, at the start or at the end."""
+
+    def __init__(self, when: str, value: Any) -> None:
+        super().__init__(lambda block: block.gate.balance)
+        self.when, self.value = when, value
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks if self.when == "start" else ():
+            block.gate.balance = self.value  # type: ignore[union-attr]
+        y = super().forward(x, labels)
+        for block in self.blocks if self.when == "end" else ():
+            block.gate.balance = self.value  # type: ignore[union-attr]
+        return y
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+@pytest.mark.parametrize("when", ["start", "end"])
+@pytest.mark.parametrize("value", [None, 0.0])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_code_on_another_stage_may_not_set_them(schedule: str, value: Any, when: str, rows: int) -> None:
+    # With ops in this order, two microbatches may both set it before the block's stage first runs.
+    model, errors = piped(Reset(when, value), ["blocks.2"], schedule=schedule), 0
+    for _ in range(6):
+        try:
+            model(**batch(rows))["loss"].backward()
+        except RuntimeError as error:
+            assert "the forward sets 'blocks." in str(error) and "balance', which was a tensor" in str(error)
+            errors += 1
+    assert errors >= 3
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("first", ["a sample", "one row", "no grad"])
+def test_they_are_found_though_parameters_have_their_homes(first: str, schedule: str) -> None:
+    module = Mixture(lambda block: block.gate.balance / len(block.weights))
+    sample = tuple(batch(3).values()) if first == "a sample" else None
+    model = piped(module, ["blocks.2"], schedule=schedule, sample=sample)
+    if first == "one row":
+        model(**batch(1))["loss"].backward()
+    elif first == "no grad":
+        with torch.no_grad(), pytest.warns(UserWarning, match="'blocks.0.weights'.* rows"):
+            model(**batch())
+    arguments = batch()
+    model.zero_grad()
+    for _ in range(3):
+        model(**arguments)["loss"].backward()
+        module(**arguments)["loss"].backward()
+        assert_same_tensors(model, module)
+    model.last = module.last = lambda block: block.gate.balance
+    with pytest.raises(RuntimeError, match="is used by a later stage"):
+        model(**arguments)
+
+
+def test_without_a_graph_they_are_withdrawn_as_well() -> None:
+    model = piped(Mixture(), ["blocks.2"])
+    model(**batch())["loss"].backward()
+    with torch.no_grad():
+        model(**batch())
+    assert type(model.blocks[0].weights) is Stale
+
+
+class Appending(Experts):
+    """Adds what it leaves to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.append(self.gate(x).square().mean())
+        return x + self.layer(x)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_list_may_be_emptied_right_after(anew: bool, schedule: str, checkpoint: str) -> None:
+    def after(block: Any) -> Any:
+        found = sum(block.losses)
+        if anew:
+            block.losses = []
+        else:
+            block.losses.clear()
+        return found
+
+    module = Mixture(after)
+    module.blocks = nn.ModuleList(Appending() for _ in range(4))
+    model = assert_same_step(module, batch(), cuts=["blocks.2"], schedule=schedule, checkpoint=checkpoint, steps=3)
+    assert all(block.losses == [] for block in model.blocks)
+
+
+def test_a_first_call_that_fails_leaves_attributes_as_they_were() -> None:
+    plain = Chain(Remembering() for _ in range(3))
+    model = piped(plain, ["several.1"], chunks=2)
+    with pytest.raises(RuntimeError, match="another microbatch"):
+        model(torch.randn(8, 4))
+    assert all(block.last is None for block in model.several)
+
+
+def test_asking_whether_one_is_a_tensor_says_yes() -> None:
+    last: Callable[[Any], Any] = lambda block: block.weights.sum() if isinstance(block.weights, Tensor) else 0  # noqa: E731
+    model = piped(Mixture(last=last), ["blocks.2"])
+    with pytest.raises(RuntimeError, match="'blocks.0.weights'.* is used by a later stage"):
+        model(**batch())
+
+
+def test_a_list_that_blocks_of_several_stages_add_to_is_an_error() -> None:
+    module = Mixture(lambda block: block.losses.pop())
+    module.blocks = nn.ModuleList(Appending() for _ in range(4))
+    for block in module.blocks:
+        block.losses = module.blocks[0].losses  # type: ignore[assignment]
+    model = piped(module, ["blocks.2"])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the forward left 'blocks.0.losses.*, a tensor with a graph"):
+            model(**batch())
+
+
+class Caching(Experts):
+    """Keeps a constant."""
+
+    scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.arange(4.0).to(x).cos()
+        return x + self.layer(x) * self.scale
+
+
+class Counting(Experts):
+    """Leaves a count, which has no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = (x[:, 0] > 0).sum() + 1
+        return x + self.layer(x)
+
+
+def test_a_cache_is_none_of_them() -> None:
+    module = Mixture(lambda block: block.scale.sum())
+    module.blocks = nn.ModuleList(Caching() for _ in range(4))
+    model = assert_same_step(module, batch(), cuts=["blocks.2"], checkpoint="always")
+    assert not model.inner.forward.runtime.attributes.left and model.blocks[0].scale.shape == (4,)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_count_that_a_block_leaves_counts(checkpoint: str) -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList(Counting() for _ in range(3)), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            for block in self.blocks:
+                x = block(x)
+            return {"loss": (self.head(x) - labels).abs().sum() / self.blocks[2].count}  # type: ignore[operator]
+
+    assert_same_step(Counted(), batch(), cuts=["blocks.1"], checkpoint=checkpoint, steps=3)

@@ -208,12 +208,12 @@ def doubled(net: Any, x: Tensor) -> Tensor:
 
 #: What no schedule can run, and what only those that go backward themselves can't.
 NEVER: list[tuple[Any, type[Exception], str]] = [
-    (skip, RuntimeError, "in an attribute of a module|that the pipeline doesn't know"),
+    (skip, RuntimeError, "'skip', which was a tensor with a graph, is used by a later stage"),
     (statistic, ValueError, "no dimension of the batch"),
     (contrast, ValueError, "its second dimension is the batch too"),
-    (conditioned, RuntimeError, "left 'condition', a tensor with a graph"),
-    (recurrent, RuntimeError, "left 'states', 'states, number 1', a tensor with a graph"),
-    (recorded, RuntimeError, "left 'state, number 1', a tensor with a graph"),
+    (conditioned, RuntimeError, "'condition', which was a tensor with a graph, is used by a later stage"),
+    (recurrent, RuntimeError, "'states', which was a tensor with a graph, is used by a later stage"),
+    (recorded, RuntimeError, "'state', which was a tensor with a graph, is used by a later stage"),
     (doubled, RuntimeError, "another tensor replaces the parameter 'b.weight'"),
 ]
 BACKWARD: list[tuple[Any, type[Exception], str]] = [

@@ -370,7 +370,7 @@ class _Numbered(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y: Tensor = self.layer(x)
-        return y, self.number(y).reshape(1)
+        return y, self.number(y).reshape(-1)
 
 
 def regular(number: Callable[[Tensor], Tensor]) -> tuple[nn.Module, nn.Module]:
@@ -378,8 +378,9 @@ def regular(number: Callable[[Tensor], Tensor]) -> tuple[nn.Module, nn.Module]:
     return plain, SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
 
 
-def test_a_number_in_a_vector_that_a_block_returns_is_that_of_the_batch() -> None:
-    plain, model = regular(lambda y: y.square().mean())
+@pytest.mark.parametrize("number", [lambda y: y.square().mean(), lambda y: y.square().mean(0)], ids=["one", "many"])
+def test_a_number_in_a_vector_that_a_block_returns_is_that_of_the_batch(number: Callable[[Tensor], Tensor]) -> None:
+    plain, model = regular(number)  # There are more of them than rows of a microbatch.
     for rows in (EVEN, UNEVEN, EVEN):
         x, labels = batch("flat", rows)
         assert_close(backward(model, model(x, labels)["loss"]), backward(plain, plain(x, labels)["loss"]))
