@@ -62,6 +62,10 @@ class Attributes:
         self.suspects: list[Suspect] = []
         self._look: Callable[[int], None] = _nothing
 
+    def restructured(self) -> None:
+        """The model's modules have changed: looks again, and lets go of those that were replaced."""
+        self.looked, self.left = set(), Left()
+
     def watches(self, rows: Sequence[int], trains: bool) -> bool:
         """Whether it looks at a call; then, ops must run one after another. ``rows``: of each microbatch."""
         return len(rows) > 1 and (trains not in self.looked or self.left.again > 0)

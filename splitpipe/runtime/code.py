@@ -131,8 +131,10 @@ class CodeRuntime(Runtime):
         if not self._homes.trained and not self._versions:
             self._versions = {part: buffer_versions(part) for part in blocks.opened}
         self._compiler.compile(blocks.blocks)
-        if self._known is None or not self._known[0].structure.same():
+        if self._known is not None and not self._known[0].structure.same():
             self._known = None
+            self.attributes.restructured()
+        if self._known is None:
             self._homes.restructured()
         several, compiled = self._homes.several, user_compiled(self.module) if self._known is None else self._known[2]
         for part in (*blocks.blocks, *blocks.opened):

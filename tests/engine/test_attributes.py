@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -335,3 +337,14 @@ def test_a_count_that_a_block_leaves_counts(checkpoint: str) -> None:
             return {"loss": (self.head(x) - labels).abs().sum() / self.blocks[2].count}  # type: ignore[operator]
 
     assert_same_step(Counted(), batch(), cuts=["blocks.1"], checkpoint=checkpoint, steps=3)
+
+
+def test_a_block_that_takes_anothers_place_is_looked_at_and_the_other_is_freed() -> None:
+    model = piped(Mixture(), ["blocks.2"])
+    model(**batch())["loss"].backward()
+    replaced = weakref.ref(model.blocks[0])
+    model.blocks[0] = Experts()
+    for _ in range(2):
+        model(**batch())["loss"].backward()
+    gc.collect()
+    assert replaced() is None and type(model.blocks[0].weights) is Stale
