@@ -38,8 +38,11 @@ hypothesis.settings.load_profile("repeats")
 #: Files that take longest, so that they are not left to the end of a run by several processes.
 LONG = tuple(f"{name}.py" for name in (
     "devices/test_sites", "devices/test_failing", "devices/test_paths", "gpu/test_checks_cuda",
+    "clients/test_losses", "clients/test_transformers", "clients/test_trainer", "clients/test_examples",
     "compiled/test_layers", "promise/test_transparency", "promise/test_properties", "promise/test_dtensor",
-    "schedule/test_search", "compiled/test_ddp", "faults/test_interrupts", "faults/test_processes", "faults/test_ops",
+    "benchmarks/test_parts", "promise/test_losses", "promise/test_counts", "benchmarks/test_training",
+    "schedule/test_search", "doors/test_readme", "doors/test_doors", "compiled/test_ddp",
+    "faults/test_interrupts", "faults/test_processes", "faults/test_ops",
     "distributed/test_pipeline", "promise/test_ddp", "doors/test_bad_input", "planner/test_choose",
     "schedule/test_blocks", "faults/test_threads",
 ))
