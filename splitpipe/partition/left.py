@@ -84,7 +84,7 @@ class Left:
 
     def __bool__(self) -> bool:
         """Whether there are any, or there may be."""
-        return self._module is not None or bool(self._of_block)
+        return self._module is not None or bool(self._of_block or self._of_stage)
 
     def following(self, block: nn.Module, stage: int, call: Callable[..., Any]) -> Callable[..., Any]:
         """A block's call, of which is found what it leaves; recomputed, it leaves these attributes as it found them."""

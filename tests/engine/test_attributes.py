@@ -348,3 +348,19 @@ def test_a_block_that_takes_anothers_place_is_looked_at_and_the_other_is_freed()
         model(**batch())["loss"].backward()
     gc.collect()
     assert replaced() is None and type(model.blocks[0].weights) is Stale
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_the_code_between_blocks_leaves_is_withdrawn_in_each_call(schedule: str) -> None:
+    class Keeping(Chain):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = super().forward(x)
+            self.last_loss = y["loss"]
+            return {"loss": self.last_loss * 2}
+
+    model = assert_same_step(
+        Keeping(nn.Linear(4, 4) for _ in range(3)), {"x": torch.randn(7, 4)}, cuts=["several.1"], schedule=schedule,
+        steps=4,
+    )
+    with pytest.raises(RuntimeError, match="'last_loss', .* or after the call"):
+        model.inner.last_loss.backward()
