@@ -10,7 +10,7 @@ from splitpipe.core.torch_private import DisableTorchFunction
 
 
 class Stale(Tensor):
-    """Stands in an attribute, named ``where``, once its stage has ended: whatever uses it raises.
+    """The value of an attribute, ``where``, from the end of its stage on: whatever uses it raises an error.
 
     It is a tensor, because code may ask for one: ``isinstance(block.attn, Tensor)``.
     """
