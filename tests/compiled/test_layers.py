@@ -190,6 +190,7 @@ def test_for_a_second_size_a_graph_of_all_sizes_is_compiled(graphs: list[str]) -
     assert len(graphs) <= 6
 
 
+@pytest.mark.thorough
 @WAYS
 def test_what_is_no_single_graph_runs_as_it_is_and_says_why(way: dict[str, Any], codes: list[Code]) -> None:
     plain, model = twins(nn.Sequential(Block(), Asks(), Block(), Asks()), **way)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.partition.stale import Stale
 from tests.engine.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
+from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors
 
 
@@ -56,13 +57,18 @@ def batch(rows: int = 7) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 4), "labels": torch.randn(rows, 4)}
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("after", [
-    None, lambda block: block.gate.balance / len(block.weights), lambda block: block.history["weights"][0].mean(),
-], ids=["unused", "number", "rows"])
-def test_a_block_may_leave_tensors_for_the_code_right_after_it(after: Any, schedule: str, checkpoint: str) -> None:
-    model = assert_same_step(Mixture(after), batch(), cuts=["blocks.2"], schedule=schedule, checkpoint=checkpoint)
+#: What the code right after a block computes from what it has left.
+AFTER: dict[str, Any] = {
+    "unused": None,
+    "number": lambda block: block.gate.balance / len(block.weights),
+    "rows": lambda block: block.history["weights"][0].mean(),
+}
+
+
+@pairwise(after=[*AFTER], schedule=SCHEDULES, checkpoint=CHECKPOINTS)
+def test_a_block_may_leave_tensors_for_the_code_right_after_it(after: str, schedule: str, checkpoint: str) -> None:
+    module = Mixture(AFTER[after])
+    model = assert_same_step(module, batch(), cuts=["blocks.2"], schedule=schedule, checkpoint=checkpoint)
     left = [vars(part)[own] for part in model.modules() for own in {"weights", "balance", "history"} & {*vars(part)}]
     assert len(left) == 12 and all(type(value) is Stale for value in left)
 
@@ -196,10 +202,7 @@ class Reset(Mixture):
         return y
 
 
-@pytest.mark.parametrize("rows", [2, 7])
-@pytest.mark.parametrize("when", ["start", "end"])
-@pytest.mark.parametrize("value", [None, 0.0])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pairwise(schedule=["gpipe", "1f1b"], value=[None, 0.0], when=["start", "end"], rows=[2, 7])
 def test_code_on_another_stage_may_not_set_them(schedule: str, value: Any, when: str, rows: int) -> None:
     # With ops in this order, two microbatches may both set it before the block's stage first runs.
     model, errors = piped(Reset(when, value), ["blocks.2"], schedule=schedule), 0
@@ -212,8 +215,7 @@ def test_code_on_another_stage_may_not_set_them(schedule: str, value: Any, when:
     assert errors >= 3
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("first", ["a sample", "one row", "no grad"])
+@pairwise(first=["a sample", "one row", "no grad"], schedule=["gpipe", "1f1b"])
 def test_they_are_found_though_parameters_have_their_homes(first: str, schedule: str) -> None:
     module = Mixture(lambda block: block.gate.balance / len(block.weights))
     sample = tuple(batch(3).values()) if first == "a sample" else None
@@ -251,9 +253,7 @@ class Appending(Experts):
         return x + self.layer(x)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("anew", [False, True])
+@pairwise(anew=[False, True], schedule=SCHEDULES, checkpoint=CHECKPOINTS)
 def test_a_list_may_be_emptied_right_after(anew: bool, schedule: str, checkpoint: str) -> None:
     def after(block: Any) -> Any:
         found = sum(block.losses)

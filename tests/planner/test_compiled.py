@@ -22,7 +22,6 @@ from tests.helpers.compiling import EAGER
 from tests.helpers.compiling import codes as codes
 from tests.helpers.compiling import graphs as graphs
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
-from tests.helpers.covering import few
 from tests.helpers.modules import Net, batch
 from tests.helpers.planned import MIB, emulated
 
@@ -94,7 +93,8 @@ def test_copies_of_equal_layers_are_compiled_once_for_each_number_of_chunks(
     assert all(part._compiled_call_impl is None for part in module.modules())
 
 
-@pytest.mark.parametrize("compile", few(1, [EAGER, True]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("compile", [EAGER, True])
 def test_a_plan_for_compiled_layers_is_applied_written_and_read(
     compile: Any, codes: list[Any], nothing_compiled: None, tmp_path: Path
 ) -> None:
