@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from splitpipe import SplitPipe
 from splitpipe.partition.stale import Stale
@@ -231,6 +232,18 @@ def test_they_are_found_though_parameters_have_their_homes(first: str, schedule:
         model(**arguments)["loss"].backward()
         module(**arguments)["loss"].backward()
         assert_same_tensors(model, module)
+    assert {type(block.weights) for block in model.blocks} == {Stale}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_the_models_own_checkpoints_recompute_is_of_no_other_stage(schedule: str) -> None:
+    class Saving(Mixture):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return {"loss": F.mse_loss(self.head(x), labels)}
+
+    assert_same_step(Saving(), batch(), cuts=["blocks.2"], schedule=schedule, checkpoint="never", steps=3)
 
 
 def test_without_a_graph_they_are_withdrawn_as_well() -> None:
