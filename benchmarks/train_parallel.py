@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 from splitpipe import SplitPipe, schedule
 
 WIDTH, CLASSES, ROWS = 16, 8, 12  # rows of the whole batch
+CHUNKS = 3
 TOLERANCE = 1e-6
 TIMEOUT = timedelta(seconds=60)  # of a collective whose other processes don't come
 
@@ -82,12 +83,12 @@ def average(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def difference(module: nn.Module, plain: nn.Module) -> float:
     """The largest difference between their gradients."""
-    found = 0.0
+    largest = 0.0
     for parameter, other in zip(module.parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None and other.grad is not None
         grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        found = max(found, (grad - other.grad).abs().max().item())
-    return found
+        largest = max(largest, (grad - other.grad).abs().max().item())
+    return largest
 
 
 def train(options: argparse.Namespace) -> float:
@@ -98,11 +99,10 @@ def train(options: argparse.Namespace) -> float:
     for block in module[1:3]:
         share(block, mesh["tensor"])
     data = mesh["data"]
-    stages = schedule.build(options.schedule, devices=2, chunks=options.chunks).stages
+    stages = schedule.build(options.schedule, devices=2, chunks=CHUNKS).stages
     balance = [len(module) // stages] * stages
     model = SplitPipe(
-        module, balance, devices=["cpu"] * 2, chunks=options.chunks, schedule=options.schedule,
-        checkpoint=options.checkpoint, backward=options.backward, loss_fn=F.cross_entropy,
+        module, balance, devices=["cpu"] * 2, chunks=CHUNKS, schedule=options.schedule, loss_fn=F.cross_entropy,
     )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (model, plain)]
     largest = 0.0
@@ -129,10 +129,7 @@ def main() -> int:
     """Runs the script in one process of those that torchrun starts."""
     parser = argparse.ArgumentParser(description="Train a small model by pipeline x tensor x data parallelism.")
     parser.add_argument("--steps", type=int, default=5, help="training steps (default: %(default)s)")
-    parser.add_argument("--chunks", type=int, default=3, help="microbatches a step (default: %(default)s)")
     parser.add_argument("--schedule", choices=schedule.names(), default="gpipe", help="(default: %(default)s)")
-    parser.add_argument("--checkpoint", choices=("always", "except_last", "never"), help="microbatches to recompute")
-    parser.add_argument("--backward", choices=("split", "autograd"), default="split", help="(default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare the gradients with those of one process")
     options = parser.parse_args()
     processes = int(os.environ.get("WORLD_SIZE", "1"))

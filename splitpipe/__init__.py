@@ -5,36 +5,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from splitpipe.attaching import attach, detach
+    from splitpipe.attaching import attach, deferral_report, detach, record
+    from splitpipe.backward.split_function import SplitFunction
     from splitpipe.balance.defaults import device_map
     from splitpipe.batchnorm import DeferredBatchNorm
+    from splitpipe.checking.check import check
     from splitpipe.core.phase import is_checkpointing, is_recomputing
-    from splitpipe.deferral.function import SplitFunction
     from splitpipe.pipe import SplitPipe
     from splitpipe.planner.plan import Plan
     from splitpipe.planner.planning import DoesNotFitError, plan
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "DeferredBatchNorm", "DoesNotFitError", "Plan", "SplitFunction", "SplitPipe", "is_checkpointing", "is_recomputing",
-    "attach", "detach", "device_map", "plan",
+    "attach", "check", "deferral_report", "detach", "device_map", "plan", "record",
 ]
 
 # Imported on first use: importing torch takes seconds, and schedules don't need it.
-_OWNERS = {
-    "DeferredBatchNorm": "splitpipe.batchnorm",
-    "DoesNotFitError": "splitpipe.planner.planning",
-    "Plan": "splitpipe.planner.plan",
-    "SplitFunction": "splitpipe.deferral.function",
-    "SplitPipe": "splitpipe.pipe",
-    "attach": "splitpipe.attaching",
-    "detach": "splitpipe.attaching",
-    "device_map": "splitpipe.balance.defaults",
-    "is_checkpointing": "splitpipe.core.phase",
-    "is_recomputing": "splitpipe.core.phase",
-    "plan": "splitpipe.planner.planning",
-}
+_OWNERS = {name: f"splitpipe.{module}" for module, names in {
+    "attaching": "attach deferral_report detach record",
+    "backward.split_function": "SplitFunction",
+    "balance.defaults": "device_map",
+    "batchnorm": "DeferredBatchNorm",
+    "checking.check": "check",
+    "core.phase": "is_checkpointing is_recomputing",
+    "pipe": "SplitPipe",
+    "planner.plan": "Plan",
+    "planner.planning": "DoesNotFitError plan",
+}.items() for name in names.split()}
 _DOORS = "balance", "distributed", "schedule", "skip"
 
 if not TYPE_CHECKING:  # Hidden from type checkers, so that they report unknown names.

@@ -19,14 +19,7 @@ For more: python -m splitpipe COMMAND --help"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command given on the command line.
-
-    Args:
-        arguments: the command line, without the program's name.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command that the arguments give, without the program's name; returns the exit code."""
     if arguments and arguments[0] == "schedule":
         return command.main(arguments[1:])
     if arguments and arguments[0] == "plan":  # Imported only when needed: torch takes seconds.

@@ -1,54 +1,36 @@
-"""``attach`` makes a module run as a pipeline, in place; ``detach`` undoes it."""
+"""Functions on a module that runs as a pipeline: ``attach``, ``detach``, ``record`` and ``deferral_report``."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from typing_extensions import Unpack
 
 from splitpipe import checks
+from splitpipe.backward.report import DeferralReport
 from splitpipe.balance.defaults import chosen_cuts
-from splitpipe.batch.custom_split import Split
-from splitpipe.batchnorm import log_undeferred, undefer
-from splitpipe.checks import Checkpoint
-from splitpipe.core.stream import Device
-from splitpipe.loss.reducing import Reduce
-from splitpipe.partition import dispatched
-from splitpipe.partition.call_hook import expose, surround
-from splitpipe.partition.moving import moved
-from splitpipe.partition.resident import Shell, plain
-from splitpipe.piped import Given, Piped, Sample, piped
-from splitpipe.schedule.op import Schedule
+from splitpipe.batchnorm import undefer
+from splitpipe.partition.call_hook import expose
+from splitpipe.partition.device_map import put_back
+from splitpipe.partition.moving import move
+from splitpipe.partition.resident import Resident
+from splitpipe.piped import Arguments, Piped, complete, piped, runtime_of, with_arguments
+from splitpipe.schedule.recording.recording import Recording
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def attach(
-    module: M,
-    cuts: Iterable[str] | None = None,
-    *,
-    devices: Iterable[Device] | None = None,
-    chunks: int | None = None,
-    checkpoint: Checkpoint | None = None,
-    deferred_batch_norm: bool = False,
-    backward: Literal["split", "autograd"] = "split",
-    schedule: str | Schedule = "gpipe",
-    loss_fn: Callable[..., Any] | None = None,
-    grad_scaler: object | None = None,
-    stash_limit: int | None = None,
-    batched: Mapping[str, Any] | None = None,
-    split: Split | None = None,
-    reduction: Literal["mean", "sum"] | Reduce | None = None,
-    sample: Sample | None = None,
-    compile: bool | Mapping[str, Any] = False,
-) -> M:
+@with_arguments
+def attach(module: M, cuts: Iterable[str] | None = None, **options: Unpack[Arguments]) -> M:
     """Makes a module run as a pipeline, in place. It stays the same object, with its class, methods and attributes.
 
     Only ``forward`` is replaced, on the instance, by one with the same signature. Code that knows the module keeps
     working: ``isinstance``, ``generate``, ``save_pretrained``, transformers' Trainer, PEFT.
-    ``SplitPipe(module, cuts=...)`` does the same in a separate wrapper, which also has ``record()`` and
-    ``deferral_report()``. Attaching again replaces the pipeline.
+    ``SplitPipe(module, cuts=...)`` does the same, and returns a wrapper around it. Attaching again replaces the
+    pipeline.
 
     Args:
         module: any module. Its parameters are moved to their stages' devices in the first call, or now if ``sample`` is
@@ -58,30 +40,11 @@ def attach(
             map, at calls of repeated blocks, such as the layers of a transformer, chosen so that each stage's weights,
             gradients and Adam states fill the same share of its device's free memory, or, with ``sample``, so that the
             stages take the same time.
-        devices: one per stage. Default: those of the model's ``hf_device_map``; without one, all accelerators; without
-            any, the CPU for every stage (two stages, without ``cuts``). This and all arguments below are as for
-            SplitPipe.
-        chunks: number of microbatches. Default: four per device.
-        checkpoint: which microbatches have their blocks recomputed in backward.
-        deferred_batch_norm: whether BatchNorm layers keep the running statistics of the whole batch.
-        backward: ``"split"`` or ``"autograd"``.
-        schedule: a name, or a Schedule. All but ``"gpipe"`` run backward inside the forward, from ``loss_fn`` or,
-            without it, from the field ``loss`` of the module's output.
-        loss_fn: ``loss_fn(output, target)``, called if the model is called with ``target=``.
-        grad_scaler: the training loop's ``torch.amp.GradScaler``, for a schedule under float16 autocast.
-        stash_limit: the number of bytes that a stage may keep for deferred weight gradients.
-        batched: how arguments and ``target`` are split, by name: True, False, a dimension, ``"rows"`` (a list with one
-            entry per row), or a nesting of these. Default: tensors whose first dimension has the batch size, which is
-            that of the first tensor, and lists of that length.
-        split: ``split(args, kwargs, chunks)`` returns (args, kwargs) for each microbatch, for inputs that ``batched``
-            can't describe.
-        reduction: how numbers returned by microbatches, such as losses, are combined: ``"mean"`` weighted by rows,
-            ``"sum"``, or (drop-in only) a function of the list of values and the list of row counts. Default: as the
-            trace of the computation shows.
-        sample: the arguments of a call (keyword arguments in a dict, positional ones in a tuple). A forward on one row
-            of them places the parameters now; otherwise, the first call does. Without ``cuts``, stages are timed on the
-            sample too.
-        compile: whether blocks are compiled, as for SplitPipe.
+        options: all other arguments of SplitPipe, with these differences. ``devices`` are, if left out, those of the
+            model's ``hf_device_map``, if it has one. ``batched`` is a dict by argument name, with True, False, a
+            dimension, ``"rows"`` or a nesting of these; by default, tensors are split whose first dimension has the
+            batch size, which is that of the first tensor, and lists of that length. A schedule runs backward from
+            ``loss_fn`` if the module is called with ``target=``, or else from the field ``loss`` of its output.
 
     Returns:
         The module.
@@ -102,29 +65,10 @@ def attach(
         >>> net(torch.randn(4, 4))["y"].shape
         torch.Size([4, 2])
     """
-    names, devices = chosen_cuts(module, cuts, devices, schedule, sample)
-    given = Given(
-        devices=devices, chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred_batch_norm,
-        backward=backward, schedule=schedule, loss_fn=loss_fn, grad_scaler=grad_scaler, stash_limit=stash_limit,
-        split=split, reduction=reduction, compile=compile,
-    )
-    made = piped(module, names, given, batched=batched, sample=sample)
-    if not deferred_batch_norm:
-        log_undeferred(module, made.runtime.options.chunks)
-    made.write_map()
-    surround(module).watch = made.watched
+    given = complete("attach", options)
+    names, given["devices"] = chosen_cuts(module, cuts, given["devices"], given["schedule"], given["sample"])
+    piped(module, names, given)
     return module
-
-
-class Detached:
-    """The forward of a SplitPipe that was detached."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises an error."""
-        raise RuntimeError(
-            "this SplitPipe was detached: expected calls of the module that splitpipe.detach returned, or of a new "
-            "SplitPipe around it. To keep using a model, detach a copy of it (copy.deepcopy)."
-        )
 
 
 def detach(module: nn.Module, device: torch.device | str | int | None = None) -> nn.Module:
@@ -156,65 +100,85 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
         True
     """
     place = None if device is None else checks.resolve_device(device)
-    if isinstance(module, Shell) and not isinstance(vars(module).get("forward"), Detached):
-        found = plain(module)
-    elif isinstance(module, nn.Module) and isinstance(vars(module).get("forward"), Piped):
-        found = module
-    else:
-        raise TypeError(_no_pipeline(module))
+    runtime_of(module, "module")  # Raises unless it is a pipeline.
+    if vars(module).get("forward") is _detached:
+        raise TypeError("module is a SplitPipe that was detached: expected the module that splitpipe.detach returned.")
+    found = module.inner if isinstance(module, Resident) else module
     if place is not None:
-        _bring(found, place)  # First, so that a failure changes nothing.
-    if isinstance(module, Shell):
-        vars(module)["forward"] = Detached()
+        move(found, place)  # First: if it fails, detach can be called again.
+    if isinstance(module, Resident):
+        vars(module)["forward"] = _detached
     forward = vars(found).get("forward")
     if isinstance(forward, Piped):
-        del vars(found)["forward"]
-        if forward.runtime.own is not None:
-            vars(found)["forward"] = forward.runtime.own
-        if forward.attached:
-            vars(found).pop("hf_device_map", None)
-            if forward.map_before is not None:
-                vars(found)["hf_device_map"] = forward.map_before
+        for name, before in ("forward", forward.runtime.own), ("hf_device_map", forward.map_before):
+            vars(found).pop(name, None)
+            if before is not None:
+                vars(found)[name] = before
         if device is None:
-            dispatched.put_back(forward.hooks)
+            put_back(forward.hooks)
     expose(found)
     undefer(found)
     return found
 
 
-def _bring(module: nn.Module, device: torch.device) -> None:
-    """Moves everything in a module, keeping tensors' identities and ties. Pipelines inside it stay where they are."""
-    parts, before = [*_parts(module)], dict[int, torch.device]()
-
-    def bring(x: Tensor) -> Tensor:
-        before.setdefault(id(x), x.device)
-        return moved(x, device)
-
-    try:
-        for part in parts:
-            part._apply(bring, recurse=False)
-    except BaseException:
-        for part in parts:
-            part._apply(lambda x: moved(x, before.get(id(x), x.device)), recurse=False)
-        raise
+def _detached(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "this SplitPipe was detached: expected calls of the module that splitpipe.detach returned, or a new SplitPipe."
+    )
 
 
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    for child in module.children():
-        if not _is_pipeline(child):
-            yield from _parts(child)
+def record(model: nn.Module) -> AbstractContextManager[Recording]:
+    """Records the training steps of a ``with`` block, as a timeline that can be read after it.
+
+    Steps are completed calls that computed a loss and its gradients. Stages on the CPU are timed by the host's clock,
+    others by their streams. The host waits for the devices only at the end of the block.
+
+    Args:
+        model: a SplitPipe, or a module that ``attach`` was called with, with a schedule.
+
+    Returns:
+        A context manager that yields the timeline: ``print`` shows the bottleneck, ``to_html`` draws the timeline above
+        the planned one, and ``costs()`` returns what ``schedule.simulate`` and ``schedule.search`` need.
+
+    Raises:
+        TypeError: ``model`` is not a pipeline.
+        RuntimeError: on entry, if the model has no schedule, or is being recorded already.
+
+    Example:
+        >>> layers = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        >>> model = SplitPipe(torch.nn.Sequential(*layers), balance=[1, 1], devices=["cpu", "cpu"], chunks=2,
+        ...                   schedule="1f1b", loss_fn=torch.nn.MSELoss())
+        >>> with record(model) as timeline:
+        ...     model(torch.randn(4, 4), target=torch.randn(4, 4)).backward()
+        >>> timeline.steps, len(timeline.utilisation)
+        (1, 2)
+    """
+    return runtime_of(model).recordings.open()
 
 
-def _is_pipeline(module: nn.Module) -> bool:
-    return isinstance(module, Shell) or isinstance(vars(module).get("forward"), Piped)
+def deferral_report(model: nn.Module) -> DeferralReport:
+    """Lists which parameters have their gradients deferred, and why others don't, according to the steps so far.
 
+    Args:
+        model: a SplitPipe, or a module that ``attach`` was called with.
 
-def _no_pipeline(module: object) -> str:
-    if isinstance(module, Shell):
-        return "module is a SplitPipe that was detached: expected calls of the module that splitpipe.detach returned."
-    inside = [
-        name for name, part in module.named_modules() if _is_pipeline(part)
-    ] if isinstance(module, nn.Module) else []
-    found = f"; {inside[0]!r} inside it is one: detach that" if inside else ""
-    return f"module is a {type(module).__name__}, not a pipeline: expected a SplitPipe, or an attached module{found}."
+    Returns:
+        A row for each parameter: its name, stage and number of elements, whether it is deferred, and by which function,
+        or why not. ``print`` shows the rows as a table.
+
+    Raises:
+        TypeError: ``model`` is not a pipeline.
+
+    Example:
+        >>> layers = torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)
+        >>> model = SplitPipe(torch.nn.Sequential(*layers), balance=[1, 1], devices=["cpu", "cpu"])
+        >>> output = model(torch.randn(2, 4))
+        >>> print(deferral_report(model))
+        parameter  stage  deferred  why
+        0.weight   0      yes       linear
+        0.bias     0      yes       linear
+        1.weight   1      no        NativeLayerNormBackward0 has no rule
+        1.bias     1      no        NativeLayerNormBackward0 has no rule
+        deferred: 2 of 4 parameters, 71.4% of the elements
+    """
+    return runtime_of(model).report(model)

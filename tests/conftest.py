@@ -15,15 +15,19 @@ import hypothesis
 import pytest
 import torch
 
-from tests.devices.log import settle, softcuda
-from tests.helpers import essence
-from tests.helpers.world import World, opened
-
 # Of a process of pytest-xdist. Functions get back the code that is not measured between tests, not at any time: to find
-# them, slipcover holds what all threads have, which tests of what is let go of would see.
+# them, slipcover reads the frames of all threads, which then keep what a function lets go of. A module takes the number
+# when it is imported, so the package comes after this.
 measuring = getattr(sys.modules.get("slipcover.pytest_plugin"), "_slipcover_instance", None)
 if measuring is not None:
+    assert "splitpipe" not in sys.modules
     measuring.d_miss_threshold = 2**31 - 1
+
+from splitpipe.core.random_numbers import Draws  # noqa: E402
+from splitpipe.runtime import runtime  # noqa: E402
+from tests.devices.log import settle, softcuda  # noqa: E402
+from tests.helpers import essence  # noqa: E402
+from tests.helpers.world import World, opened  # noqa: E402
 
 # The same cases every time, however long one takes, and no file left behind.
 hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None, database=None, max_examples=40)
@@ -38,9 +42,9 @@ hypothesis.settings.load_profile("repeats")
 #: Files that take longest, so that they are not left to the end of a run by several processes.
 LONG = tuple(f"{name}.py" for name in (
     "devices/test_sites", "devices/test_failing", "devices/test_paths", "gpu/test_checks_cuda",
-    "clients/test_losses", "clients/test_transformers", "clients/test_trainer", "clients/test_examples",
+    "clients/test_transformers", "clients/test_trainer", "clients/test_examples",
     "compiled/test_layers", "promise/test_transparency", "promise/test_properties", "promise/test_dtensor",
-    "benchmarks/test_parts", "promise/test_losses", "promise/test_counts", "benchmarks/test_training",
+    "benchmarks/test_parts", "promise/test_losses", "benchmarks/test_training",
     "schedule/test_search", "doors/test_readme", "doors/test_doors", "compiled/test_ddp",
     "faults/test_interrupts", "faults/test_processes", "faults/test_ops",
     "distributed/test_pipeline", "promise/test_ddp", "doors/test_bad_input", "planner/test_choose",
@@ -48,6 +52,8 @@ LONG = tuple(f"{name}.py" for name in (
 ))
 #: What setup.cfg selects where the command line selects nothing.
 ESSENCE = "not thorough"
+#: How long the essential tests take.
+TAKES = "the essential tests take about 2 minutes on a quiet machine, or 80 seconds with -n 2 --dist loadfile"
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 NO_FAKE = "needs the fake CUDA runtime: python -m tests.softcuda tests"
 
@@ -136,6 +142,10 @@ def pytest_configure(config: pytest.Config) -> None:
             hypothesis.settings.load_profile("few")
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return TAKES if config.option.markexpr == ESSENCE and config.args == config.getini("testpaths") else None
+
+
 def settings() -> dict[str, object]:
     """What a test could leave behind in this thread for the next one."""
     return {
@@ -161,6 +171,26 @@ def same_start() -> Iterator[None]:
     before = settings()
     yield
     assert settings() == before, "the test leaves one of torch's settings changed: restore it in a finally"
+
+
+class _NotDrawing(Draws):
+    """Those of a model that is known not to draw before its first call."""
+
+    def __init__(self, known: dict[bool, bool], mode: bool) -> None:
+        known.setdefault(mode, False)
+        super().__init__(known, mode)
+
+    def end(self, recomputes: bool) -> None:
+        """Ends the call; fails if it drew all the same."""
+        super().end(recomputes)
+        assert not self._known[self._mode], "the model draws from the CPU's generator: mark the test with draws"
+
+
+@pytest.fixture(autouse=True)
+def threads_in_first_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call runs op after op, since nobody knows yet whether it draws: a test of one would see no threads."""
+    if request.node.get_closest_marker("draws") is None:
+        monkeypatch.setattr(runtime, "Draws", _NotDrawing)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from splitpipe import DeferredBatchNorm, SplitPipe
-from splitpipe.skip import skippable
+from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.scheduled import loss_of
 from tests.helpers.twin import Looped, assert_same, assert_same_tensors
@@ -33,15 +32,11 @@ def in_the_pipeline(module: nn.Sequential, model: SplitPipe, layer: nn.Module) -
     model[2] = layer
 
 
-def from_behind(module: nn.Sequential, model: SplitPipe, layer: nn.Module) -> None:
-    model[-2] = layer
-
-
 def by_name(module: nn.Sequential, model: SplitPipe, layer: nn.Module) -> None:
     model.set_submodule("2", layer)
 
 
-PLACES = [in_the_original, in_the_pipeline, from_behind, by_name]
+PLACES = [in_the_original, in_the_pipeline, by_name]
 
 
 @pairwise(replace=PLACES, schedule=["gpipe", "1f1b"], called=[False, True])
@@ -107,25 +102,6 @@ def test_a_layer_that_does_what_none_did_before_is_noticed(
             assert_same_tensors(model, plain)
 
 
-@pytest.mark.parametrize("where", ["balance", "cuts"])
-def test_facts_about_layers_outlive_evaluation(where: str) -> None:
-    module = Looped(*made()) if where == "cuts" else made()
-    how: dict[str, Any] = {"cuts": ["2"]} if where == "cuts" else {"balance": [2, 2]}
-    model = SplitPipe(module, devices=["cpu", "cpu"], chunks=2, schedule="1f1b", loss_fn=F.mse_loss, **how)
-    x, y = torch.randn(6, 4), torch.randn(6, 2)
-    found = []
-    layers = []
-    for _ in range(3):
-        model(x, target=y)
-        layers.append(model._runtime._resources._placed())
-        found.append([{**cache.facts} for cache in model._runtime._resources.caches])
-        with torch.no_grad():
-            model(x)
-    assert layers[1] is layers[2] or where == "balance"  # A step doesn't look at all modules again.
-    assert all(known.items() <= later.items() for before, after in zip(found, found[1:]) for known, later in zip(
-        before, after))
-
-
 def test_more_or_fewer_layers_in_the_original_are_an_error_at_the_next_call() -> None:
     x = torch.randn(6, 4)
     for change in (lambda module: module.append(nn.Tanh()), lambda module: module.pop(1)):
@@ -135,64 +111,3 @@ def test_more_or_fewer_layers_in_the_original_are_an_error_at_the_next_call() ->
         change(module)
         with pytest.raises(RuntimeError, match=r"layers now, but balance \[2, 2\] was given for 4"):
             model(x)
-
-
-def test_what_is_put_in_is_deferred_as_the_others_were() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
-    model = wrapped(module, deferred_batch_norm=True)
-    module[1] = nn.BatchNorm1d(4)
-    plain, x = copy.deepcopy(module), torch.randn(6, 4)
-    model(x)
-    plain(x)
-    assert type(model[1]) is DeferredBatchNorm
-    torch.testing.assert_close(model[1].running_mean, plain[1].running_mean)
-
-
-def test_what_cannot_take_the_place_is_an_error_each_time() -> None:
-    class Stashing(nn.Module):
-        def forward(self, x: Any) -> Any:
-            yield x
-
-    module = made()
-    model, x, before = wrapped(module), torch.randn(6, 4), module[1]
-    expected = model(x)
-    wrong = {
-        "on meta and have no data": nn.Linear(4, 4, device="meta"),
-        "stashes 'skip', which no layer pops": skippable(stash=["skip"])(Stashing)(),
-    }
-    for words, layer in wrong.items():
-        module[1] = layer
-        for _ in range(2):
-            with pytest.raises((TypeError, ValueError), match=words):
-                model(x)
-    module[1] = before
-    assert_same(model(x), expected, "output")
-
-
-def test_indices_of_assignments_are_those_of_layers() -> None:
-    model = wrapped(made())
-    with pytest.raises(IndexError, match="index 4 is out of range: the model has 4 layers"):
-        model[4] = nn.Tanh()
-    with pytest.raises(TypeError, match="cannot assign"):
-        model[1] = 3  # type: ignore[assignment]
-
-
-def test_a_layer_of_a_sequential_with_cuts_is_replaced_by_its_number() -> None:
-    module = made()
-    module[1] = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
-    plain, x = copy.deepcopy(module), torch.randn(6, 4)
-    model = SplitPipe(module, cuts=["1.1"], devices=["cpu", "cpu"], chunks=2)
-    model(x)
-    layer = nn.Linear(4, 2)
-    model[3] = layer
-    plain[3] = copy.deepcopy(layer)
-    assert_same(model(x), plain(x), "output")
-
-
-@pytest.mark.parametrize("cuts", [False, True])
-def test_a_module_without_data_is_refused_by_name(cuts: bool) -> None:
-    with torch.device("meta"):
-        module = made()
-    where: dict[str, Any] = {"cuts": ["2"]} if cuts else {"balance": [2, 2]}
-    with pytest.raises(ValueError, match="'0.weight', '0.bias', '2.weight' and 3 more are on meta and have no data"):
-        SplitPipe(module, devices=["cpu", "cpu"], **where)

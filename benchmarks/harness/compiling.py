@@ -9,8 +9,6 @@ import torch._dynamo
 import torch._functorch.config
 from torch import nn
 
-from splitpipe.compiled.layers import fit
-
 #: As torch.compile and SplitPipe take it. What runs is C++ alone, without Python's lock, which stages of one process
 #: would pass to and fro.
 COMPILED: dict[str, Any] = {"options": {"cpp_wrapper": True}}
@@ -19,8 +17,15 @@ COMPILED: dict[str, Any] = {"options": {"cpp_wrapper": True}}
 _KINDS = 64
 
 
+def gains(layer: nn.Module) -> bool:
+    """Says if a layer is more than one op, or has weights whose gradients SplitPipe defers in compiled layers alone."""
+    if next(layer.children(), None) is not None or not type(layer).__module__.startswith("torch.nn."):
+        return True
+    return next(layer.parameters(), None) is not None and not isinstance(layer, (nn.Linear, nn.Conv2d, nn.Embedding))
+
+
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Has torch compile each layer that is more than one op, as SplitPipe(compile=) does, but by inductor alone.
+    """Has torch compile the layers that gain by it, as SplitPipe(compile=) does, but by inductor alone.
 
     Not before the layers are balanced: hooks count their operations, and would be compiled with them.
     """
@@ -28,5 +33,5 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     # A layer that inductor fails at (a reduction cell's backward) runs as it is, as SplitPipe(compile=) has it.
     torch._dynamo.config.suppress_errors = True
     torch._functorch.config.force_non_lazy_backward_lowering = True
-    for layer in filter(fit, layers):
+    for layer in filter(gains, layers):
         layer.compile(backend="inductor", **COMPILED)

@@ -36,15 +36,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--meeting", metavar="PATH",
                         help="a new file, by which processes of a contender find each other")
     options = parser.parse_args(argv)
-    found = Path(splitpipe.__file__).resolve().parent
-    if found != Path("splitpipe").resolve():
-        raise RuntimeError(f"found splitpipe in {found}: expected that of the working directory")
+    package = Path(splitpipe.__file__).resolve().parent
+    if package != Path("splitpipe").resolve():
+        raise RuntimeError(f"found splitpipe in {package}: expected that of the working directory")
     # What libraries print is not an answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     subject = Subject(options.model, options.preset, options.chunks, options.device)
-    known = [*contenders.contenders(subject), *contenders.compiled(subject), *contenders.checkpointed()]
+    known = [*contenders.contenders(subject), *contenders.compiled(subject)]
     contender = next(each for each in known if each.name == options.name)
     torch.set_num_threads(contender.threads)
     if contender.processes > 1:

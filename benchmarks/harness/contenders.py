@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import product
 from shutil import which
 from typing import Any, Literal
 
@@ -17,12 +16,14 @@ from torch import Tensor, nn
 import splitpipe.skip
 from benchmarks.harness.compiling import COMPILED, compile_layers
 from benchmarks.harness.subject import Case, Step, Subject, case, sgd
-from benchmarks.models.loop import Loop, cuts
 from benchmarks.models.resnet import in_blocks
 from splitpipe import SplitPipe, schedule
 
 #: What has the parameters, and a forward and backward of the whole batch, which gives the loss.
 Pass = tuple[nn.Module, Callable[[], Tensor]]
+Engine = Literal["split", "autograd"]
+ENGINES: tuple[Engine, ...] = "split", "autograd"
+NO_TORCHGPIPE = "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,8 @@ class Contender:
 
     def missing(self, subject: Subject) -> str | None:
         """The reason why it can't run here, if there is one."""
-        if self.package == "torchgpipe":
-            if find_spec("torchgpipe") is None:
-                return "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
-            if subject.device == "parts":
-                return "torchgpipe takes no streams as devices: compare with --device cuda"
+        if self.package == "torchgpipe" and find_spec("torchgpipe") is None:
+            return NO_TORCHGPIPE
         if self.compiled and subject.device == "cpu" and which("g++") is None:
             return "torch has no C++ compiler to compile with: there is no g++"
         if self.package == "torch.distributed":
@@ -81,8 +79,8 @@ class Contender:
         return self.make(self._case(subject, skip))
 
     def _case(self, subject: Subject, skip: Any = splitpipe.skip) -> Case:
-        found = case(subject, skip)
-        return replace(found, layers=in_blocks(found.layers, skip)) if self.compiled else found
+        copy = case(subject, skip)
+        return replace(copy, layers=in_blocks(copy.layers, skip)) if self.compiled else copy
 
     def start(self, subject: Subject, rank: int = 0) -> Step:
         """The step of the process with that rank, with the optimizer's."""
@@ -106,12 +104,19 @@ def trained(subject: Subject, module: nn.Module, compute: Callable[[], Tensor]) 
     return step
 
 
+def noting(step: Step, losses: list[float]) -> Callable[[], None]:
+    """A step of one process that adds its loss to a list."""
+
+    def run() -> None:
+        loss = step()
+        assert loss is not None
+        losses.append(loss)
+
+    return run
+
+
 def places(device: str, count: int) -> list[Any]:
     """A device for each of so many, for what a subject calls its device."""
-    if device == "parts":
-        from benchmarks.harness.device_parts import parts
-
-        return parts("cuda", count)
     if device == "cuda" and torch.cuda.device_count() >= count:
         return [f"cuda:{index}" for index in range(count)]
     return ["cuda:0" if device == "cuda" else device] * count
@@ -125,7 +130,7 @@ def backward(loss: Tensor) -> Tensor:
 
 def unwrapped(case: Case, *, compiled: bool = False) -> Pass:
     """The module as it is; one with BatchNorm by microbatch, since that is what all the others normalise."""
-    device = "cuda:0" if case.subject.device == "parts" else places(case.subject.device, 1)[0]
+    device = places(case.subject.device, 1)[0]
     layers, rows = case.layers.to(device), len(case.input)
     compile_layers(layers if compiled else ())
     pieces = case.subject.chunks if case.subject.spec.normed else 1
@@ -138,20 +143,11 @@ def unwrapped(case: Case, *, compiled: bool = False) -> Pass:
     return layers, compute
 
 
-def dropin(
-    case: Case, *, backward_by: Literal["split", "autograd"], checkpoint: str = "never", compiled: bool = False
-) -> Pass:
+def dropin(case: Case, *, backward_by: Engine, checkpoint: str = "never", compiled: bool = False) -> Pass:
     """SplitPipe with the loss outside."""
     more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": checkpoint, "backward": backward_by}
     more["compile"] = COMPILED if compiled else False
     return outside(case, SplitPipe(case.layers, case.balance(2), devices=places(case.subject.device, 2), **more))
-
-
-def by_cuts(case: Case, *, backward_by: Literal["split", "autograd"], checkpoint: str) -> Pass:
-    """SplitPipe by cuts of a module that calls the layers in a loop; of a model without skips."""
-    more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": checkpoint, "backward": backward_by}
-    devices = places(case.subject.device, 2)
-    return outside(case, SplitPipe(Loop(case.layers), cuts=cuts(case.balance(2)), devices=devices, **more))
 
 
 def torchgpipe(case: Case, *, checkpoint: str = "never", compiled: bool = False) -> Pass:
@@ -175,9 +171,7 @@ def outside(case: Case, model: Any) -> Pass:
     return model, lambda: backward(case.subject.spec.loss(model(x), y))
 
 
-def scheduled(
-    case: Case, *, name: str, backward_by: Literal["split", "autograd"] = "split", compiled: bool = False
-) -> Pass:
+def scheduled(case: Case, *, name: str, backward_by: Engine = "split", compiled: bool = False) -> Pass:
     """SplitPipe with the loss inside, by the schedule of that name."""
     built = schedule.build(name, 2, case.subject.chunks)
     more: dict[str, Any] = {"chunks": case.subject.chunks, "checkpoint": "never", "schedule": built}
@@ -191,24 +185,13 @@ def scheduled(
 def drop_ins(checkpoint: str = "never") -> list[Contender]:
     """splitpipe's two engines and torchgpipe, in the same checkpoint mode."""
     more = "" if checkpoint == "never" else f", {checkpoint}"
-    engines: tuple[Literal["split", "autograd"], ...] = ("split", "autograd")
-    found = [
+    own = [
         Contender(
             "splitpipe", f"drop-in, {engine}{more}", "own", partial(dropin, backward_by=engine, checkpoint=checkpoint)
         )
-        for engine in engines
+        for engine in ENGINES
     ]
-    return [*found, Contender("torchgpipe", f"GPipe{more}", "peer", partial(torchgpipe, checkpoint=checkpoint))]
-
-
-def checkpointed() -> list[Contender]:
-    """splitpipe's two engines in the modes that recompute, as a Sequential, and by cuts."""
-    engines: tuple[Literal["split", "autograd"], ...] = ("split", "autograd")
-    found = [each for mode in ("except_last", "always") for each in drop_ins(mode) if each.role == "own"]
-    for mode, engine in product(("never", "except_last", "always"), engines):
-        make = partial(by_cuts, backward_by=engine, checkpoint=mode)
-        found.append(Contender("splitpipe", f"cuts, {engine}, {mode}", "own", make))
-    return found
+    return [*own, Contender("torchgpipe", f"GPipe{more}", "peer", partial(torchgpipe, checkpoint=checkpoint))]
 
 
 def by_schedule(names: tuple[str, ...]) -> list[Contender]:
@@ -222,8 +205,7 @@ def compiled(subject: Subject) -> list[Contender]:
         return []  # Its layers stash and pop, which is no graph.
     names = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
     own = [Contender("splitpipe", name, "own", partial(scheduled, name=name, compiled=True)) for name in names]
-    engines: tuple[Literal["split", "autograd"], ...] = ("split", "autograd")
-    for engine in engines:
+    for engine in ENGINES:
         make = partial(dropin, backward_by=engine, compiled=True)
         own.append(Contender("splitpipe", f"drop-in, {engine}", "own", make))
     peers = [Contender("torchgpipe", "GPipe", "peer", partial(torchgpipe, compiled=True))]

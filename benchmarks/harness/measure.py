@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import random
-import resource
 import shlex
 import statistics
 import sys
@@ -28,12 +27,10 @@ class Timings:
     Attributes:
         wall: seconds of each pass.
         cpu: seconds of processor time of each pass, all threads together.
-        faults: pages that each pass had to ask the system for.
     """
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-    faults: list[int] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -53,11 +50,7 @@ def synchronize() -> None:
 
 
 def interleaved(
-    things: Mapping[str, Callable[[], object]],
-    passes: int,
-    warm_up: int = 2,
-    prepare: Callable[[], object] = lambda: None,
-    wait: Callable[[], object] = synchronize,
+    things: Mapping[str, Callable[[], object]], passes: int, warm_up: int = 2
 ) -> dict[str, Timings]:
     """Times all things once a round, in an order drawn again for each.
 
@@ -67,8 +60,6 @@ def interleaved(
         things: what to call, by name.
         passes: number of rounds.
         warm_up: rounds before, not timed.
-        prepare: called before each pass, not timed.
-        wait: for what was queued; called before each reading of the clock.
 
     Example:
         >>> found = interleaved({"nothing": lambda: None, "little": lambda: sum(range(100))}, passes=3)
@@ -79,17 +70,14 @@ def interleaved(
     timings = {name: Timings() for name in things}
     for number in range(-warm_up, passes):
         for name in draw.sample(list(things), len(things)):
-            prepare()
-            wait()
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            synchronize()
             cpu, wall = time.process_time(), time.perf_counter()
             things[name]()
-            wait()
+            synchronize()
             took = time.perf_counter() - wall, time.process_time() - cpu
             if number >= 0:
                 timings[name].wall.append(took[0])
                 timings[name].cpu.append(took[1])
-                timings[name].faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
     return timings
 
 
@@ -147,47 +135,11 @@ def _status(name: str) -> int:
     raise OSError(f"no {name} in /proc/self/status")
 
 
-def overlap(kernels: Sequence[dict[str, Any]]) -> list[Row]:
-    """For each stream its kernels' time, and how much of it lies beside a kernel of the busiest stream.
-
-    Args:
-        kernels: events of a trace, with start and duration in microseconds, and a stream each.
-
-    Example:
-        >>> event = {"ts": 0.0, "dur": 2.0, "args": {"stream": 7}}
-        >>> overlap([event, {"ts": 1.0, "dur": 1.5, "args": {"stream": 9}}])[1]["beside, ms"]
-        0.001
-    """
-    spans: dict[int, list[tuple[float, float]]] = {}
-    for event in sorted(kernels, key=lambda event: float(event["ts"])):
-        spans.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
-    busy = {number: sum(end - start for start, end in its) for number, its in spans.items()}
-    order = sorted(spans, key=busy.__getitem__, reverse=True)
-    rows = []
-    for number in order:
-        beside = _common(spans[number], spans[order[0]]) if number != order[0] else 0.0
-        rows.append({"stream": number, "kernels": len(spans[number]), "busy, ms": busy[number] / 1e3,
-                     "beside, ms": beside / 1e3})
-    return rows
-
-
-def _common(these: Sequence[tuple[float, float]], those: Sequence[tuple[float, float]]) -> float:
-    """The time that both rows of spans cover, each in order and without overlap of its own."""
-    total, i, k = 0.0, 0, 0
-    while i < len(these) and k < len(those):
-        total += max(0.0, min(these[i][1], those[k][1]) - max(these[i][0], those[k][0]))
-        if these[i][1] < those[k][1]:
-            i += 1
-        else:
-            k += 1
-    return total
-
-
 def environment() -> dict[str, Any]:
     """Where and how this was measured."""
     spec = sys.modules["__main__"].__spec__  # None of a script that is no module.
     script = ["-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join(["python", *script, *sys.argv[1:]]),
         "machine": platform.machine(),
@@ -201,9 +153,9 @@ def environment() -> dict[str, Any]:
         "allocator": {name: value for name, value in os.environ.items() if "MALLOC" in name or name == "LD_PRELOAD"},
     }
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = torch.version.cuda
+    return facts
 
 
 def _cpu() -> str:
@@ -237,7 +189,7 @@ def _cell(value: object) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.3f}"
 
 
-def save(path: str, found: dict[str, Any], tables: Mapping[str, Sequence[Row]]) -> None:
+def save(path: str, environment: dict[str, Any], tables: Mapping[str, Sequence[Row]]) -> None:
     """Writes the tables and their environment as JSON."""
-    text = json.dumps({"environment": found, "tables": tables}, indent=1)
+    text = json.dumps({"environment": environment, "tables": tables}, indent=1)
     Path(path).write_text(text + "\n", encoding="utf-8")

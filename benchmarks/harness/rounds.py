@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +25,10 @@ from benchmarks.harness.subject import Subject
 
 #: Of the repository.
 ROOT = Path(__file__).resolve().parents[2]
-#: Lets glibc map every larger tensor by itself and give it back when it is freed: a process has what its tensors have.
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass
-class Taken:
+class Steps:
     """Times and losses of a contender's steps.
 
     Attributes:
@@ -57,18 +55,12 @@ class Processes:
     Args:
         contender: who.
         subject: what it is to train.
-        environment: variables on top of this process's own.
-        root: the folder from which the processes import splitpipe and benchmarks.
     """
 
-    def __init__(
-        self, contender: Contender, subject: Subject, environment: Mapping[str, str] | None = None, root: Path = ROOT
-    ) -> None:
+    def __init__(self, contender: Contender, subject: Subject) -> None:
         self.contender = contender
-        self._root = root
         threads = str(contender.threads)
-        own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        self._environment = {**os.environ, **own, **(environment or {})}
+        self._environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self._command = [sys.executable, "-m", "benchmarks.harness.contender_process", contender.name]
         self._command += ["--model", subject.model, "--preset", subject.preset, "--chunks", str(subject.chunks)]
         self._command += ["--device", subject.device]
@@ -82,7 +74,7 @@ class Processes:
             self._said.append(tempfile.TemporaryFile())
             command = [*self._command, "--rank", str(rank), *meeting]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said[-1]}
-            self._processes.append(subprocess.Popen(command, cwd=self._root, env=self._environment, **pipes))
+            self._processes.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, **pipes))
         return self
 
     def __exit__(
@@ -112,33 +104,33 @@ class Processes:
                 process.stdin.flush()
         return self._answers()
 
-    def step(self, taken: Taken, timed: bool) -> None:
-        """One step of training, noted in ``taken``."""
+    def step(self, steps: Steps, timed: bool) -> None:
+        """One step of training, added to ``steps``."""
         began = time.perf_counter()
         answers = self.ask("step")
         took = time.perf_counter() - began
         (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
-        taken.first = taken.first or took
-        taken.losses.append(loss)
+        steps.first = steps.first or took
+        steps.losses.append(loss)
         if timed:
-            taken.wall.append(took)
-            taken.cpu.append(sum(answer["cpu"] for answer in answers))
+            steps.wall.append(took)
+            steps.cpu.append(sum(answer["cpu"] for answer in answers))
 
     def peak(self) -> int:
         """Bytes of memory beyond those before the first step, all processes together."""
         return sum(answer["peak"] for answer in self.ask("peak"))
 
     def _answers(self) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+        answers: dict[int, dict[str, Any]] = {}
         numbers = {process.stdout: number for number, process in enumerate(self._processes)}
-        while len(found) < len(self._processes):
-            waiting = [stream for stream, number in numbers.items() if number not in found]
+        while len(answers) < len(self._processes):
+            waiting = [stream for stream, number in numbers.items() if number not in answers]
             for stream in select.select(waiting, [], [])[0]:
                 line = stream.readline()
                 if not line:
                     self._fail(numbers[stream])
-                found[numbers[stream]] = json.loads(line)
-        return [found[number] for number in range(len(self._processes))]
+                answers[numbers[stream]] = json.loads(line)
+        return [answers[number] for number in range(len(self._processes))]
 
     def _fail(self, number: int) -> None:
         self._processes[number].kill()  # Another thread of it may not let it end.
@@ -150,19 +142,7 @@ class Processes:
 
 def rounds(
     contenders: Sequence[Contender], subject: Subject, passes: int, warm_up: int = 1
-) -> dict[str, tuple[Taken, int]]:
-    """Lets all take a turn each round; see ``turns``.
-
-    Args:
-        contenders: that take turns.
-        subject: what they are to train.
-        passes: number of rounds.
-        warm_up: rounds before, not timed.
-    """
-    return turns({each.name: Processes(each, subject) for each in contenders}, passes, warm_up)
-
-
-def turns(groups: Mapping[str, Processes], passes: int, warm_up: int = 1) -> dict[str, tuple[Taken, int]]:
+) -> dict[str, tuple[Steps, int]]:
     """Lets all take a turn each round, in an order drawn again for each.
 
     A turn is two steps, the second of them timed: it finds its memory, its caches and its threads as a step of a long
@@ -170,15 +150,17 @@ def turns(groups: Mapping[str, Processes], passes: int, warm_up: int = 1) -> dic
     given one: who comes first compiles what later ones find in the compiler's cache.
 
     Args:
-        groups: that take turns, by name.
+        contenders: that take turns.
+        subject: what they are to train.
         passes: number of rounds.
         warm_up: rounds before, not timed.
 
     Returns:
         by name, the steps and the peak of memory in bytes.
     """
+    groups = {each.name: Processes(each, subject) for each in contenders}
     draw = random.Random(0)
-    taken = {name: Taken() for name in groups}
+    steps = {name: Steps() for name in groups}
     with ExitStack() as stack:
         for group in groups.values():
             stack.enter_context(group)
@@ -186,17 +168,8 @@ def turns(groups: Mapping[str, Processes], passes: int, warm_up: int = 1) -> dic
             group.wait()
         for number in range(-warm_up, passes):
             for name in draw.sample([*groups], len(groups)) if number >= 0 else groups:
-                groups[name].step(taken[name], timed=False)
-                groups[name].step(taken[name], timed=number >= 0)
+                groups[name].step(steps[name], timed=False)
+                groups[name].step(steps[name], timed=number >= 0)
                 groups[name].ask("rest")
             print(f"round {number + 1} of {passes}", file=sys.stderr, flush=True)
-        return {name: (taken[name], group.peak()) for name, group in groups.items()}
-
-
-def exact_peak(contender: Contender, subject: Subject, passes: int = 3, root: Path = ROOT) -> int:
-    """Bytes that the tensors of a step take at most, all processes together; measured in fresh ones."""
-    with Processes(contender, subject, EXACT, root) as group:
-        group.wait()
-        for _ in range(passes):
-            group.step(Taken(), timed=False)
-        return group.peak()
+        return {name: (steps[name], group.peak()) for name, group in groups.items()}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,12 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 #: Lines of a part that failed to show.
 LAST = 15
+#: What a part may take of the seconds that it takes, about.
+PATIENCE = 3
 
 
 @dataclass(frozen=True)
-class Way:
+class Setting:
     """How a part runs on a kind of device.
 
     Attributes:
@@ -50,11 +52,11 @@ class Part:
 
     name: str
     command: str
-    cpu: Way | None
-    cuda: Way | None
+    cpu: Setting | None
+    cuda: Setting | None
     quick: str
 
-    def way(self, device: str) -> Way | None:
+    def setting(self, device: str) -> Setting | None:
         """How it runs on a device, if it does."""
         return self.cpu if device == "cpu" else self.cuda
 
@@ -62,22 +64,13 @@ class Part:
         """Its command on a device where it runs; where the result goes is left open.
 
         Example:
-            >>> Part("a", "a", Way("--passes 5", 1), Way("--passes 9", 1), "").words("cuda")
+            >>> Part("a", "a", Setting("--passes 5", 1), Setting("--passes 9", 1), "").words("cuda")
             ['a', '--device', 'cuda', '--passes', '9']
         """
-        way = self.way(device)
-        assert way is not None, f"{self.name} does not run on {device}"
+        setting = self.setting(device)
+        assert setting is not None, f"{self.name} does not run on {device}"
         there = "" if device == "cpu" else f"--device {device}"
-        return shlex.split(f"{self.command} {there} {way.options} {self.quick if quick else ''}")
-
-    def result(self, device: str) -> str:
-        """The name of its file.
-
-        Example:
-            >>> Part("compute", "parts.compute", None, None, "").result("cuda")
-            'compute-cuda.json'
-        """
-        return f"{self.name}-{device}.json"
+        return shlex.split(f"{self.command} {there} {setting.options} {self.quick if quick else ''}")
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ def finish(words: Sequence[str], limit: float) -> Outcome:
             code = process.wait(limit)
             fault = f"ended with exit code {code}" if code else None
         except subprocess.TimeoutExpired:
-            fault = f"was stopped after {limit:.0f} s, all that it has"
+            fault = f"was stopped after {limit:.0f} s"
         finally:
             # Its group is itself and what it has started.
             with suppress(ProcessLookupError):
@@ -123,7 +116,7 @@ def finish(words: Sequence[str], limit: float) -> Outcome:
         return Outcome(took, fault, tuple(said.read().splitlines()[-LAST:]))
 
 
-def measured(part: Part, into: Path, device: str, quick: bool, limit: float, asked: str) -> Outcome:
+def measured(part: Part, into: Path, device: str, quick: bool, asked: str) -> Outcome:
     """Runs a part. Its result takes the place of an older one when it is whole, and not before.
 
     Args:
@@ -131,13 +124,13 @@ def measured(part: Part, into: Path, device: str, quick: bool, limit: float, ask
         into: the folder of results.
         device: where to run it.
         quick: see ``Part.quick``.
-        limit: seconds that it may take.
         asked: the command that runs all parts, to be kept in the result.
     """
-    target = into / part.result(device)
+    target, setting = into / f"{part.name}-{device}.json", part.setting(device)
+    assert setting is not None, f"{part.name} does not run on {device}"
     new = into / f".{target.name}.new"
     try:
-        outcome = finish([*part.words(device, quick), "--save", str(new)], limit)
+        outcome = finish([*part.words(device, quick), "--save", str(new)], PATIENCE * setting.seconds)
         if outcome.fault is not None:
             return outcome
         try:
@@ -154,33 +147,6 @@ def measured(part: Part, into: Path, device: str, quick: bool, limit: float, ask
         return outcome
     finally:
         new.unlink(missing_ok=True)
-
-
-def in_turn(
-    parts: Sequence[Part], device: str, budget: float, run: Callable[[Part, float], Outcome]
-) -> dict[str, Outcome]:
-    """Runs the parts one after the other, whatever becomes of each, and prints what does.
-
-    A part may take twice its share of the time, but not what those after it need: so one that hangs is stopped, one
-    that is slow is not, and all of them end in time.
-
-    Args:
-        parts: in their order.
-        device: where they run.
-        budget: seconds for all of them.
-        run: runs a part within so many seconds.
-    """
-    ends = time.perf_counter() + budget
-    seconds = [way.seconds for part in parts if (way := part.way(device))]
-    scale = budget / sum(seconds)
-    found: dict[str, Outcome] = {}
-    for number, part in enumerate(parts):
-        needed = sum(seconds[number + 1 :]) * min(1.0, scale)
-        limit = max(0.0, min(2 * seconds[number] * scale, ends - time.perf_counter() - needed))
-        print(f"[{number + 1}/{len(parts)}] {part.name}: ", end="", flush=True)
-        found[part.name] = run(part, limit)
-        print(sentence(found[part.name]), flush=True)
-    return found
 
 
 def sentence(outcome: Outcome) -> str:

@@ -36,18 +36,18 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         f"python -m benchmarks.parts.{name}", description=description, formatter_class=Help
     )
-    saving(parser)
-    return parser
-
-
-def saving(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--save``."""
     parser.add_argument("--save", metavar="PATH", help="where the tables go as JSON, with the environment")
+    return parser
 
 
 def subjects(parser: argparse.ArgumentParser, models: Sequence[str], preset: str) -> None:
     """Adds the options that choose models, their sizes and their device, with these defaults."""
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(models), help="what is trained")
+    sizes(parser, preset)
+
+
+def sizes(parser: argparse.ArgumentParser, preset: str) -> None:
+    """Adds the options that choose the sizes of models, and their device, with this default."""
     parser.add_argument("--preset", choices=PRESETS, default=preset, help="sizes of the models")
     parser.add_argument("--device", type=device, default="cpu", help=WHERE)
 
@@ -62,10 +62,10 @@ def environment(left_out: Collection[str] = (), packages: Iterable[str] = (), **
     """
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
-    found = {**measure.environment(), "left_out": [*left_out], **more}
+    facts = {**measure.environment(), "left_out": [*left_out], **more}
     if "torchgpipe" in packages:
-        found["torchgpipe"] = version("torchgpipe")
-    return found
+        facts["torchgpipe"] = version("torchgpipe")
+    return facts
 
 
 def show(tables: Mapping[str, Sequence[Row]]) -> None:
@@ -75,12 +75,12 @@ def show(tables: Mapping[str, Sequence[Row]]) -> None:
 
 
 def finish(
-    options: argparse.Namespace, found: dict[str, Any], tables: Mapping[str, Sequence[Row]], wrong: bool = False
+    options: argparse.Namespace, environment: dict[str, Any], tables: Mapping[str, Sequence[Row]], wrong: bool = False
 ) -> int:
     """Prints the tables, and saves them if asked to, unless something is wrong; the exit code, then 1."""
     show(tables)
     if options.save and not wrong:
-        measure.save(options.save, found, tables)
+        measure.save(options.save, environment, tables)
     return int(wrong)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -19,7 +19,6 @@ from benchmarks.models.amoebanet import Cell, amoebanetd
 from benchmarks.models.gpt import gpt
 from benchmarks.models.resnet import resnet101
 from benchmarks.models.unet import unet
-from splitpipe.balance import solver
 
 #: One step of training. Gives the loss, or None in a process that does not see it.
 Step = Callable[[], "float | None"]
@@ -85,8 +84,7 @@ class Subject:
         model: name of the model.
         preset: name of its sizes.
         chunks: number of microbatches.
-        device: "cpu"; "cuda" for a GPU a stage, or the first for all; "cuda:1" for that one; "parts" for parts of the
-            first.
+        device: "cpu"; "cuda" for a GPU a stage, or the first for all; "cuda:1" for that one.
     """
 
     model: str
@@ -144,7 +142,7 @@ class Case:
         costs = self.subject.spec.costs(self.layers, self.subject.size)
         ends = list(accumulate(whole(self.layers, self.skip)))
         sums = [0.0, *accumulate(costs)]
-        counts = solver.solve([sums[end] - sums[start] for start, end in zip([0, *ends], ends)], stages)
+        counts = divided([sums[end] - sums[start] for start, end in zip([0, *ends], ends)], stages)
         cuts = [ends[last - 1] for last in accumulate(counts)]
         return [end - start for start, end in zip([0, *cuts], cuts)]
 
@@ -186,6 +184,26 @@ def sgd(subject: Subject, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=subject.size.rate)
 
 
+def divided(costs: Sequence[float], parts: int) -> list[int]:
+    """Lengths of the most even runs: of the least largest sum, then the least squares of sums, then those of lengths.
+
+    Example:
+        >>> divided([1, 1, 1, 3], 2)
+        [3, 1]
+    """
+    sums = [0.0, *accumulate(costs)]
+    best: dict[int, tuple[float, float, int, list[int]]] = {0: (0.0, 0.0, 0, [])}
+    for _ in range(parts):
+        ways: dict[int, list[tuple[float, float, int, list[int]]]] = {}
+        for start, (most, squares, spread, lengths) in best.items():
+            for end in range(start + 1, len(sums)):
+                cost, length = sums[end] - sums[start], end - start
+                way = max(most, cost), squares + cost**2, spread + length**2, [*lengths, length]
+                ways.setdefault(end, []).append(way)
+        best = {end: min(those) for end, those in ways.items()}
+    return best[len(costs)][3]
+
+
 def whole(layers: nn.Sequential, skip: Any) -> list[int]:
     """Lengths of the runs of layers that stay together: a ResNet's blocks, which cost a copy where they are cut; or 1.
 
@@ -211,23 +229,23 @@ def operations(layers: nn.Sequential, preset: Preset) -> list[float]:
 
     torch.utils.flop_counter finds twice as many, and loads a compiler for it.
     """
-    found: list[float] = []
+    counts: list[float] = []
 
     def count(layer: nn.Module, inputs: object, output: Tensor) -> None:
         assert isinstance(layer.weight, Tensor)
-        found[-1] += output.numel() * layer.weight[0].numel()
+        counts[-1] += output.numel() * layer.weight[0].numel()
 
     heavy = [layer for layer in layers.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
     hooks = [layer.register_forward_hook(count) for layer in heavy]
     value = torch.zeros(1, *preset.sample)
     layers.eval()  # The norms' statistics stay as they are.
     for layer in layers:
-        found.append(0.0)
+        counts.append(0.0)
         value = layer(value)
     layers.train()
     for hook in hooks:
         hook.remove()
-    return found
+    return counts
 
 
 def sentences(preset: Preset) -> tuple[Tensor, Tensor]:
@@ -286,7 +304,7 @@ MODELS = {
     "amoebanet": Model(classified, F.cross_entropy, "images", AMOEBANETS, operations, normed=True),
 }
 PRESETS = sorted(GPTS)
-WHERE = "cpu; cuda: a GPU a stage, or the first for all; cuda:1: that one; parts: stages on parts of the first (cpu)"
+WHERE = "cpu; cuda: a GPU a stage, or the first for all; cuda:1: that one (cpu)"
 
 
 def device(text: str) -> str:
@@ -299,6 +317,6 @@ def device(text: str) -> str:
         >>> device("cuda:1")
         'cuda:1'
     """
-    if not re.fullmatch(r"cpu|parts|cuda(:\d+)?", text):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise ValueError(text)
     return text

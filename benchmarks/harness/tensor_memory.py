@@ -14,38 +14,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler, _profiler_enabled
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
 from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
 
-#: Where C++ has them. Each takes nothing and gives nothing.
+#: Where C++ has it. It takes nothing and gives nothing.
 _LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 _JOIN = "_ZN5torch8autograd8profiler27enableProfilerInChildThreadEv"
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The most bytes of a step's tensors, beyond those that are there before it.
-
-    Attributes:
-        devices: bytes, by device.
-    """
-
-    devices: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Bytes of all devices together, each at its own most."""
-        return sum(self.devices.values())
-
-
-@dataclass(frozen=True)
-class Block:
+class Allocation:
     """The allocator hands out a block of memory, or takes one back.
 
     Attributes:
@@ -61,81 +45,51 @@ class Block:
     out: int
 
 
-@dataclass
-class Watch:
-    """The allocations of a block of code.
+def peaks(
+    step: Callable[[], object], prepare: Callable[[], object], passes: int, device: str = "cpu"
+) -> list[dict[str, int]]:
+    """The most bytes that each of so many steps takes beyond those before it, by device.
 
-    Attributes:
-        blocks: of all threads, in order of time; empty before the end.
-    """
-
-    blocks: list[Block] = field(default_factory=list)
-    _old: list[threading.Thread] = field(default_factory=threading.enumerate)
-
-    def unseen(self) -> list[str]:
-        """The names of other threads that started before, and may allocate what is not noted."""
-        me = threading.current_thread()
-        return [thread.name for thread in self._old if thread is not me and thread.is_alive()]
-
-
-def peak(
-    step: Callable[[], object],
-    *,
-    prepare: Callable[[], object] = lambda: None,
-    warm_up: int = 2,
-    device: str = "cpu",
-) -> Peak:
-    """Counts the last of a few steps.
-
-    A block that was handed out earlier is not missed when it is taken back, and a thread that started earlier is not
-    seen. So the steps before the one that counts are watched as well: threads that stay start in the first of them,
-    and what a step leaves for the next one to free is known.
+    One step more comes before them: it starts the threads that stay, and leaves what a step leaves for the next one.
 
     Args:
-        step: what to count.
+        step: to count; of a model that was not called yet, in a process in which no other threads run.
         prepare: called before each step, and not counted.
-        warm_up: number of steps before the one that counts.
+        passes: number of steps.
         device: type of the devices, "cpu" or "cuda".
 
     Raises:
-        RuntimeError: a profiler runs already, or other threads started before the first step.
+        RuntimeError: a thread that runs already may allocate what is not noted.
         OSError: this torch lets no thread join.
 
     Example:
-        >>> peak(lambda: torch.empty(1000).exp().neg()).total
-        8000
+        >>> peaks(lambda: torch.empty(1000).exp().neg(), lambda: None, passes=2)
+        [{'cpu': 8000}, {'cpu': 8000}]
     """
     if device == "cuda":
-        return _on_cuda(step, prepare, warm_up)
-    with watched() as watch:
-        for _ in range(warm_up):
+        return [_on_cuda(step, prepare) for _ in range(1 + passes)][1:]
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    marks, blocks = [], list[Allocation]()
+    with watched(blocks):
+        for _ in range(1 + passes):
             prepare()
+            first = torch.empty(1)
             step()
-        prepare()
-        before = torch.empty(1)
-        step()
-        after = torch.empty(1)
-        unseen = watch.unseen()
+            marks.append((first, torch.empty(1)))
+    unseen = [thread.name for thread in others if thread.is_alive()]
     if unseen:
-        raise RuntimeError(
-            f"other threads started before the first step, and what they allocate is not seen: found {unseen}. "
-            "Expected none: give peak a model that was not called yet, in a process of its own."
-        )
-    return Peak({"cpu": highest(watch.blocks, before.data_ptr(), after.data_ptr())})
+        raise RuntimeError(f"found other threads, {unseen}; expected a process in which nothing has run.")
+    return [{"cpu": highest(blocks, first.data_ptr(), last.data_ptr())} for first, last in marks[1:]]
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
-    """Notes the blocks of this thread and of those that start inside; the others' neither now nor later.
+def watched(blocks: list[Allocation]) -> Iterator[None]:
+    """Adds the blocks of this thread and of those that start inside, in order of time, when it ends.
 
     Raises:
-        RuntimeError: a profiler runs already.
         OSError: this torch lets no thread join.
     """
     join = _join()
-    if _profiler_enabled():
-        raise RuntimeError("a profiler runs already, and there can be but one: expected none around this.")
-    watch = Watch()
     config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
     _prepare_profiler(config, {ProfilerActivity.CPU})
     # With a scope that nothing here has, no operator is noted, and blocks are.
@@ -151,16 +105,16 @@ def watched() -> Iterator[Watch]:
 
     threading.setprofile(start)
     try:
-        yield watch
+        yield
     finally:
         threading.setprofile(others)
         with lock:
             open_ = False
-            found = _disable_profiler()
-        watch.blocks.extend(_blocks(found.experimental_event_tree()))
+            profile = _disable_profiler()
+        blocks.extend(_blocks(profile.experimental_event_tree()))
 
 
-def highest(blocks: Sequence[Block], first: int, last: int) -> int:
+def highest(blocks: Sequence[Allocation], first: int, last: int) -> int:
     """The most bytes that are out at a time, beyond those that are out at its start.
 
     Args:
@@ -169,28 +123,28 @@ def highest(blocks: Sequence[Block], first: int, last: int) -> int:
         last: of the one that was handed out at the end.
 
     Example:
-        >>> blocks = [Block(0, 1, 4, 100), Block(1, 2, 50, 150), Block(2, 2, -50, 100), Block(3, 3, 4, 104)]
-        >>> highest(blocks, first=1, last=3)
+        >>> events = (0, 1, 4, 100), (1, 2, 50, 150), (2, 2, -50, 100), (3, 3, 4, 104)
+        >>> highest([Allocation(*event) for event in events], first=1, last=3)
         50
     """
     start, end = _last(blocks, first), _last(blocks, last)
     return max(block.out - blocks[start].out for block in blocks[start:end])
 
 
-def _last(blocks: Sequence[Block], address: int) -> int:
+def _last(blocks: Sequence[Allocation], address: int) -> int:
     """The index of the last block at an address; earlier ones at it may be others."""
     return max(number for number, block in enumerate(blocks) if block.address == address and block.size > 0)
 
 
-def _blocks(tree: Sequence[Any]) -> list[Block]:
-    found, stack = [], list(tree)
+def _blocks(tree: Sequence[Any]) -> list[Allocation]:
+    blocks, stack = [], list(tree)
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         its = event.extra_fields
         if event.tag.name == "Allocation" and its.device.type == "cpu":
-            found.append(Block(event.start_time_ns, its.ptr, its.alloc_size, its.total_allocated))
-    return sorted(found, key=lambda block: block.time)
+            blocks.append(Allocation(event.start_time_ns, its.ptr, its.alloc_size, its.total_allocated))
+    return sorted(blocks, key=lambda block: block.time)
 
 
 @cache
@@ -203,17 +157,12 @@ def _join() -> Callable[[], object]:
             if join is not None:
                 join.restype = None
                 return join  # type: ignore[no-any-return]
-    raise OSError(
-        f"torch {torch.__version__} has no function by which a thread joins its profiler: expected {_JOIN} in one of "
-        f"{', '.join(_LIBRARIES)}. Count resident memory instead (measure.growth), or on another system."
-    )
+    raise OSError(f"torch {torch.__version__} has no function by which a thread joins its profiler: expected {_JOIN} "
+                  f"in one of {', '.join(_LIBRARIES)}. Count on another system.")
 
 
-def _on_cuda(step: Callable[[], object], prepare: Callable[[], object], warm_up: int) -> Peak:
+def _on_cuda(step: Callable[[], object], prepare: Callable[[], object]) -> dict[str, int]:
     """By the allocator's own counter, which knows all threads."""
-    for _ in range(warm_up):
-        prepare()
-        step()
     prepare()
     gc.collect()
     devices = range(torch.cuda.device_count())
@@ -224,5 +173,4 @@ def _on_cuda(step: Callable[[], object], prepare: Callable[[], object], warm_up:
     step()
     for device in devices:
         torch.cuda.synchronize(device)
-    most = [torch.cuda.max_memory_allocated(device) for device in devices]
-    return Peak({f"cuda:{device}": most[device] - before[device] for device in devices})
+    return {f"cuda:{device}": torch.cuda.max_memory_allocated(device) - before[device] for device in devices}

@@ -41,7 +41,7 @@ class _Contiguous(torch.autograd.Function):
         return grad.contiguous()
 
 
-class Part(nn.Sequential):
+class Layers(nn.Sequential):
     """Layers that take what the stage before gives: a tensor, or the tensors of a tuple one by one.
 
     What they give is contiguous, as gloo wants it, and so are gradients of what they take: compiled convolutions lay
@@ -50,8 +50,8 @@ class Part(nn.Sequential):
 
     def forward(self, *values: Tensor) -> Any:
         values = tuple(_Contiguous.apply(x) for x in values)
-        found = super().forward(values if len(values) > 1 else values[0])
-        return tuple(x.contiguous() for x in found) if isinstance(found, tuple) else found.contiguous()
+        output = super().forward(values if len(values) > 1 else values[0])
+        return tuple(x.contiguous() for x in output) if isinstance(output, tuple) else output.contiguous()
 
 
 def meet(rank: int, path: str) -> None:
@@ -77,7 +77,7 @@ def step(case: Case, rank: int, name: str, compiled: bool = False) -> Step:
     mine = PLACES[name][rank]
     count = RANKS * len(mine)
     ends = list(accumulate(case.balance(count)))
-    parts = {stage: Part(*case.layers[ends[stage - 1] if stage else 0 : ends[stage]]) for stage in mine}
+    parts = {stage: Layers(*case.layers[ends[stage - 1] if stage else 0 : ends[stage]]) for stage in mine}
     compile_layers(layer for part in parts.values() for layer in part if compiled)
     stages = [pipelining.PipelineStage(part, stage, count, torch.device("cpu")) for stage, part in parts.items()]
     kind = getattr(pipelining, f"Schedule{name}")

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.harness.subject import even
+from benchmarks.harness import train_options
 from benchmarks.models import text
-from benchmarks.models.gpt import gpt
-from splitpipe import schedule
 
 Rate = Callable[[int], float]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -29,11 +27,9 @@ Save = Callable[[dict[str, Any], str], None]
 #: Options of the script that have no meaning here, and why.
 LEFT_OUT = {
     "devices": "each process takes its own",
-    "stages": "there are as many as processes, or a schedule's number for each",
     "checkpoint": "torch.distributed.pipelining keeps all activations",
     "autocast": "its stages agree on one type",
     "resume": "a checkpoint is written whole, and read by the script without torchrun",
-    "unwrapped": "it is one process",
 }
 
 
@@ -42,22 +38,17 @@ def started() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def faults(options: argparse.Namespace) -> list[str]:
-    """Faults of the options under torchrun."""
-    found = [f"--{name} is not for torchrun: {why}" for name, why in LEFT_OUT.items() if getattr(options, name)]
-    if options.balance == ["time"]:
-        found.append("--balance time is not for torchrun: each process would measure another one")
+def verify(options: argparse.Namespace) -> None:
+    """Checks the options under torchrun.
+
+    Raises:
+        ValueError: they make no run.
+    """
+    for name, why in LEFT_OUT.items():
+        if getattr(options, name):
+            raise ValueError(f"--{name} is not for torchrun: {why}")
     if options.batch % options.chunks:
-        found.append(f"--batch must be a multiple of --chunks; found {options.batch} and {options.chunks}")
-    return found
-
-
-def balanced(options: argparse.Namespace, layers: int, size: int) -> list[int]:
-    """Layers of each stage."""
-    stages = size * schedule.build(options.schedule, 1, 1).stages
-    if options.balance:
-        return [int(each) for each in options.balance]
-    return even(layers, stages)
+        raise ValueError(f"--batch must be a multiple of --chunks; found {options.batch} and {options.chunks}")
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor] | None:
@@ -68,7 +59,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def train(options: argparse.Namespace, rate: Rate, loss_of: Loss, evaluated: Evaluate, save: Save) -> int:
-    """Trains, and prints held-out losses in the first process; the exit code.
+    """Trains in a process, and prints held-out losses in the first process; the exit code.
 
     Args:
         options: of the script.
@@ -97,20 +88,19 @@ def _trained(options: argparse.Namespace, rate: Rate, loss_of: Loss, evaluated: 
     rank, size = dist.get_rank(), dist.get_world_size()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    shape = {name: getattr(options, name) for name in ("context", "width", "heads", "layers")}
-    torch.manual_seed(options.seed)
-    layers = gpt(**shape, dropout=options.dropout)
-    plain = gpt(**shape, dropout=options.dropout) if rank == 0 else None
-    balance = balanced(options, len(layers), size)
-    model = Pipeline(layers, balance, chunks=options.chunks, schedule=options.schedule, loss_fn=loss_of)
+    plain = train_options.model(options) if rank == 0 else None
+    balance = train_options.balance(options, size)
+    model = Pipeline(
+        train_options.model(options), balance, chunks=options.chunks, schedule=options.schedule, loss_fn=loss_of
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     data, _ = text.load()
 
     def held_out(step: int) -> float:
-        found = gathered(model)
-        if plain is None or found is None:
+        state = gathered(model)
+        if plain is None or state is None:
             return math.nan
-        whole = {name: found[name] for name in plain.state_dict()}  # In its order, whichever process a layer is in.
+        whole = {name: state[name] for name in plain.state_dict()}  # In its order, whichever process a layer is in.
         plain.load_state_dict(whole)
         loss = evaluated(plain)
         print(f"step {step}: held-out {loss:.4f} nats a byte", flush=True)
@@ -123,7 +113,7 @@ def _trained(options: argparse.Namespace, rate: Rate, loss_of: Loss, evaluated: 
     for step in range(options.steps):
         began = time.perf_counter()
         # All processes draw the same batch: the first stage needs its input, the last one its target.
-        torch.manual_seed(random.Random(f"{options.seed} {step}").getrandbits(63))
+        torch.manual_seed(random.Random(str(step)).getrandbits(63))
         inputs, targets = text.batch(data, options.batch, options.context)
         for group in optimizer.param_groups:
             group["lr"] = rate(step)

@@ -99,21 +99,21 @@ def in_blocks(layers: nn.Sequential, skip: Any) -> nn.Sequential:
         9
     """
     keep, add = ends(skip)
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     inside: list[nn.Module] | None = None
     left = iter(layers)
     for layer in left:
         if isinstance(layer, keep):
             inside = []
         elif inside is None:
-            found.append(layer)
+            blocks.append(layer)
         elif isinstance(layer, add):
             next(left)  # A ReLU, which the block has itself.
-            found.append(Block(inside, layer.module.fit))
+            blocks.append(Block(inside, layer.module.fit))
             inside = None
         else:
             inside.append(layer)
-    return nn.Sequential(*found)
+    return nn.Sequential(*blocks)
 
 
 def resnet(

@@ -2,7 +2,7 @@
 
 Example:
     python -m benchmarks.parts.compute --save benchmarks/results/compute-cpu.json
-    python -m benchmarks.parts.compute --models gpt resnet101 unet amoebanet --passes 5 --no-memory
+    python -m benchmarks.parts.compute --models gpt resnet101 unet amoebanet --passes 5
     python -m benchmarks.parts.compute --device cuda --preset large --models unet --save cuda-results/unet-cuda.json
     python -m benchmarks.parts.compute --passes 3 --contenders zb-v ZBV unwrapped
 """
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.harness import contenders, measure, rounds, script
 from benchmarks.harness.contenders import Contender
 from benchmarks.harness.measure import Row, spread
-from benchmarks.harness.rounds import Taken
+from benchmarks.harness.rounds import Steps
 from benchmarks.harness.subject import Subject
 from splitpipe import schedule
 
@@ -61,11 +61,11 @@ def present(who: Mapping[Subject, Sequence[Contender]]) -> tuple[dict[Subject, l
     return here, [f"{'; '.join(names)}: {why}" for why, names in reasons.items()]
 
 
-def row(each: Contender, its: Taken, subject: Subject, peak: int, exact: int | None) -> Row:
+def row(each: Contender, its: Steps, subject: Subject, peak: int) -> Row:
     """A contender's line of the table."""
     name = each.way.partition(",")[0]
     order = schedule.build(name, 2, subject.chunks) if name in schedule.names() else None
-    cells: Row = {
+    return {
         "contender": each.name,
         "as": each.role,
         **spread(f"{subject.spec.unit} a second", [subject.count / wall for wall in its.wall]),
@@ -75,20 +75,19 @@ def row(each: Contender, its: Taken, subject: Subject, peak: int, exact: int | N
         "processor time, ms": statistics.median(its.cpu) * 1e3,
         "cores busy": measure.ratio(its.cpu, its.wall),
         "cores its schedule fills": "" if order is None else 2 * (1 - schedule.simulate(order).bubble),
+        "peak, MiB (default)": peak / MiB,
+        "last loss": f"{its.losses[-1]:.5f}",
     }
-    if exact is not None:
-        cells["peak, MiB (exact)"] = exact / MiB
-    return {**cells, "peak, MiB (default)": peak / MiB, "last loss": f"{its.losses[-1]:.5f}"}
 
 
-def strayed(found: Mapping[str, Sequence[float]], close: float) -> list[str]:
+def strayed(losses: Mapping[str, Sequence[float]], close: float) -> list[str]:
     """A line for each contender whose losses differ from the first one's, with the first step at which they do.
 
     Args:
-        found: losses of all steps, by name.
+        losses: of all steps, by name.
         close: how far they may be apart, relatively.
     """
-    (first, those), *others = found.items()
+    (first, those), *others = losses.items()
     lines = []
     for name, its in others:
         pairs = list(zip(those, its, strict=True))
@@ -99,19 +98,19 @@ def strayed(found: Mapping[str, Sequence[float]], close: float) -> list[str]:
     return lines
 
 
-def agreed(found: Mapping[str, Sequence[float]], close: float) -> str:
+def agreed(losses: Mapping[str, Sequence[float]], close: float) -> str:
     """A sentence for losses that agree."""
-    losses = next(iter(found.values()))
-    fall = f"they fall from {losses[0]:.6f} to {losses[-1]:.6f}"
-    return f"losses: the same, to {close} of each, at all {len(losses)} steps; {fall}"
+    first, *_, last = its = next(iter(losses.values()))
+    fall = f"they fall from {first:.6f} to {last:.6f}"
+    return f"losses: the same, to {close} of each, at all {len(its)} steps; {fall}"
 
 
-def verdict(who: Sequence[Contender], found: Mapping[str, Taken], subject: Subject) -> list[Row]:
+def verdict(who: Sequence[Contender], steps: Mapping[str, Steps], subject: Subject) -> list[Row]:
     """The best of splitpipe against the best peer and the bound."""
     unit, count = subject.spec.unit, subject.count
 
     def best(these: Sequence[Contender]) -> Contender | None:
-        return min(these, key=lambda each: found[each.name].median, default=None)
+        return min(these, key=lambda each: steps[each.name].median, default=None)
 
     rows: list[Row] = []
     own = best([each for each in who if each.role == "own"])
@@ -121,13 +120,13 @@ def verdict(who: Sequence[Contender], found: Mapping[str, Taken], subject: Subje
             rows.append({
                 "best of": "splitpipe",
                 "is": own.name,
-                "a second": f"{count / found[own.name].median:.4g} {unit}",
+                "a second": f"{count / steps[own.name].median:.4g} {unit}",
                 "against": words,
                 "which is": other.name,
-                "its, a second": f"{count / found[other.name].median:.4g} {unit}",
-                "ratio": measure.ratio(found[other.name].wall, found[own.name].wall),
-                "of medians": found[other.name].median / found[own.name].median,
-                "of minima": min(found[other.name].wall) / min(found[own.name].wall),
+                "its, a second": f"{count / steps[other.name].median:.4g} {unit}",
+                "ratio": measure.ratio(steps[other.name].wall, steps[own.name].wall),
+                "of medians": steps[other.name].median / steps[own.name].median,
+                "of minima": min(steps[other.name].wall) / min(steps[own.name].wall),
             })
     return rows
 
@@ -148,7 +147,6 @@ def make_parser() -> argparse.ArgumentParser:
     words = "those with one of the WORDs for a name, or else in it (all)"
     parser.add_argument("--contenders", nargs="*", default=[], metavar="WORD", help=words)
     parser.add_argument("--compiled", action="store_true", help="also with compiled layers; these come first")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the exact peaks, which take processes more")
     return parser
 
 
@@ -156,18 +154,17 @@ def measured(
     who: Sequence[Contender], subject: Subject, options: argparse.Namespace
 ) -> tuple[dict[str, list[Row]], list[str]]:
     """A model's tables, printed, and whose losses differ."""
-    taken = rounds.rounds(who, subject, options.passes)
+    steps = rounds.rounds(who, subject, options.passes)
     rows = []
     for each in who:
-        its, peak = taken[each.name]
-        exact = None if options.no_memory or subject.device != "cpu" else rounds.exact_peak(each, subject)
-        rows.append(row(each, its, subject, peak, exact))
+        its, peak = steps[each.name]
+        rows.append(row(each, its, subject, peak))
         print(rows[-1], file=sys.stderr, flush=True)
-    best = verdict(who, {name: its for name, (its, _) in taken.items()}, subject)
+    best = verdict(who, {name: its for name, (its, _) in steps.items()}, subject)
     tables = {f"compute, {subject.model}": rows, f"best, {subject.model}": best}
     script.show(tables)
     print("", *map(say, best), sep="\n")
-    losses = {name: its.losses for name, (its, _) in taken.items()}
+    losses = {name: its.losses for name, (its, _) in steps.items()}
     faults = strayed(losses, subject.close)
     print("\n".join(faults) if faults else agreed(losses, subject.close), flush=True)
     return tables, faults
@@ -189,8 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = False
     for subject, its in who.items():
         if its:
-            found, faults = measured(its, subject, options)
-            tables.update(found)
+            more, faults = measured(its, subject, options)
+            tables.update(more)
             wrong = wrong or bool(faults)
     if options.save and not wrong:
         measure.save(options.save, environment, tables)

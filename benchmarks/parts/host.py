@@ -7,28 +7,19 @@ LayerNorm, Linear, GELU, Linear and a sum. Each pipeline's step is compared, in 
 the same checkpointing, with the module called microbatch by microbatch without a pipeline, and with the same pipeline
 in autograd. Launches are counted, not timed.
 
-``--profile`` has py-spy, where it is installed, look a thousand times a second at who holds the interpreter's lock.
-
 Example:
     python -m tests.softcuda host -- --save benchmarks/results/host-fake.json
-    python -m tests.softcuda host -- --devices 2 --passes 3 --profile 10
+    python -m tests.softcuda host -- --devices 2 --passes 3
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +28,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import measure, script
+from benchmarks.harness.contenders import NO_TORCHGPIPE
 from benchmarks.harness.measure import Row
 from benchmarks.models.loop import Loop, cuts
 from splitpipe import SplitPipe
 
 Step = Callable[[], object]
 MODES = "never", "except_last", "always"
-#: Samples a second of a profile, and how many functions get a line.
-RATE, MOST = 1000, 12
 #: Schedules, and how they checkpoint.
 SCHEDULED = ("1f1b", "never"), ("1f1b", "always"), ("zb-h1", "never")
 
@@ -62,13 +52,17 @@ class Way(NamedTuple):
 
     def rivals(self) -> dict[str, Way]:
         """What it is compared with."""
-        found = {"/ torchgpipe": Way("torchgpipe", "drop-in", self.checkpoint, "autograd"), "/ loop": LOOP,
+        ways = {"/ torchgpipe": Way("torchgpipe", "drop-in", self.checkpoint, "autograd"), "/ loop": LOOP,
                  "/ autograd": self._replace(backward="autograd")}
-        return {} if self == LOOP else {name: way for name, way in found.items() if way != self}
+        if self.who == "cuts" and self.checkpoint != "never":
+            ways["/ checkpointed"] = CHECKPOINTED
+        if self.who == "cuts" and self.checkpoint == "never":
+            ways["/ Sequential"] = self._replace(who="Sequential")
+        return {} if self == LOOP else {name: way for name, way in ways.items() if way != self}
 
 
 LOOP = Way("microbatch loop")
-#: The same, with torch's checkpoint around each block: what that costs without a pipeline.
+#: The same, with torch's reentrant checkpoint, the cheaper one, around each block: what that costs without a pipeline.
 CHECKPOINTED = Way("microbatch loop", "torch.utils.checkpoint", "always")
 
 
@@ -80,8 +74,9 @@ class Checkpointed(nn.Module):
         self.blocks = blocks
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=True)
         return x
 
 
@@ -98,11 +93,11 @@ class Block(nn.Module):
 
 def ways(peer: bool) -> list[Way]:
     """All of them; torchgpipe's, if it is there."""
-    found = [LOOP, CHECKPOINTED]
+    every = [LOOP, CHECKPOINTED]
     for who, backward in product(("Sequential", "cuts"), ("split", "autograd")):
-        found += [Way(who, "drop-in", mode, backward) for mode in MODES]
-        found += [Way(who, schedule, mode, backward) for schedule, mode in SCHEDULED]
-    return found + [Way("torchgpipe", "drop-in", mode, "autograd") for mode in MODES] * peer
+        every += [Way(who, "drop-in", mode, backward) for mode in MODES]
+        every += [Way(who, schedule, mode, backward) for schedule, mode in SCHEDULED]
+    return every + [Way("torchgpipe", "drop-in", mode, "autograd") for mode in MODES] * peer
 
 
 def step(way: Way, options: argparse.Namespace, count: int) -> Step:
@@ -174,14 +169,14 @@ def cost(options: argparse.Namespace, peer: bool) -> list[Row]:
     rows: list[Row] = []
     for count in options.devices:
         runs = {str(way): step(way, options, count) for way in ways(peer)}
-        found = measure.interleaved(runs, options.passes, warm_up=2)
+        timings = measure.interleaved(runs, options.passes, warm_up=2)
         for way in ways(peer):
-            its = found[str(way)]
+            its = timings[str(way)]
             rows.append({
                 "devices": count, **way._asdict(), "ms": 1e3 * min(its.wall), "median": 1e3 * its.median,
                 "processor, ms": 1e3 * min(its.cpu), "launches": counted(runs[str(way)]),
-                **{what: min(its.wall) / min(found[str(rival)].wall)
-                   for what, rival in way.rivals().items() if str(rival) in found},
+                **{what: min(its.wall) / min(timings[str(rival)].wall)
+                   for what, rival in way.rivals().items() if str(rival) in timings},
             })
         show(rows, count)
     return rows
@@ -190,38 +185,6 @@ def cost(options: argparse.Namespace, peer: bool) -> list[Row]:
 def show(rows: Sequence[Row], count: int) -> None:
     """Says what there is so far: it takes its time."""
     print(measure.table([row for row in rows if row["devices"] == count]), file=sys.stderr, flush=True)
-
-
-def profiled(options: argparse.Namespace, tool: str) -> list[Row]:
-    """Who holds the interpreter's lock while the default steps: functions, and their shares of the time.
-
-    Args:
-        options: of the command line.
-        tool: the path of py-spy.
-    """
-    rows: list[Row] = []
-    for who in ("Sequential", "cuts"):
-        way = Way(who, "drop-in", "except_last", "split")
-        run = step(way, options, options.devices[0])
-        run()
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "samples.txt")
-            words = [tool, "record", "--gil", "--rate", str(RATE), "--format", "raw", "--output", str(file)]
-            looker = subprocess.Popen([*words, "--duration", str(options.profile), "--pid", str(os.getpid())])
-            while looker.poll() is None:
-                run()
-            samples = file.read_text(encoding="utf-8").splitlines()
-        found = Counter[str]()
-        for line in samples:
-            frames, _, count = line.rpartition(" ")
-            name, _, file_name = frames.rpartition(";")[2].rstrip(")").partition(" (")
-            found[f"{'/'.join(Path(re.sub(r':[0-9]+$', '', file_name)).parts[-2:])}: {name}"] += int(count)
-        every = RATE * options.profile
-        rows.append({"devices": options.devices[0], "who": who, "function": "all", "of the time, %":
-                     100 * found.total() / every})
-        rows += [{"devices": options.devices[0], "who": who, "function": name, "of the time, %": 100 * count / every}
-                 for name, count in found.most_common(MOST)]
-    return rows
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -234,7 +197,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=64, help="rows")
     parser.add_argument("--chunks", type=int, default=8, help="microbatches")
     parser.add_argument("--passes", type=int, default=11, help="timed rounds")
-    parser.add_argument("--profile", type=int, default=0, metavar="SECONDS", help="of the default, for so long")
     return parser
 
 
@@ -243,16 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     torch.set_num_threads(1)
     peer = find_spec("torchgpipe") is not None
-    missing = "torchgpipe is not installed: pip install -e '.[bench]' -c constraints.txt"
-    left_out = [] if peer else [missing]
-    tool = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if options.profile and tool is None:
-        left_out.append("py-spy is not installed: pip install py-spy")
-    environment = script.environment(left_out, ["torchgpipe"] * peer)
-    tables = {"host": cost(options, peer)}
-    if options.profile and tool is not None:
-        tables["who holds the lock"] = profiled(options, tool)
-    return script.finish(options, environment, tables)
+    environment = script.environment([] if peer else [NO_TORCHGPIPE], ["torchgpipe"] * peer)
+    return script.finish(options, environment, {"host": cost(options, peer)})
 
 
 if __name__ == "__main__":

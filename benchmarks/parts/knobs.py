@@ -159,16 +159,16 @@ def row(name: str, knobs: Knobs, default: Row | None, options: argparse.Namespac
     held, most = peaks(knobs, options)
     gc.collect()
     fullest = max(range(knobs.devices), key=most.__getitem__)
-    found = {
+    cells = {
         "change": name,
         "peak, MiB": most[fullest] / MiB,
         "of that weights and Adam, MiB": held[fullest] / MiB,
         "time": knobs.time(),
     }
-    before = default or found
+    before = default or cells
     for column, ratio in ("peak, MiB", "/ default"), ("time", "step, simulated / default"):
-        found[ratio] = found[column] / before[column]
-    return found
+        cells[ratio] = cells[column] / before[column]
+    return cells
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ TARGET = 1.05
 WHO = ("split", "autograd", "torchgpipe")
 
 #: By model with its microbatches, checkpoint mode, and who: bytes by device.
-Found = Mapping[tuple[Subject, str, str], Mapping[str, int]]
+Peaks = Mapping[tuple[Subject, str, str], Mapping[str, int]]
 
 
 def fresh(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -91,33 +91,13 @@ def counted(contender: Contender, subject: Subject, passes: int) -> dict[str, in
     def prepare() -> None:
         module.zero_grad(set_to_none=True)
 
-    if subject.device == "cpu":
-        return {"cpu": max(steps(compute, prepare, passes))}
-    found = [
-        tensor_memory.peak(compute, prepare=prepare, warm_up=int(number == 0), device="cuda").devices
-        for number in range(passes)
-    ]
-    return {place: most for place in found[0] if (most := max(its[place] for its in found))}
-
-
-def steps(compute: Callable[[], object], prepare: Callable[[], None], passes: int) -> list[int]:
-    """Bytes that each of so many steps takes at most, on the CPU, after a first one that starts the threads."""
-    marks: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with tensor_memory.watched() as watch:
-        for _ in range(1 + passes):
-            prepare()
-            first = torch.empty(1)
-            compute()
-            marks.append((first, torch.empty(1)))
-        unseen = watch.unseen()
-    if unseen:
-        raise RuntimeError(f"found other threads, {unseen}; expected a process in which nothing has run: call fresh.")
-    return [tensor_memory.highest(watch.blocks, first.data_ptr(), last.data_ptr()) for first, last in marks[1:]]
+    peaks = tensor_memory.peaks(compute, prepare, passes, "cpu" if subject.device == "cpu" else "cuda")
+    return {place: most for place in peaks[0] if (most := max(its[place] for its in peaks))}
 
 
 def cases(options: argparse.Namespace) -> dict[tuple[Subject, str, str], Contender]:
     """The cases to count. With one microbatch except_last is never, for all of them."""
-    found: dict[tuple[Subject, str, str], Contender] = {}
+    by_case: dict[tuple[Subject, str, str], Contender] = {}
     for model in options.models:
         subjects = [Subject(model, options.preset, chunks, options.device) for chunks in options.chunks]
         for subject in subjects:
@@ -125,17 +105,17 @@ def cases(options: argparse.Namespace) -> dict[tuple[Subject, str, str], Contend
             for mode in options.checkpoint:
                 if mode == "except_last" and same:
                     continue
-                found.update({(subject, mode, who): it for who, it in zip(WHO, contenders.drop_ins(mode))})
+                by_case.update({(subject, mode, who): it for who, it in zip(WHO, contenders.drop_ins(mode))})
         its = contenders.by_schedule(tuple(options.schedules))
-        found.update({(subjects[-1], "never", each.way): each for each in its})
-    return found
+        by_case.update({(subjects[-1], "never", each.way): each for each in its})
+    return by_case
 
 
-def compared(found: Found) -> list[Row]:
+def compared(peaks: Peaks) -> list[Row]:
     """A row for each model, number of microbatches, mode, and device if there are several."""
     rows: list[Row] = []
-    for subject, mode in dict.fromkeys((subject, mode) for subject, mode, who in found if who in WHO):
-        its = {who: found[subject, mode, who] for who in WHO if (subject, mode, who) in found}
+    for subject, mode in dict.fromkeys((subject, mode) for subject, mode, who in peaks if who in WHO):
+        its = {who: peaks[subject, mode, who] for who in WHO if (subject, mode, who) in peaks}
         places = sorted({place for sizes in its.values() for place in sizes})
         for place in places:
             row: Row = {"model": subject.model, "chunks": subject.chunks, "checkpoint": mode}
@@ -155,14 +135,14 @@ def compared(found: Found) -> list[Row]:
 
 def worst(rows: Sequence[Row]) -> list[Row]:
     """For each model and engine, the row where it takes most of torchgpipe's memory, and whether that is the target."""
-    found: list[Row] = []
+    lines: list[Row] = []
     for model in dict.fromkeys(row["model"] for row in rows):
         for engine in ("split", "autograd"):
             ratio = f"{engine} / torchgpipe"
             its = [row for row in rows if row["model"] == model and ratio in row]
             if its:
                 most = max(its, key=lambda row: row[ratio])
-                found.append({
+                lines.append({
                     "model": model,
                     "drop-in": engine,
                     "worst ratio": most[ratio],
@@ -171,7 +151,7 @@ def worst(rows: Sequence[Row]) -> list[Row]:
                     "at most": TARGET,
                     "target": "met" if most[ratio] <= TARGET else "missed",
                 })
-    return found
+    return lines
 
 
 def say(row: Row) -> str:
@@ -179,14 +159,14 @@ def say(row: Row) -> str:
     return f"{row['model']}, {row['drop-in']}: {row['worst ratio']:.3f} of torchgpipe's at worst; {row['target']}"
 
 
-def ordered(found: Found) -> list[Row]:
+def ordered(peaks: Peaks) -> list[Row]:
     """Memory of schedules beside the drop-in pipeline, where nothing is checkpointed."""
     rows: list[Row] = []
-    for (subject, mode, who), its in found.items():
+    for (subject, mode, who), its in peaks.items():
         if who not in WHO:
             row: Row = {"model": subject.model, "chunks": subject.chunks, "schedule": who}
             row["MiB"] = sum(its.values()) / MiB
-            if beside := found.get((subject, mode, "split")):
+            if beside := peaks.get((subject, mode, "split")):
                 row["/ drop-in, split, never"] = sum(its.values()) / sum(beside.values())
             rows.append(row)
     return rows
@@ -214,13 +194,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     left_out = [f"{package}: {why}" for package, why in reasons.items()]
     environment = script.environment(left_out, {each.package for each in here.values()}, threads=1)
 
-    found: dict[tuple[Subject, str, str], dict[str, int]] = {}
+    peaks: dict[tuple[Subject, str, str], dict[str, int]] = {}
     for model in options.models:
         its = [key for key in here if key[0].model == model]
-        found.update(zip(its, apart(counted, [(here[key], key[0], options.passes) for key in its], options.device)))
+        peaks.update(zip(its, apart(counted, [(here[key], key[0], options.passes) for key in its], options.device)))
         print(f"{model}: {len(its)} cases", file=sys.stderr, flush=True)
-    rows = compared(found)
-    tables = {"memory": rows, "worst": worst(rows), "schedules": ordered(found)}
+    rows = compared(peaks)
+    tables = {"memory": rows, "worst": worst(rows), "schedules": ordered(peaks)}
     code = script.finish(options, environment, tables)
     print("", *map(say, tables["worst"]), sep="\n")
     return code

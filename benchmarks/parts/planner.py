@@ -1,11 +1,11 @@
 """The planner against the clock: the step that it predicts and the one that is measured; its balance and others'.
 
 The process keeps the memory that it has had, as PyTorch does on a GPU. By default glibc gives large blocks back to the
-system as soon as they are free, and a step waits for them again, by the order of its ops: --memory returned.
+system as soon as they are free, and a step waits for them again, by the order of its ops.
 
 Example:
     python -m benchmarks.parts.planner --save benchmarks/results/planner-cpu.json
-    python -m benchmarks.parts.planner --models unet --memory returned
+    python -m benchmarks.parts.planner --models unet --passes 11
     python -m benchmarks.parts.planner --device cuda --preset large --save benchmarks/results/planner-cuda.json
 """
 
@@ -23,7 +23,7 @@ import torch
 import splitpipe
 from benchmarks.harness import measure, script
 from benchmarks.harness.measure import Row
-from benchmarks.harness.subject import MODELS, PRESETS, Case, Subject, case
+from benchmarks.harness.subject import MODELS, PRESETS, Case, Subject, case, even
 from splitpipe import Plan, SplitPipe
 from splitpipe.balance import balance_by_time
 
@@ -48,16 +48,6 @@ def step(model: SplitPipe, it: Case) -> Callable[[], None]:
     return run
 
 
-def even(layers: int, stages: int) -> list[int]:
-    """As many layers in each stage, more or less.
-
-    Example:
-        >>> even(7, 3)
-        [3, 2, 2]
-    """
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
-
-
 def balances(plan: Plan, it: Case, seconds: float) -> dict[str, list[int]]:
     """Balances that others would choose, for the same schedule; ``balance_by_time`` has so many seconds."""
     stages = len(plan.balance)
@@ -68,26 +58,26 @@ def balances(plan: Plan, it: Case, seconds: float) -> dict[str, list[int]]:
 
 def models(plan: Plan, it: Case, of: dict[str, list[int]]) -> dict[str, SplitPipe]:
     """The model with each balance, run as planned; equal balances are one."""
-    found: dict[str, SplitPipe] = {}
+    pipelines: dict[str, SplitPipe] = {}
     for name, balance in of.items():
         arguments: dict[str, Any] = {**plan.arguments(), "balance": balance}
-        found[name] = SplitPipe(copy.deepcopy(it.layers), **arguments)
-    return found
+        pipelines[name] = SplitPipe(copy.deepcopy(it.layers), **arguments)
+    return pipelines
 
 
 def rivals(plan: Plan, it: Case, count: int) -> dict[str, tuple[SplitPipe, float]]:
     """Runners-up that fit and have a name, and what is predicted for them."""
-    found = {}
+    pipelines = {}
     for other in plan.runners_up:
         name, *rest = other.way.split(", ")
-        if name not in splitpipe.schedule.names() or len(found) == count:
+        if name not in splitpipe.schedule.names() or len(pipelines) == count:
             continue
         chunks = int(rest[0].split()[0])
         checkpoint = rest[1].partition("=")[2].strip("'") if len(rest) > 1 else "never"
         arguments: dict[str, Any] = {**plan.arguments(), "schedule": name, "chunks": chunks, "checkpoint": checkpoint}
         arguments["balance"] = list(other.balance)
-        found[other.way] = SplitPipe(copy.deepcopy(it.layers), **arguments), other.step_time
-    return found
+        pipelines[other.way] = SplitPipe(copy.deepcopy(it.layers), **arguments), other.step_time
+    return pipelines
 
 
 def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
@@ -95,7 +85,7 @@ def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
     subject, places = it.subject, devices(it.subject.device)
     plan = splitpipe.plan(
         it.layers, it.input, target=it.target, loss_fn=subject.spec.loss, devices=places, chunks=options.chunks,
-        schedules=options.schedules, seconds=options.seconds, progress=False,
+        schedules=options.schedules, seconds=options.seconds,
     )
     print(f"\n{subject.model}\n\n{plan}", flush=True)
     cut = models(plan, it, balances(plan, it, max(0.1, min(5.0, options.seconds))))
@@ -103,7 +93,7 @@ def measured(it: Case, options: argparse.Namespace) -> dict[str, list[Row]]:
     steps = {name: step(model, it) for name, model in cut.items()}
     steps |= {way: step(model, it) for way, (model, _) in others.items()}
     timings = measure.interleaved(steps, options.passes)
-    with cut["planned"].record() as timeline:
+    with splitpipe.record(cut["planned"]) as timeline:
         for _ in range(5):
             steps["planned"]()
     print(f"\n{plan.compare(timeline)}", flush=True)
@@ -141,24 +131,23 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=20.0, help="for the profile of a model")
     add("--passes", type=int, default=5, help="timed rounds")
     add("--rivals", type=int, default=2, help="runners-up that are measured as well")
-    add("--memory", choices=("kept", "returned"), default="kept", help="whether the process keeps free memory")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     options = make_parser().parse_args(argv)
-    environment = script.environment(preset=options.preset, memory=options.memory)
+    environment = script.environment(preset=options.preset)
     tables: dict[str, list[Row]] = {"steps": [], "balances": []}
     for name in options.models:
-        found = measured(case(Subject(name, options.preset, 1, options.device)), options)
-        for title, rows in found.items():
+        more = measured(case(Subject(name, options.preset, 1, options.device)), options)
+        for title, rows in more.items():
             tables[title] += rows
     return script.finish(options, environment, tables)
 
 
 if __name__ == "__main__":
     # Read when a process starts.
-    if make_parser().parse_args().memory == "kept" and not KEPT.items() <= os.environ.items():
+    if not KEPT.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, "-m", MODULE, *sys.argv[1:]], {**os.environ, **KEPT})
     script.run(main)

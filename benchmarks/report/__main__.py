@@ -45,7 +45,7 @@ END = re.compile(r"<!--\s*end\s*-->")
 
 
 @dataclass(frozen=True)
-class Block:
+class PageBlock:
     """A place on a page that is filled.
 
     Attributes:
@@ -63,69 +63,47 @@ class Block:
     end: int
 
 
-def blocks(text: str) -> Iterator[tuple[int, Block | ValueError]]:
-    """The blocks of a page, or what is wrong with one, each with the line where it starts."""
-    bare = CODE.sub(lambda found: " " * len(found[0]), text)
-    for mark in START.finditer(bare):
-        line = text.count("\n", 0, mark.start()) + 1
-        try:
-            yield line, block(bare, mark)
-        except ValueError as error:
-            yield line, error
-
-
-def block(text: str, mark: re.Match[str]) -> Block:
-    """The block that starts with a mark.
+def blocks(text: str) -> Iterator[tuple[int, PageBlock]]:
+    """The blocks of a page, each with the line where it starts.
 
     Raises:
-        ValueError: it says what no block says, has no end, or would not be taken for text.
+        ValueError: a block has no end, or says what no block says.
     """
-    kind = mark[1]
-    if kind not in OPTIONS:
-        raise ValueError(f"found a block {kind!r}; expected {' or '.join(OPTIONS)}")
-    names, options = [], {}
-    for word in shlex.split(mark[2]):
-        name, equals, value = word.partition("=")
-        if equals and name.isidentifier():
-            options[name] = value
-        else:
-            names.append(word)
-    for name in options:
-        if name not in OPTIONS[kind]:
-            raise ValueError(f"found the option {name!r}; expected, for a {kind}: {', '.join(OPTIONS[kind])}")
-    if not names or (kind == "value" and len(names) != 3):
-        expected = {"table": "FILE and tables", "value": "FILE, TABLE and COLUMN"}[kind]
-        raise ValueError(f"found the names {names}; expected, for a {kind}: {expected}; quote those with blanks")
-    end, following = END.search(text, mark.end()), START.search(text, mark.end())
-    if end is None or (following is not None and following.start() < end.start()):
-        raise ValueError(f"found a {kind} without an end; expected <!-- end --> behind it")
-    before = text[text.rfind("\n", 0, mark.start()) + 1 : mark.start()]
-    if kind == "value" and not before.strip(" \t>*+-"):
-        raise ValueError("found a value at the start of a line, which Markdown takes for HTML; put a word before it")
-    return Block(kind, names, options, mark.end(), end.start())
+    bare = CODE.sub(lambda code: " " * len(code[0]), text)
+    for mark in START.finditer(bare):
+        end, following = END.search(bare, mark.end()), START.search(bare, mark.end())
+        if end is None or (following is not None and following.start() < end.start()):
+            raise ValueError(f"found {mark[0]} without an end; expected <!-- end --> behind it")
+        pairs = [word.partition("=") for word in shlex.split(mark[2])]
+        options = {name: value for name, equals, value in pairs if equals and name.isidentifier()}
+        names = ["".join(pair) for pair in pairs if pair[0] not in options]
+        known = mark[1] in OPTIONS and {*options} <= {*OPTIONS[mark[1]]}
+        if not known or not names or (mark[1] == "value" and len(names) != 3):
+            raise ValueError(f"found {mark[0]}; expected a table or a value, see python -m benchmarks.report --help")
+        yield text.count("\n", 0, mark.start()) + 1, PageBlock(mark[1], names, options, mark.end(), end.start())
 
 
-def filled(page: Path, results: Results) -> tuple[str, list[str], list[str]]:
-    """The text of a page with all its blocks filled; which of them were not so; and what is wrong with others."""
+def filled(page: Path, results: Results) -> tuple[str, list[int]]:
+    """The text of a page with all its blocks filled, and the lines of those that were not so.
+
+    Raises:
+        ValueError: a block is wrong, or asks for what no result has.
+    """
     text = page.read_text(encoding="utf-8")
-    pieces, old, wrong, at = [], [], [], 0
+    pieces, old, at = [], [], 0
     for line, it in blocks(text):
-        where = f"{page.relative_to(ROOT) if page.is_relative_to(ROOT) else page}:{line}"
         try:
-            if isinstance(it, ValueError):
-                raise it
             if it.kind == "table":
                 content = cells.tables(it.names, it.options, results, page.parent)
             else:
                 content = cells.value(it.names, it.options, results)
         except ValueError as error:
-            wrong.append(f"{where}: {error}")
-            continue
+            raise ValueError(f"line {line}: {error}") from None
         if content != text[it.start : it.end]:
-            old.append(f"{where}: found another {it.kind} than {it.names[0]} gives; run python -m benchmarks.report")
+            old.append(line)
         pieces += [text[at : it.start], content]
         at = it.end
-    return "".join([*pieces, text[at:]]), old, wrong
+    return "".join([*pieces, text[at:]]), old
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,18 +111,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="to fill (both README.md and docs/)")
     parser.add_argument("--check", action="store_true", help="write nothing; say what is not as the results are")
     options = parser.parse_args(arguments)
-    results = Results(BENCHMARKS)
-    found = {page: filled(page.resolve(), results) for page in options.pages}
-    faults = [fault for _, old, wrong in found.values() for fault in (*wrong, *(old if options.check else ()))]
-    print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
-    if not options.check:
-        for page, (text, old, wrong) in found.items():
-            if old:
-                page.write_text(text, encoding="utf-8")
-            print(f"{page}: {len(old)} blocks new, {len(wrong)} left as they are")
+    results, faults = Results(BENCHMARKS), 0
+    for page in PAGES:
+        name = page.relative_to(ROOT)
+        try:
+            text, old = filled(page, results)
+        except ValueError as error:
+            faults += 1
+            print(f"{name}, {error}", file=sys.stderr)
+            continue
+        if old and options.check:
+            faults += 1
+            print(f"{name}: not as the results are in lines {old}; run python -m benchmarks.report", file=sys.stderr)
+        elif old:
+            page.write_text(text, encoding="utf-8")
+            print(f"{name}: new in lines {old}")
     return 1 if faults else 0
 
 

@@ -44,8 +44,8 @@ class Results:
 
 @cache
 def _read(path: Path) -> Mapping[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 def unknown(what: str, name: str, there: Iterable[object]) -> ValueError:
@@ -109,27 +109,27 @@ def picked(rows: Sequence[Row], wanted: str) -> list[Row]:
             values.setdefault(column, []).append(value)
         else:
             words.append(each)
-    found = list(rows)
+    chosen = list(rows)
     for column, those in values.items():
         for value in those:
             if not any(reads(row.get(column, ""), value) for row in rows):
                 raise unknown(f"value of {column!r}", value, dict.fromkeys(shown(row.get(column, "")) for row in rows))
-        found = [row for row in found if any(reads(row.get(column, ""), value) for value in those)]
+        chosen = [row for row in chosen if any(reads(row.get(column, ""), value) for value in those)]
     if words:
         fitting = [row for word in words for row in having(rows, word)]
-        found = [row for row in found if row in fitting]
-    if not found:
+        chosen = [row for row in chosen if row in fitting]
+    if not chosen:
         raise ValueError(f"found no row that fits rows={wanted!r}; expected one: ask for less at a time")
-    return found
+    return chosen
 
 
 def having(rows: Sequence[Row], word: str) -> list[Row]:
     """The rows that have a word as a cell, or in a cell."""
     whole = [row for row in rows if any(reads(cell, word) for cell in row.values())]
-    found = whole or [row for row in rows if any(word in cell for cell in row.values() if isinstance(cell, str))]
-    if not found:
+    fitting = whole or [row for row in rows if any(word in cell for cell in row.values() if isinstance(cell, str))]
+    if not fitting:
         raise unknown("row", word, dict.fromkeys(shown(next(iter(row.values()), "")) for row in rows))
-    return found
+    return fitting
 
 
 def tables(names: Sequence[str], options: Mapping[str, str], results: Results, folder: Path) -> str:
@@ -146,12 +146,13 @@ def tables(names: Sequence[str], options: Mapping[str, str], results: Results, f
     """
     file, *names = names
     names = names or list(results.file(file)["tables"])
-    found = {name: selected(results.table(file, name), options) for name in names}
+    selection = {name: selected(results.table(file, name), options) for name in names}
     if "as" in options:  # What stands behind the comma of their names.
-        found = {"": [{options["as"]: name.rpartition(", ")[2], **row} for name in names for row in found[name]]}
+        model = options["as"]
+        selection = {"": [{model: name.rpartition(", ")[2], **row} for name in names for row in selection[name]]}
     parts = []
-    for name, rows in found.items():
-        parts += [f"**{name}**"] if len(found) > 1 else []
+    for name, rows in selection.items():
+        parts += [f"**{name}**"] if len(selection) > 1 else []
         parts.append(measure.table(rows))
     path = Path(os.path.relpath(results.folder / file, folder)).as_posix()
     return "\n" + "\n\n".join([*parts, origin(results.file(file)["environment"], path)]) + "\n"

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.harness.measure import Row
-from benchmarks.report import cells, plotting
+from benchmarks.report import plotting
 from benchmarks.report.plotting import Spread, Tables, axes, bars, lines, look, spread
 from splitpipe import schedule
 
@@ -48,14 +48,14 @@ def throughput(figure: Figure, tables: Tables) -> None:
     peer = all(any(map(SPEEDS["torchgpipe"], rows)) for rows in models.values())
     one = "torchgpipe" if peer else "unwrapped"
     it = axes(figure, f"Speed of training, in that of {one}: more is better", "", f"times {one}")
-    found: dict[str, list[Spread | None]] = {who: [] for who in SPEEDS}
+    speeds: dict[str, list[Spread | None]] = {who: [] for who in SPEEDS}
     for rows in models.values():
         unit = next(name for name in rows[0] if name.endswith(" a second"))
         divisor = next(float(row[unit]) for row in rows if SPEEDS[one](row))
         for who, its in SPEEDS.items():
             best = max(filter(its, rows), key=lambda row: float(row[unit]), default=None)
-            found[who].append(None if best is None else parts_of(spread(best, unit), divisor))
-    bars(it, list(models), {who: its for who, its in found.items() if any(its)})
+            speeds[who].append(None if best is None else parts_of(spread(best, unit), divisor))
+    bars(it, list(models), {who: its for who, its in speeds.items() if any(its)})
     it.axhline(1, color=look(one)[0], lw=1, ls="--", zorder=0)
 
 
@@ -82,32 +82,10 @@ def memory(figure: Figure, tables: Tables) -> None:
         return max(float(row[f"{engine} / torchgpipe"]) for row in its), 0.0, 0.0
 
     engines = ("split", "autograd")
-    found = {f"splitpipe, {engine}": [ratio(engine, group) for group in groups] for engine in engines}
-    bars(it, [f"{mode}\n{model}" for model, mode in groups], found)
+    ratios = {f"splitpipe, {engine}": [ratio(engine, group) for group in groups] for engine in engines}
+    bars(it, [f"{mode}\n{model}" for model, mode in groups], ratios)
     it.tick_params(axis="x", labelsize=6)
     it.axhline(1, color=plotting.ORANGE, lw=1, ls="--", label="torchgpipe")
-    plotting.legend(it)
-
-
-def ablation(figure: Figure, tables: Tables) -> None:
-    """The step with ever more of the pipeline's mechanisms, on the U-Net, with copies that take some time if any do."""
-    name = next((name for name in tables if name == "unet, copies 0.25"), [*tables][-1])
-    column, unit = ("makespan", "forwards of a microbatch") if "makespan" in tables[name][0] else ("ms", "ms")
-    rows = [row for row in tables[name] if row["variant"] == "baseline" or row["variant"].startswith("+")]
-    it = axes(figure, f"Time of a step, mechanism by mechanism: less is better ({name})", unit, "", "x")
-    middle, least, most = ([float(row[of]) for row in rows] for of in (column, "least", "most"))
-    whiskers = [[m - low for m, low in zip(middle, least)], [high - m for m, high in zip(middle, most)]]
-    whose = ["none", *["torchgpipe's, too"] * 3, *["splitpipe's own"] * (len(rows) - 4)]
-    colours = {"none": plotting.GREY, "torchgpipe's, too": plotting.ORANGE, "splitpipe's own": plotting.BLUE}
-    labels = [who if who not in whose[:place] else "" for place, who in enumerate(whose)]
-    it.barh(range(len(rows)), middle, xerr=whiskers, color=[colours[who] for who in whose], label=labels,
-            error_kw=plotting.WHISKER)
-    it.set_yticks(range(len(rows)), [row["variant"] for row in rows])
-    it.invert_yaxis()
-    it.margins(x=0.1)
-    for place, (value, high) in enumerate(zip(middle, most)):
-        beside: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-        it.annotate(cells.shown(value), (high, place), **beside)
     plotting.legend(it)
 
 
@@ -139,11 +117,11 @@ def schedules(figure: Figure, tables: Tables) -> None:
         f"memory, in microbatches ({devices} devices, {microbatches} microbatches)", f"time of a step, {costs}", "both",
     )
     at = [float(row["memory"]) for row in rows]
-    found = [float(row["search"]) for row in rows]
+    spans = [float(row["search"]) for row in rows]
     it.plot(at, [float(row["bound"]) for row in rows], ":", color=plotting.GREY, label="lower bound")
     theirs = [float(row["reference search"]) for row in rows]
     it.plot(at, theirs, "s--", color=plotting.ORANGE, label="reference search of arXiv 2405.15362", **plotting.LINE)
-    it.plot(at, found, "o-", color=plotting.BLUE, label="splitpipe.schedule.search", **plotting.LINE)
+    it.plot(at, spans, "o-", color=plotting.BLUE, label="splitpipe.schedule.search", **plotting.LINE)
     points: dict[tuple[float, float], str] = {}
     for name in schedule.names():
         its = schedule.simulate(schedule.build(name, devices, microbatches), schedule.Costs(3, 4, 2))
@@ -155,7 +133,7 @@ def schedules(figure: Figure, tables: Tables) -> None:
     it.minorticks_off()
     it.margins(x=0.12)
     it.legend()
-    curve = [(x + part * (u - x), y + part * (v - y)) for x, y, u, v in zip(at, found, at[1:], found[1:])
+    curve = [(x + part * (u - x), y + part * (v - y)) for x, y, u, v in zip(at, spans, at[1:], spans[1:])
              for part in (0, 0.2, 0.4, 0.6, 0.8, 1)]
     plotting.label(it, points, curve)
 
@@ -179,7 +157,6 @@ class Picture:
 PICTURES = {
     "throughput": Picture("compute", "compute, ", throughput),
     "memory": Picture("memory-peers", "memory", memory),
-    "ablation": Picture("ablation", "", ablation),
     "chunks": Picture("scaling", "chunks", chunks),
     "schedules": Picture("schedules", "small", schedules),
 }
@@ -192,15 +169,15 @@ def there(folder: Path, names: Sequence[str]) -> dict[Path, tuple[Picture, Path]
         folder: of the results.
         names: of pictures; none: all.
     """
-    found = {}
+    files = {}
     for name in names or PICTURES:
         picture = PICTURES[name]
         for device in DEVICES:
             result = folder / f"{picture.part}-{device}.json"
             tables = json.loads(result.read_text(encoding="utf-8"))["tables"] if result.is_file() else {}
             if any(title.startswith(picture.table) for title in tables):
-                found[folder / f"{name}-{device}.svg"] = picture, result
-    return found
+                files[folder / f"{name}-{device}.svg"] = picture, result
+    return files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,11 +190,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help=f"some of {', '.join(PICTURES)} (all that there are results of)")
     parser.add_argument("--check", action="store_true", help="draw nothing; say which are older than their results")
     options = parser.parse_args(arguments)
-    found = there(options.results, options.only)
+    files = there(options.results, options.only)
     if options.check:
         old = [
             f"{path.name}: is not of this {result.name}; run python -m benchmarks.report.figures"
-            for path, (_, result) in found.items()
+            for path, (_, result) in files.items()
             if not path.is_file() or plotting.source(result) not in path.read_text(encoding="utf-8")
         ]
         print(*old, sep="\n", end="\n" if old else "", file=sys.stderr)
@@ -227,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
               "python -m pip install -e '.[bench]' -c constraints.txt brings", file=sys.stderr)
         return 1
     failed = False
-    for path, (picture, result) in found.items():
+    for path, (picture, result) in files.items():
         try:
             path.write_bytes(plotting.svg(picture.draw, result))
             print(path.name)

@@ -29,6 +29,7 @@ BLUE, SKY, GREEN, ORANGE, RED, GREY = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
 #: Colour, mark and line of who is shown, by the start of the name, the first that fits.
 LOOKS = {
     "unwrapped, 2": (GREY, "-"),
+    "unwrapped, whole batch, 2": (GREY, "-"),
     "unwrapped": (GREY, ":"),
     "torchgpipe": (ORANGE, "s--"),
     "torch.distributed": (RED, "x--"),
@@ -71,12 +72,12 @@ def svg(draw: Callable[[Figure, Tables], None], result: Path) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
-    found = json.loads(result.read_text(encoding="utf-8"))
+    content = json.loads(result.read_text(encoding="utf-8"))
     file = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-        figure.supxlabel(cells.machine(found["environment"]), x=0.01, ha="left", fontsize=7, color=GREY)
-        draw(figure, found["tables"])
+        figure.supxlabel(cells.machine(content["environment"]), x=0.01, ha="left", fontsize=7, color=GREY)
+        draw(figure, content["tables"])
         figure.savefig(file, format="svg", metadata={"Date": None, "Source": source(result)})
     return file.getvalue()
 
@@ -89,11 +90,11 @@ def source(result: Path) -> str:
 def axes(figure: Figure, title: str, x: str, y: str, grid: str = "y") -> Axes:
     """The one plot of a figure."""
     figure.suptitle(title, x=0.01, ha="left")
-    found: Axes = figure.subplots()
-    found.set(xlabel=x, ylabel=y)
-    found.grid(axis=grid)  # type: ignore[arg-type]
-    found.tick_params(length=0)
-    return found
+    plot: Axes = figure.subplots()
+    plot.set(xlabel=x, ylabel=y)
+    plot.grid(axis=grid)  # type: ignore[arg-type]
+    plot.tick_params(length=0)
+    return plot
 
 
 def look(name: str) -> tuple[str, str]:
@@ -103,7 +104,7 @@ def look(name: str) -> tuple[str, str]:
         >>> look("torchgpipe, GPipe")
         ('#e69f00', 's--')
     """
-    return next((found for start, found in LOOKS.items() if name.startswith(start)), (SKY, "x-"))
+    return next((style for start, style in LOOKS.items() if name.startswith(start)), (SKY, "x-"))
 
 
 def spread(row: Row, column: str) -> Spread:
@@ -124,17 +125,17 @@ def legend(it: Axes) -> None:
     it.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=9, **close)
 
 
-def bars(it: Axes, groups: Sequence[str], found: Mapping[str, Sequence[Spread | None]]) -> None:
+def bars(it: Axes, groups: Sequence[str], heights: Mapping[str, Sequence[Spread | None]]) -> None:
     """Bars side by side, a colour for each who, with their numbers above them.
 
     Args:
         it: the plot.
         groups: what stands below each group of bars.
-        found: of each who, for each group.
+        heights: of each who, for each group.
     """
-    width = 0.8 / len(found)
-    for number, (who, its) in enumerate(found.items()):
-        shift = width * (number - (len(found) - 1) / 2)
+    width = 0.8 / len(heights)
+    for number, (who, its) in enumerate(heights.items()):
+        shift = width * (number - (len(heights) - 1) / 2)
         there = [(place + shift, *each) for place, each in enumerate(its) if each is not None]
         places, middle, low, high = zip(*there)
         whiskers = (low, high) if any(low + high) else None
@@ -146,10 +147,10 @@ def bars(it: Axes, groups: Sequence[str], found: Mapping[str, Sequence[Spread | 
     legend(it)
 
 
-def lines(it: Axes, name: str, places: Sequence[float], found: Sequence[Spread]) -> None:
+def lines(it: Axes, name: str, places: Sequence[float], values: Sequence[Spread]) -> None:
     """A line with whiskers."""
     colour, kind = look(name)
-    middle, low, high = zip(*found)
+    middle, low, high = zip(*values)
     it.errorbar(places, middle, [low, high], fmt=kind, color=colour, label=name, **LINE, **WHISKER)
 
 

@@ -13,67 +13,68 @@ from torch import nn
 from splitpipe.balance.balances import balance_by_time
 from splitpipe.checks import accelerators, is_layered, resolve_devices, verify_python
 from splitpipe.core.stream import Device, Place
-from splitpipe.partition.blocks import Blocks, called
-from splitpipe.partition.blocks import device_map as map_of
+from splitpipe.partition.blocks import Blocks, called, no_blocks, repeated
 from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of, share
-from splitpipe.partition.dispatched import device_map_of, verify_resident
-from splitpipe.partition.repeated import no_blocks, repeated
+from splitpipe.partition.device_map import device_map as map_of
+from splitpipe.partition.placement import verify_filled
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule, listed
 from splitpipe.schedule.plurals import counted
 
 _log = logging.getLogger("splitpipe")
 
+#: Schedules for any number of stages, one per device.
+_ANY_NUMBER = None, "gpipe"
+
 
 def chosen_cuts(
-    module: Any, cuts: Iterable[str] | None, devices: Iterable[Device] | None, schedule: str | Schedule, sample: Any
+    module: Any, cuts: Iterable[str] | None, devices: Iterable[Device] | None, schedule: str | Schedule | None,
+    sample: Any,
 ) -> tuple[Iterable[str], Iterable[Device] | None]:
     """The cuts and devices of a module, as given, or chosen where they are None."""
     if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
         return () if cuts is None else cuts, devices  # Faults are reported where all arguments are checked.
     verify_python(module)
-    verify_resident(module)
-    names, homes = cuts_of_map(module, device_map_of(module)) if devices is None else ([], [])
+    verify_filled(module)
+    names, homes = cuts_of_map(module) if devices is None else ([], [])
     if cuts is not None:
         wanted = None if isinstance(cuts, str) else listed(cuts)
         if wanted is None:
             return cuts, None
         return wanted, homes if len(homes) == len(wanted) + 1 else None
     rows = _rows(devices, homes, schedule)
-    if homes and len(_stages(rows, schedule)) == len(homes) and sample is None:
-        found, named = names, _named(rows)
-    else:
-        found, named = _chosen(module, rows, [*repeated(module)], schedule, sample)
+    is_placed = homes and len(_stages(rows, schedule)) == len(homes) and sample is None
+    found, named = (names, _named(rows)) if is_placed else _chosen(module, rows, schedule, sample)
     _log.info("chosen: cuts=%s, devices=%s", found, [str(device) for device in named])
     return found, named
 
 
 def chosen_balance(
-    module: nn.Sequential, devices: Iterable[Device] | None, schedule: str | Schedule, sample: Any
+    module: nn.Sequential, devices: Iterable[Device] | None, schedule: str | Schedule | None, sample: Any
 ) -> tuple[list[int], Iterable[Device]]:
     """The balance and devices of an nn.Sequential, as given, or chosen where they are None."""
-    layers = [*module._modules]
-    cuts, named = _chosen(module, _rows(devices, [], schedule), layers, schedule, sample)
-    starts = [0, *map(layers.index, cuts), len(layers)]
-    found = [end - start for start, end in zip(starts, starts[1:])]
+    cuts, named = _chosen(module, _rows(devices, [], schedule), schedule, sample)
+    names = [*module._modules]
+    ends = [*map(names.index, cuts), len(names)]
+    found = [end - start for start, end in zip([0, *ends], ends)]
     _log.info("chosen: balance=%s, devices=%s", found, [str(device) for device in named])
     return found, named
 
 
 def _chosen(
-    module: nn.Module, rows: list[Place], where: Sequence[str], schedule: str | Schedule, sample: Any
+    module: nn.Module, rows: list[Place], schedule: str | Schedule | None, sample: Any
 ) -> tuple[list[str], list[Device]]:
     """The names of the modules that start stages 1, 2, ..., and the devices: by time, or without a sample by bytes."""
-    places = _stages(rows, schedule)
+    places, layered = _stages(rows, schedule), is_layered(module)
+    where = [*module._modules] if layered else [*repeated(module)]
     if sample is None:
-        found, places = _by_bytes(module, places, where, schedule)
-        return found, _named(rows if schedule != "gpipe" else places)
-    if is_layered(module):
-        # The arguments of a call: an nn.Sequential takes one.
-        given = sample[0] if type(sample) is tuple and len(sample) == 1 else sample
-        balance = balance_by_time(len(places), module, given, device=rows[0].device)
-        return [[*module._modules][start] for start in accumulate(balance[:-1])], _named(rows)
-    return balance_by_time(len(places), module, sample, device=rows[0].device), _named(rows)
+        cuts, places = _by_bytes(module, places, where, schedule)
+        return cuts, _named(places if schedule in _ANY_NUMBER else rows)
+    if layered and type(sample) is tuple and len(sample) == 1:  # A call's arguments: an nn.Sequential takes one.
+        sample = sample[0]
+    device = rows[0].device if rows[0].device.type == "cpu" else None
+    found = balance_by_time(len(places), module, sample, device=device)
+    return [where[start] for start in accumulate(found[:-1])] if layered else found, _named(rows)
 
 
 def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> dict[str, torch.device]:
@@ -102,8 +103,8 @@ def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> di
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
-    places = _rows(devices, [], "gpipe")
-    names, places = _by_bytes(module, places, [*repeated(module)], "gpipe")
+    places = _rows(devices, [], None)
+    names, places = _by_bytes(module, places, [*repeated(module)], None)
     blocks = Blocks(module, names)
     return _with_ties(map_of(blocks, {}, [place.device for place in places], placed=False), blocks)
 
@@ -118,7 +119,9 @@ def _with_ties(found: dict[str, torch.device], blocks: Blocks) -> dict[str, torc
     return found
 
 
-def _rows(devices: Iterable[Device] | None, homes: Sequence[torch.device], schedule: str | Schedule) -> list[Place]:
+def _rows(
+    devices: Iterable[Device] | None, homes: Sequence[torch.device], schedule: str | Schedule | None
+) -> list[Place]:
     """The devices, one per row of the schedule."""
     if devices is not None:
         return resolve_devices(devices)
@@ -126,23 +129,20 @@ def _rows(devices: Iterable[Device] | None, homes: Sequence[torch.device], sched
     found = [Place(device) for device in homes] or accelerators()
     if not found:
         count = count or 2
-        warnings.warn(
-            f"no accelerator is available: using {counted(count, 'stage')} on the CPU. If that is intended, pass "
-            "devices=['cpu', 'cpu'] to silence this warning.", stacklevel=4,
-        )
-        return [Place(torch.device("cpu"))] * count
-    return found if count is None else found[:count]
+        what = f"no accelerator is available: using {counted(count, 'stage')} on the CPU. To silence this warning, "
+        warnings.warn(f"{what}pass devices=['cpu', 'cpu'].", stacklevel=4)
+        found = [Place(torch.device("cpu"))] * count
+    elif len(found) == 1:
+        warnings.warn("one device: a pipeline of one stage, slower than the module. Expected several.", stacklevel=4)
+    return found[:count]
 
 
-def _stages(rows: list[Place], schedule: str | Schedule) -> list[Place]:
-    """The place of each stage."""
-    if isinstance(schedule, str):
-        if schedule == "gpipe":
-            return rows
+def _stages(rows: list[Place], schedule: str | Schedule | None) -> list[Place]:
+    if isinstance(schedule, str) and schedule != "gpipe":
         schedule = build(schedule, len(rows), len(rows))
-    if not isinstance(schedule, Schedule):
-        return rows  # The error is raised where all arguments are checked.
-    return [rows[row] for row in schedule.placement] if len(rows) >= schedule.devices else rows
+    if not isinstance(schedule, Schedule) or len(rows) < schedule.devices:
+        return rows  # Errors are raised where all arguments are checked.
+    return [rows[row] for row in schedule.placement]
 
 
 def _named(rows: Sequence[Place]) -> list[Device]:
@@ -150,7 +150,7 @@ def _named(rows: Sequence[Place]) -> list[Device]:
 
 
 def _by_bytes(
-    module: nn.Module, places: list[Place], where: Sequence[str], schedule: str | Schedule
+    module: nn.Module, places: list[Place], where: Sequence[str], schedule: str | Schedule | None
 ) -> tuple[list[str], list[Place]]:
     """The names of the modules that start stages 1, 2, ..., and the places of all stages."""
     if len(places) == 1:
@@ -159,38 +159,23 @@ def _by_bytes(
         raise no_blocks(module)
     parts = parts_of(module, [name for name in where if called(module.get_submodule(name))])
     if len(parts) < len(places):
-        if schedule != "gpipe":
+        if schedule not in _ANY_NUMBER:
             raise ValueError(
                 f"module, a {type(module).__name__}, can be cut into {counted(len(parts), 'block')}, and the schedule "
-                f"has {counted(len(places), 'stage')}: expected at least as many blocks. Name fewer devices, or "
-                "another schedule."
+                f"has {counted(len(places), 'stage')}: expected at least as many blocks."
             )
         places = places[: len(parts)]
     devices = [place.device for place in places]
-    found = {device: memory_of(device, module) for device in dict.fromkeys(devices)}
-    memory = {device: size for device, size in found.items() if size is not None}
-    known = len(memory) == len(found)
-    rooms = [memory[device] / devices.count(device) if known else 1.0 for device in devices]
+    memory = {device: memory_of(device, module) for device in dict.fromkeys(devices)}
+    known = None not in memory.values()
+    rooms = [(memory[device] or 0) / devices.count(device) if known else 1.0 for device in devices]
     numbers = divide([part.trained for part in parts], rooms)
-    if known:
-        _verify_room(share(parts, numbers), rooms, devices)
+    weights = [own for own, _ in share(parts, numbers)]
+    if known and any(own > room for own, room in zip(weights, rooms)):
+        there = ", ".join(f"{device} {room / 2**30:.1f}" for device, room in zip(devices, rooms))
+        raise ValueError(
+            f"the module's weights take {sum(weights) / 2**30:.1f} GiB, and its stages don't have enough free memory "
+            f"(GiB: {there}): expected devices that can hold it, or fewer bits (4-bit, with LoRA to train it)."
+        )
     starts = [0, *accumulate(numbers)][1:-1]
     return [parts[start].name for start in starts], places
-
-
-def _verify_room(stages: Sequence[tuple[int, int]], rooms: Sequence[float], devices: Sequence[Any]) -> None:
-    weights = sum([own for own, _ in stages])
-    there = ", ".join(f"{device} {room / 2**30:.1f}" for device, room in zip(devices, rooms))
-    if any([own > room for (own, _), room in zip(stages, rooms)]):
-        raise ValueError(
-            f"the module's weights take {weights / 2**30:.1f} GiB, and its stages don't have enough free memory (GiB: "
-            f"{there}): expected devices that can hold it. Name another device, or load it in fewer bits (4-bit, with "
-            "LoRA to train it)."
-        )
-    trained = sum([own for _, own in stages])
-    if any([own > room for (_, own), room in zip(stages, rooms)]):
-        _log.warning(
-            "weights, gradients and Adam's averages take %.1f GiB, and the stages have (GiB): %s. To train, freeze "
-            "weights (LoRA), use an optimizer that keeps less, or name another device; checkpoint='always' saves "
-            "activations.", trained / 2**30, there,
-        )

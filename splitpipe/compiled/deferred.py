@@ -1,15 +1,25 @@
-"""The second half of a compiled backward: the weight gradients of one call, or of several microbatches together."""
+"""What is compiled from one traced graph: its backward's halves, of which the second one is W.
+
+W computes the weight gradients of one call, or of several microbatches together.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn import Parameter
 
-from splitpipe.compiled.halves import Halves
-from splitpipe.deferral.accumulator import Total
-from splitpipe.deferral.linear import merged
+from splitpipe.backward.accumulate import Total
+from splitpipe.backward.stand_ins import left_in, stand_ins
+from splitpipe.compiled.halves import Halves, halved, values
+from splitpipe.core.torch_private import _current_autograd_node
+
+#: Takes a graph's arguments in a list, which it may empty.
+Compiled = Callable[[list[Any]], Sequence[Any]]
 
 
 class Leftover:
@@ -29,49 +39,98 @@ class Leftover:
         return found
 
 
-class Deferred:
-    """The weights' half of a graph, used like a SplitFunction of its weights."""
+class TracedGraph:
+    """A traced graph, whose second half W uses like a SplitFunction of the weights among its arguments, ``examples``.
+
+    ``split``: whether the backward has halves; the first call knows, since the backward is compiled with the forward.
+    """
 
     __name__ = "compiled"
 
-    def __init__(
-        self, second: Callable[[list[Any]], Sequence[Any]], halves: Halves, weights: Sequence[int]
-    ) -> None:
-        self._second = second
-        self._made = halves.weights
-        self._number = {number: k for k, number in enumerate(weights)}  # The weight of each output.
+    def __init__(self, examples: Sequence[Any], split: bool) -> None:
+        self._count, self._split = len(examples), split
+        #: The shapes of its weights, by which of the arguments they are.
+        self._weights = {k: x.shape for k, x in enumerate(examples) if isinstance(x, Parameter) and x.requires_grad}
+        self._halves: Halves | None = None
+        self._first: Compiled | None = None
+        self._second: Any = None
 
-    def accumulate(self, totals: Sequence[Total | None], parts: Sequence[tuple[Any, Any]]) -> None:
-        """Adds the weight gradients of several calls."""
-        _verify_first()
-        pairs: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for ctx, _ in parts:
-            made = self._second(ctx.given())
-            for number, places in self._made:
-                total = totals[self._number[number]]
-                if total is None:
-                    continue
-                if len(places) == 1:
-                    total.add(made[places[0]])
-                else:
-                    pairs.setdefault(number, []).append((made[places[0]], made[places[1]]))
-        for number, those in pairs.items():
-            total = totals[self._number[number]]
-            assert total is not None
-            for left, right in merged(those, total):
-                total.add_product(left.t(), right)
+    def call(self, compiled: Callable[..., Any], *args: Any) -> Any:
+        """Calls the compiled forward."""
+        if self._halves is not None:
+            tensors = stand_ins(self, [args[k] for k in self._weights])
+            own = {} if tensors is None else dict(zip(self._weights, tensors))
+            args = tuple([own.get(k, x) for k, x in enumerate(args)])
+        return compiled(*args)
 
-    def gradients(self, given: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
-        """The weight gradients of one call, each with the index of its output in the whole graph."""
-        _verify_first()
-        made = self._second(list(given))
-        for number, places in self._made:
-            yield number, made[places[0]] if len(places) == 1 else made[places[0]].t().mm(made[places[1]])
+    def backward(
+        self, whole: GraphModule, given: Sequence[Any], compile: Callable[[GraphModule, Sequence[Any]], Any]
+    ) -> Compiled | None:
+        """Compiles a backward in two halves; None if it must stay whole."""
+        from splitpipe.compiled.torch_private import TracingContext
 
-
-def _verify_first() -> None:
-    if torch.is_grad_enabled():  # As in a backward that is differentiated.
-        raise RuntimeError(
-            "create_graph=True was used in a backward through a compiled layer, but torch's compiler doesn't support "
-            "second derivatives: expected SplitPipe(...) without compile=, or layers of another backend."
+        # It writes to none of its arguments: W or another backward may need them.
+        metadata: Any = TracingContext.get().fw_metadata
+        metadata.bw_donated_idxs = []
+        # With a checkpoint inside, it draws the forward's random numbers again, in the order of the whole.
+        if not self._split or any("rng_state" in str(node.target) for node in whole.graph.nodes):
+            return None
+        outputs: Any = whole.graph.output_node().args[0]
+        as_given = len(outputs) == self._count and all(
+            not isinstance(outputs[k], Node) or outputs[k].meta["val"].shape == shape
+            for k, shape in self._weights.items()
         )
+        # Otherwise, AOTAutograd has replaced the given inputs.
+        found = halved(whole, self._weights, given) if as_given else None
+        if found is None:
+            return None
+        strides: Any = None
+        if found.first is not None:
+            with TracingContext.report_output_strides() as strides:
+                self._first = compile(found.first, values(found.first))
+        self._second = compile(found.second, values(found.second, (strides or [])[len(found.inputs):]))
+        self._halves = found
+
+        return boxed(lambda given: self._backward(given))
+
+    def _backward(self, given: list[Any]) -> list[Any]:
+        assert self._halves is not None
+        gradients: list[Any] = [None] * self._count
+        rest = list(given)
+        given.clear()
+        if self._first is not None:
+            made = list(self._first(rest))
+            inputs = self._halves.inputs
+            for number, gradient in zip(inputs, made):
+                gradients[number] = gradient
+            rest = made[len(inputs):]
+            del made
+        if not left_in(_current_autograd_node(), self, partial(Leftover, rest)):
+            for number, gradient in self._weight_gradients(rest):
+                gradients[number] = gradient
+        return gradients
+
+    def accumulate(self, totals: Sequence[Total | None], parts: Sequence[tuple[Leftover, Any]]) -> None:
+        """Adds the weight gradients of several calls."""
+        total_of = dict(zip(self._weights, totals))
+        for leftover, _ in parts:
+            for number, gradient in self._weight_gradients(leftover.given()):
+                if (total := total_of[number]) is not None:
+                    total.add(gradient)
+
+    def _weight_gradients(self, given: list[Any]) -> Iterable[tuple[int, Tensor]]:
+        """The weight gradients of one call, each with the number of its weight."""
+        if torch.is_grad_enabled():  # As in a backward that is differentiated.
+            raise RuntimeError(
+                "create_graph=True was used in a backward through a compiled layer, but torch's compiler doesn't "
+                "support second derivatives: expected SplitPipe(...) without compile=, or layers of another backend."
+            )
+        assert self._halves is not None
+        return zip(self._halves.weights, self._second(given))
+
+
+def boxed(function: Any) -> Compiled:
+    """Marks a function that takes its arguments in a list, and may empty it, so that their memory is freed."""
+    function._boxed_call = True
+    compiled: Compiled = function
+    return compiled

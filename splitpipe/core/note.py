@@ -1,4 +1,4 @@
-"""Notes on exceptions about where in the pipeline they were raised; and raising what another thread caught."""
+"""Notes on exceptions about where in the pipeline they were raised; and code that isn't compiled."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,21 +9,7 @@ from splitpipe.core.torch_private import _FrameAction, _FrameExecStrategy, set_c
 
 def add_note(error: BaseException, text: str) -> None:
     """``BaseException.add_note``, also on Python 3.10, which has no such method."""
-    notes = vars(error).setdefault("__notes__", [])
-    if isinstance(notes, list):  # Otherwise, something else is there, and the error matters more than the note.
-        notes.append(text)
-
-
-def raise_first(errors: list[BaseException]) -> None:
-    """Raises the first error, if there is one, and empties the list."""
-    # A traceback refers to the frames that it passes. If one of them referred to the error, that would be a cycle.
-    if errors:
-        error = errors[0]
-        errors.clear()
-        try:
-            raise error
-        finally:
-            del error
+    vars(error).setdefault("__notes__", []).append(text)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

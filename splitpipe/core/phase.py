@@ -4,15 +4,9 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Literal
 
-from splitpipe.core.thread_state import Bound
-
 Phase = Literal["plain", "checkpointing", "recomputing"]
-_phase: ContextVar[Phase] = ContextVar("splitpipe.phase", default="plain")
-
-
-def in_phase(phase: Phase) -> Bound[Phase]:
-    """Sets what is_checkpointing and is_recomputing return inside the block, in this context and copies of it."""
-    return Bound(_phase, phase)
+#: What is_checkpointing and is_recomputing look at; it is bound around F and R.
+phase: ContextVar[Phase] = ContextVar("splitpipe.phase", default="plain")
 
 
 def is_checkpointing() -> bool:
@@ -25,7 +19,7 @@ def is_checkpointing() -> bool:
         >>> is_checkpointing()
         False
     """
-    return _phase.get() == "checkpointing"
+    return phase.get() == "checkpointing"
 
 
 def is_recomputing() -> bool:
@@ -41,4 +35,4 @@ def is_recomputing() -> bool:
         ...         self.calls += not is_recomputing()
         ...         return input
     """
-    return _phase.get() == "recomputing"
+    return phase.get() == "recomputing"

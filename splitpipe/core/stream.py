@@ -1,14 +1,12 @@
 """A device's stream, or None for the CPU, where work is done when the call returns and every operation is a no-op.
 
-There is only one class: the streams and events of a device's module (``torch.cuda``) and torch's generic ones don't
-know each other's records, and two streams with the same number aren't equal. So all of them have the device's own class
-here, whatever they were (``of_device_class``), and no other file of the package makes, records or waits for any. This
-class releases the GIL in calls to the driver, which are long if a launch queue is full.
+The streams and events of a device's module (``torch.cuda``) and torch's generic ones don't know each other's records,
+and two streams with the same number aren't equal. So all have the device's own class here (``of_device_class``), and no
+other file makes or records any. This class releases the GIL in calls to the driver, which are long if a queue is full.
 
 Events are reused. A wait is for what the event represents when the wait is *called*, so an event may be recorded again
-once every wait for it has been called: the caller of the last one gives it back (``spent``). This would break if an
-event were given back earlier, since a wait would be for its next record; or if two threads recorded one event at the
-same time, which is why it is taken with ``deque.pop``, an atomic step.
+once every wait for it has been called: the caller of the last one gives it back (``spent``). Given back earlier, a wait
+would be for its next record. Two threads never record one event: it is taken with ``deque.pop``, an atomic step.
 
 No contexts: a device's context takes half a GiB, and setting the device creates one. Code that sets a device restores
 the previous one like torch.accelerator.device_index, by an exchange that creates no context.
@@ -28,32 +26,22 @@ from torch import Tensor
 from splitpipe.core.torch_private import _accelerator_maybeExchangeDevice
 
 Stream = torch.Stream | None
+#: Returns a device's stream with a name, always the same: ``cache(new)``.
+NamedStreams = Callable[[torch.device, str], Stream]
 
 _NOTHING = nullcontext()
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The classes of a device's streams and events, and its pool of free events."""
-
-    stream: type[torch.Stream]
-    event: Callable[..., Any]
-    free: deque[Any] = field(default_factory=deque)
-
-
 @cache
-def _kind(device: torch.device) -> _Kind:
+def _kind(device: torch.device) -> tuple[Any, Any, deque[Any]]:
+    """The classes of a device's streams and events, and its free events."""
     module = torch.get_device_module(device)
-    own, event = getattr(module, "Stream", None), getattr(module, "Event", None)
-    if isinstance(own, type) and issubclass(own, torch.Stream):
-        if isinstance(event, type) and issubclass(event, torch.Event):
-            return _Kind(own, event)
-    return _Kind(torch.Stream, lambda enable_timing=False: torch.Event(device, enable_timing=enable_timing))
+    return getattr(module, "Stream", torch.Stream), getattr(module, "Event", torch.Event), deque()
 
 
 def of_device_class(stream: torch.Stream) -> torch.Stream:
     """The stream as an instance of the class that is used here for all streams of its device."""
-    made_by = _kind(stream.device).stream
+    made_by: type[torch.Stream] = _kind(stream.device)[0]
     if type(stream) is made_by:
         return stream
     return made_by(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
@@ -64,9 +52,11 @@ def current(device: torch.device) -> Stream:
     return None if device.type == "cpu" else of_device_class(torch.accelerator.current_stream(device.index))
 
 
-def new(device: torch.device, priority: int = 0) -> Stream:
-    """A new stream of ``device``. Lower priorities are served first; 0, the default stream's, is last."""
-    return None if device.type == "cpu" else _kind(device).stream(device=device, priority=priority)
+def new(device: torch.device, name: str = "weights") -> Stream:
+    """A new stream of ``device``: for weight gradients, or, with any other name, for copies."""
+    # Lower priorities are served first. Copies are waited for, and their kernels are small, so they go first. Weight
+    # gradients yield to stages that compute on streams of a higher priority; the default stream has 0, as they do.
+    return None if device.type == "cpu" else _kind(device)[0](device=device, priority=0 if name == "weights" else -1)
 
 
 def same(stream: Stream, other: Stream) -> bool:
@@ -74,11 +64,6 @@ def same(stream: Stream, other: Stream) -> bool:
     if stream is other or stream is None or other is None:
         return stream is other
     return stream.stream_id == other.stream_id and stream.device_index == other.device_index
-
-
-def is_default(stream: Stream) -> bool:
-    """True if it is its device's default stream, which has the number 0 on every device."""
-    return stream is None or stream.stream_id == 0
 
 
 def bind(device: torch.device) -> None:
@@ -108,19 +93,18 @@ def mark(stream: Stream) -> torch.Event | None:
     """Records an event after the work queued on ``stream`` so far; after waiting for it, give it to ``spent``."""
     if stream is None:
         return None
-    kind = _kind(stream.device)
-    event: torch.Event
+    _, kind, free = _kind(stream.device)
     try:
-        event = kind.free.pop()
+        event: torch.Event = free.pop()
     except IndexError:
-        event = kind.event()
+        event = kind()
     event.record(stream)
     return event
 
 
 def moment(stream: torch.Stream) -> Any:
     """An event that records when the stream reaches it."""
-    event = _kind(stream.device).event(enable_timing=True)
+    event = _kind(stream.device)[1](enable_timing=True)
     event.record(stream)
     return event
 
@@ -134,12 +118,7 @@ def wait_for(stream: Stream, event: torch.Event | None) -> None:
 def spent(event: torch.Event | None) -> None:
     """Returns the event to the pool, when nothing will wait for it any more."""
     if event is not None:
-        _kind(event.device).free.append(event)
-
-
-def finish(event: torch.Event) -> None:
-    """Makes the host wait for the event."""
-    event.synchronize()
+        _kind(event.device)[2].append(event)
 
 
 def hold(tensor: Tensor, stream: Stream) -> None:
@@ -178,21 +157,6 @@ class _Use:
         _accelerator_maybeExchangeDevice(self._device)
 
 
-class NamedStreams:
-    """Streams by device and name, each created when it is first needed."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[torch.device, str], Stream] = {}
-
-    def __call__(self, device: torch.device, name: str) -> Stream:
-        """The device's stream with this name, always the same."""
-        # Copies are waited for, and their kernels are small, so they go first. Weight gradients yield to stages that
-        # compute on streams of a higher priority; the default stream has the lowest priority, as they do.
-        if (device, name) not in self._found:
-            self._found[device, name] = new(device, 0 if name == "weights" else -1)
-        return self._found[device, name]
-
-
 Device = torch.device | int | str | torch.Stream
 
 
@@ -204,11 +168,8 @@ class Place:
     stream: torch.Stream | None = None
     given: object = field(default=None, repr=False, compare=False)  # The user's object, which may own the stream.
 
-    def __deepcopy__(self, memo: object) -> Place:
-        return self
-
     def __reduce__(self) -> tuple[type[Place], tuple[torch.device]]:
-        # A stream belongs to its process: an unpickled place computes on the device's current one.
+        # A stream belongs to its process: a copied or unpickled place computes on the device's current one.
         return Place, (self.device,)
 
     def __str__(self) -> str:

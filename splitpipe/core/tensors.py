@@ -8,20 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
-
-from splitpipe.core.torch_private import is_traceable_wrapper_subclass
-
-#: A device, and the address of memory there.
-Address = tuple[torch.device, int]
-
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 
 
 def is_plain(x: Tensor) -> bool:
@@ -31,26 +17,7 @@ def is_plain(x: Tensor) -> bool:
 
 def storage_of(x: Tensor) -> int:
     """The identity of a plain tensor's storage; 0 for any other tensor, which may have several or none."""
-    if not is_plain(x):
-        return 0
-    identity: int = x.untyped_storage()._cdata
-    return identity
-
-
-def memory_of(*tensors: Tensor) -> dict[Address, int]:
-    """The storages behind tensors, of any kind: their addresses and bytes. A lazy layer's have none yet."""
-    found: dict[Address, int] = {}
-    for x in tensors:
-        if is_lazy(x):
-            continue
-        if is_traceable_wrapper_subclass(x):
-            found |= memory_of(*(getattr(x, name) for name in x.__tensor_flatten__()[0]))
-        elif x.layout in _PARTS:
-            found |= memory_of(*(getattr(x, name)() for name in _PARTS[x.layout]))
-        else:
-            storage = x.untyped_storage()
-            found[x.device, storage.data_ptr()] = storage.nbytes()
-    return found
+    return int(x.untyped_storage()._cdata) if is_plain(x) else 0
 
 
 def version_of(x: Tensor) -> int | None:
@@ -67,7 +34,5 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
         return frozenset()
     # An empty tensor can't be written to.
     storages = [storage_of(x) if isinstance(x, Tensor) and x.numel() else 0 for x in values]
-    taken = {storage_of(x) for x in tainted}
-    if len(storages) > 1:
-        taken.update([storage for storage, count in Counter(storages).items() if count > 1])
-    return frozenset([k for k, storage in enumerate(storages) if storage and storage in taken])
+    counts = Counter([*storages, *{storage_of(x) for x in tainted}])
+    return frozenset([k for k, storage in enumerate(storages) if storage and counts[storage] > 1])

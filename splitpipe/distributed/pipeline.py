@@ -5,29 +5,25 @@ import operator
 from collections.abc import Callable, Iterable
 from functools import partial
 from numbers import Real
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from splitpipe.checks import (
-    resolve_device,
-    resolve_schedule,
-    verify_balance,
-    verify_module,
-    verify_options,
-    verify_ungathered,
-)
-from splitpipe.distributed.boundary import parts, verify_own, verify_sharing, verify_skips
-from splitpipe.distributed.loss import Loss
-from splitpipe.distributed.lowering import runtime, verify_order
-from splitpipe.partition.blocks import balance_of
+from splitpipe import checks
+from splitpipe.core.torch_private import tree_map_only
+from splitpipe.distributed.stage import StageModule, runtime, verify_stages
+from splitpipe.loss import terms
+from splitpipe.loss.objective import Objective
+from splitpipe.loss.reducing import LossWarnings
+from splitpipe.loss.terms import Number
 from splitpipe.partition.placing import spans
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.plurals import counted
-from splitpipe.skip.pairs import verify_skippables
+from splitpipe.skip.layout import verify_skippables
 
+_DIFFERENT = "microbatches' losses have different terms: expected the same ones. Or use splitpipe.SplitPipe."
 
 class Pipeline(nn.Module):
     """This process's part of an nn.Sequential that runs as a pipeline over several processes.
@@ -54,8 +50,6 @@ class Pipeline(nn.Module):
             counts must not depend on the output.
         device: the device of this process. Default: the current accelerator, or else the CPU.
         group: the processes, one per row, in order. Default: all.
-        cuts: names of layers, instead of ``balance``: a stage starts with each of them. Modules other than an
-            nn.Sequential aren't supported yet.
 
     Raises:
         TypeError: the module isn't a plain nn.Sequential, or an argument has a wrong type.
@@ -78,64 +72,43 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        module: nn.Sequential,
-        balance: Iterable[int] | None = None,
-        *,
-        chunks: int = 1,
-        schedule: str | Schedule = "1f1b",
-        loss_fn: Callable[[Any, Any], Tensor],
-        device: torch.device | str | None = None,
+        module: nn.Sequential, balance: Iterable[int], *, chunks: int = 1, schedule: str | Schedule = "1f1b",
+        loss_fn: Callable[[Any, Any], Tensor], device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
-        cuts: Iterable[str] | None = None,
     ) -> None:
         super().__init__()
-        if cuts is not None:
-            balance = _balance(module, balance, cuts)
-        verify_module(module)
-        verify_ungathered(module)
-        numbers = verify_balance(balance, len(module))
-        verify_options(chunks=chunks, schedule=schedule, loss_fn=loss_fn)
+        checks.verify_module(module)
+        checks.verify_ungathered(module)
+        numbers = checks.verify_balance(balance, len(module))
+        checks.verify_options(chunks=chunks, schedule=schedule, loss_fn=loss_fn)
         if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "torch.distributed isn't initialised: expected init_process_group() before, in each process, as under "
-                "torchrun. In one process, splitpipe.SplitPipe runs the same schedule."
-            )
-        place = resolve_device(device)
-        found = _group(group)
-        plan = resolve_schedule(schedule, len(numbers), dist.get_world_size(found), operator.index(chunks))
-        verify_order(plan)
+            raise RuntimeError("torch.distributed isn't initialised: expected init_process_group() in each process.")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group is {group!r}: expected a ProcessGroup that this process is in, or None for all.")
+        self.device, self._group, rank = checks.resolve_device(device), group, dist.get_rank(group)
+        if rank < 0:
+            raise ValueError("this process is not in the group: expected a Pipeline only in processes that are.")
+        world = dist.get_world_size(group)
+        self.schedule = checks.resolve_schedule(schedule, len(numbers), world, operator.index(chunks))
         verify_skippables(module)
-        verify_own(module)
         layers = list(module._modules.items())
         stages: Any = [layers[start:end] for start, end in spans(numbers)]
-        verify_skips(stages)
-        verify_sharing(stages, plan.placement)
-
-        rank = dist.get_rank(found)
-        mine = [stage for stage, row in enumerate(plan.placement) if row == rank]
+        verify_stages(module, stages, self.schedule)
+        mine = [stage for stage, row in enumerate(self.schedule.placement) if row == rank]
+        self._first, self._last = 0 in mine, len(stages) - 1 in mine
         self.training = module.training
-        self.schedule = plan
-        self._device = place
-        self._group = found
-        modules = parts(stages, mine)
+        modules = [StageModule(stages, stage) for stage in mine]
         for part in modules:
-            part.to(self._device)
+            part.to(self.device)
             self._modules.update(part._modules)
         others = set(module.state_dict()) - set(self.state_dict())
         self.register_load_state_dict_pre_hook(partial(_without, others))
-        self._first, self._last = 0 in mine, plan.stages - 1 in mine
-        self._shapes: dict[bool, dict[str, tuple[list[int], torch.dtype]]] = {}
+        self._shapes: dict[tuple[bool, str], tuple[list[int], torch.dtype]] = {}
         self._failed: str | None = None
-        # Inside another object, since nn.Module would register it as a layer: a loss may be a module.
-        self._loss = Loss(loss_fn, plan.microbatches)
-        made = partial(runtime, modules, plan, rank=rank, device=self._device, group=found, loss_fn=self._loss)
-        self._run = made().step
-        self._run_forward = made(forward=True).eval
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process's stages."""
-        return self._device
+        # An object of another class, since nn.Module would register a loss that is a module as a layer.
+        self._loss = Loss(loss_fn, self.schedule.microbatches, modules[-1].output)
+        build = partial(runtime, modules, self.schedule, self.device, self._group, self._loss)
+        self._run, self._run_forward = build().step, build(forward=True).eval
 
     def step(self, input: Any = None, target: Any = None) -> Tensor | None:
         """Runs forward and backward of a batch, and adds the gradients of this process's parameters to their ``.grad``.
@@ -154,21 +127,13 @@ class Pipeline(nn.Module):
             RuntimeError: another process has failed, or torch.distributed's timeout has passed.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "step() was called without grad mode, as under torch.no_grad(): expected grad mode, since it runs "
-                "backward. evaluate(input, target) only runs forward."
-            )
+            raise RuntimeError("step() was called without grad mode: expected it, or evaluate(input, target).")
         return self._through(self._run, input, target)
 
     def evaluate(self, input: Any = None, target: Any = None) -> Tensor | None:
-        """Runs only the forward of a batch, otherwise like ``step``. Call ``eval()`` first for layers in eval mode.
+        """Runs only the forward of a batch; arguments and result are those of ``step``.
 
-        Args:
-            input: as for ``step``.
-            target: as for ``step``.
-
-        Returns:
-            the loss, a tensor without dimensions, in the process of the last stage; None in the others.
+        Call ``eval()`` first for layers in eval mode.
 
         Raises:
             TypeError: as for ``step``.
@@ -184,45 +149,54 @@ class Pipeline(nn.Module):
                 f"an earlier step has failed ({self._failed}), so the processes are out of sync: expected no step "
                 "after that. Restart them from the last checkpoint."
             )
-        if isinstance(input, tuple) and len(input) < 2:
-            raise ValueError(
-                f"input is a tuple of {len(input)}: expected a tensor, or a tuple of several, since "
-                "torch.distributed.pipelining passes a single tensor to the layer as it is."
-            )
         inputs = input if isinstance(input, tuple) else (input,)
-        named = [(f"input {number}" if len(inputs) > 1 else "input", value) for number, value in enumerate(inputs)]
-        named.append(("target", target))
-        shapes = {what: self._verified(what, value) for what, value in named if value is not None}
-        if len({shape[0] for shape, _ in shapes.values()}) > 1:
-            found = ", ".join(f"{what} with {counted(shape[0], 'row')}" for what, (shape, _) in shapes.items())
-            raise ValueError(f"found {found}: expected the same number of rows in all.")
-        known = self._shapes.get(run is self._run, {})
-        for what, shape in shapes.items():
-            if known.get(what, shape) != shape:
-                raise ValueError(
-                    f"{what} has shape {shape[0]} of {shape[1]}, but had {known[what][0]} of {known[what][1]} in the "
-                    "first step: expected the same in all, since the processes have agreed on what they send. "
-                    "Build another Pipeline for other shapes."
-                )
-        if self._first and input is None:
-            raise ValueError("found no input in the process of the first stage: expected the batch.")
-        if self._last and target is None:
-            raise ValueError("found no target in the process of the last stage: expected the batch's target.")
-        self._shapes[run is self._run] = {**shapes, **known}
-        parts: list[Tensor] = []
+        if isinstance(input, tuple) and len(input) < 2:
+            raise ValueError(f"input is a tuple of {len(input)}: expected a tensor, or a tuple of several.")
+        for needed, value, what in (self._first, input, "input"), (self._last, target, "target"):
+            if needed and value is None:
+                raise ValueError(f"found no {what} in the process of the stage that needs it: expected the batch's.")
+        self._verify(run is self._run, inputs, target)
+        losses: list[Tensor] = []
         try:  # From here on, an error may occur in this process only.
-            given = [self._there(value) for value in inputs] if self._first else []
-            more: dict[str, Any] = {"target": self._there(target), "losses": parts} if self._last else {}
-            if self._last:
-                self._loss.begin(more["target"])
-            run(*given, return_outputs=False, **more)
+            given = [value.to(self.device) for value in inputs] if self._first else []
+            target = target.to(self.device) if self._last else None
+            self._loss.begin(target)
+            run(*given, target=target, losses=losses if self._last else None, return_outputs=False)
         except BaseException as error:
             cause = error.__cause__ or error
             self._failed = f"{type(cause).__name__}: {cause}"
             raise
         finally:
-            self._loss.end()
-        return torch.stack([loss.detach() for loss in parts]).sum() if self._last else None
+            self._loss.begin(None)
+        return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
+
+    def _verify(self, trains: bool, inputs: tuple[Any, ...], target: Any) -> None:
+        """Raises for tensors that can't be divided, or that differ from those that the processes have agreed on."""
+        named = {(trains, f"input {k}" if len(inputs) > 1 else "input"): x for k, x in enumerate(inputs)}
+        named[trains, "target"] = target
+        shapes = {}
+        for key, x in named.items():
+            if x is None:
+                continue
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{key[1]} is a {type(x).__name__}: expected a tensor (several inputs as a tuple).")
+            rows = x.shape[0] if x.dim() else 0
+            if not rows or rows % self.schedule.microbatches:
+                raise ValueError(
+                    f"{key[1]} has {counted(rows, 'row')} for chunks={self.schedule.microbatches}: expected a multiple "
+                    "of it. Use drop_last=True in the DataLoader, or pad the batch."
+                )
+            shapes[key] = list(x.shape), x.dtype
+            first = self._shapes.get(key, shapes[key])
+            if shapes[key] != first:
+                raise ValueError(
+                    f"{key[1]} has shape {shapes[key][0]} of {x.dtype}, but had {first[0]} of {first[1]} in the first "
+                    "step: expected the same in all. Build another Pipeline for other shapes."
+                )
+        if len({shape[0] for shape, _ in shapes.values()}) > 1:
+            found = ", ".join(f"{what} with {counted(shape[0], 'row')}" for (_, what), (shape, _) in shapes.items())
+            raise ValueError(f"found {found}: expected the same number of rows in all.")
+        self._shapes.update(shapes)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm, over all processes, is at most ``max_norm``.
@@ -244,80 +218,61 @@ class Pipeline(nn.Module):
             raise TypeError(f"max_norm is {max_norm!r}: expected a number.")
         if not max_norm >= 0:
             raise ValueError(f"max_norm is {max_norm!r}: expected a number, not negative.")
-        grads = [x.grad for x in self.parameters() if x.grad is not None]
-        squares = torch.zeros((), device=self._device, dtype=torch.float64)
-        for grad in grads:
-            squares += grad.detach().double().square().sum()
+        squares = torch.zeros((), device=self.device, dtype=torch.float64)
+        for x in self.parameters():
+            if x.grad is not None:
+                squares += x.grad.detach().double().square().sum()
         dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.detach().mul_(scale.to(grad.dtype))
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """Raises RuntimeError: forward and backward are one here, see ``step``."""
-        raise RuntimeError("a Pipeline over several processes has no separate forward: expected step(input, target).")
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(
-            "a Pipeline can't be copied or pickled, since it is bound to communicating processes: expected "
-            "its state_dict(), which a Pipeline or the unwrapped module can load."
-        )
-
     def extra_repr(self) -> str:
-        name = self.schedule.name or "custom"
-        return f"schedule={name!r}, chunks={self.schedule.microbatches}, device={self._device}"
+        return f"schedule={self.schedule.name or 'custom'!r}, chunks={self.schedule.microbatches}, device={self.device}"
 
-    def _verified(self, what: str, value: Any) -> tuple[list[int], torch.dtype]:
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{what} is a {type(value).__name__}: expected a tensor (several inputs as a tuple), since "
-                "torch.distributed.pipelining splits no other values into microbatches."
-            )
-        chunks = self.schedule.microbatches
-        if not value.dim() or value.shape[0] % chunks or not value.shape[0]:
-            rows = counted(value.shape[0], "row") if value.dim() else "no rows"
-            raise ValueError(
-                f"{what} has {rows} for chunks={chunks}: expected a multiple, since torch.distributed.pipelining "
-                "needs microbatches of the same size. Use drop_last=True in the DataLoader, or pad the batch."
-            )
-        return list(value.shape), value.dtype
 
-    def _there(self, value: Any) -> Any:
-        return value.to(self._device) if isinstance(value, Tensor) else value
+class Loss:
+    """A microbatch's part of the loss of the batch; all have the same size. ``output_of``: see StageModule.output."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int, output_of: Callable[[Any], Any]) -> None:
+        self._objective = Objective(loss_fn, None, LossWarnings(), pairs=False)
+        self._chunks, self._output_of = chunks, output_of
+        self._target: Any = None
+        self._whole: list[Any] | None = None
+
+    def begin(self, target: Any) -> None:
+        """Begins a step with the target of the whole batch, or ends it, with None."""
+        self._objective.begin([1] * self._chunks)
+        self._target, self._whole = target, None
+
+    def __call__(self, tensors: Any, target: Any) -> Tensor:
+        output = self._output_of(tensors)
+        losses = self._objective.loss(output, target)
+        number = losses.number
+        assert losses.given is not None
+        if not isinstance(number, Number):
+            return losses.given / self._chunks
+        if self._whole is None:
+            self._whole = self._divisors(number, output, target)
+        if len(number.terms) != len(self._whole):
+            raise ValueError(_DIFFERENT)
+        columns = [[term] for term in number.terms]  # Those of this microbatch only.
+        return terms.combined(columns, [1] * self._chunks, losses.given, self._whole)
+
+    def _divisors(self, number: Number, output: Any, target: Any) -> list[Any]:
+        """The terms' divisors for the whole batch: counts may only depend on targets."""
+        each = [number] * self._chunks
+        if any(term.count is not None and isinstance(term.count.value, Tensor) for term in number.terms):
+            with torch.no_grad():
+                empty = tree_map_only(Tensor, torch.zeros_like, output)
+                found = [self._objective.loss(empty, part).number for part in self._target.chunk(self._chunks)]
+            each = [one for one in found if isinstance(one, Number)]
+            if len(each) < len(found) or terms.aligned(each) is None or terms.partial(each):
+                raise ValueError(_DIFFERENT)
+        return [terms.whole([one.terms[k] for one in each]) for k in range(len(number.terms))]
 
 
 def _without(names: set[str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
     """Leaves out what other processes have, so that each process can load its part of a whole state dict."""
     for name in names:
         state.pop(prefix + name, None)
-
-
-def _balance(module: object, balance: object, cuts: Iterable[str]) -> list[int]:
-    """The balance that is equivalent to cuts at an nn.Sequential's layers."""
-    if balance is not None:
-        raise ValueError("both balance and cuts are given: expected one of them, numbers of layers or names.")
-    found = balance_of(module, cuts)
-    if found is None:
-        raise TypeError(
-            f"cuts were given for a {type(module).__name__}: expected an nn.Sequential and the names of its layers. "
-            "For now, other modules with cuts run in a single process, SplitPipe(module, cuts=[...]): the runtime "
-            "of torch.distributed.pipelining sends what a stage returns, with shapes known beforehand, and not what "
-            "a module's own code carries past a cut."
-        )
-    return found
-
-
-def _group(group: object) -> dist.ProcessGroup:
-    found: Any = dist.group.WORLD if group is None else group
-    outside = found is dist.GroupMember.NON_GROUP_MEMBER
-    if not outside and not isinstance(found, dist.ProcessGroup):
-        raise TypeError(
-            f"group is a {type(found).__name__}: expected a ProcessGroup, such as from dist.new_group(ranks) or "
-            "mesh.get_group(), or None for all processes."
-        )
-    if outside or dist.get_rank(found) < 0:
-        raise ValueError("this process is not in the group: expected a Pipeline only in processes that are.")
-    process_group: dist.ProcessGroup = found
-    return process_group

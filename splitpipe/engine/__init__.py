@@ -1,1 +1,1 @@
-"""Runs any module as a pipeline: its own forward, once per microbatch, in segments from one border to the next."""
+"""The ops of a call, F, R, B and W, and how a microbatch gets through the stages: layers, or a module's own forward."""

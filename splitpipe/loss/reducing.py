@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss import terms
-from splitpipe.loss.terms import MEAN, SUM, Number, Unknown
+from splitpipe.loss.terms import SUM, Number, Unknown
 
 Reduce = Callable[[list[Tensor], list[int]], Tensor]
 Numbers = Mapping[int, "Number | Unknown"]
 
 
-class Told:
+class LossWarnings:
     """The functions about which a model's user has been warned, since one warning each is enough."""
 
     def __init__(self) -> None:
@@ -27,8 +27,9 @@ class Told:
             self._said.add(function)
             warnings.warn(
                 f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
-                "averaged by their rows, which may differ from the value of the whole batch. Pass reduction='mean' if "
-                f"that is right (it silences this warning), reduction='sum' if it is a sum, or {ways}.",
+                "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). "
+                "Pass reduction='mean' if that is right (it silences this warning), reduction='sum' if it is a sum, or "
+                f"{ways}. For a loss over the whole batch, leave out the schedule, and compute it from model(x).",
                 stacklevel=2,
             )
 
@@ -36,8 +37,6 @@ class Told:
 #: What else a user can do.
 AS_FUNCTION = "reduction= as a function of the microbatches' values and row counts"
 AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
-
-
 NO_FUNCTION = (
     "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
     "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
@@ -47,10 +46,8 @@ NO_FUNCTION = (
 class Reducer:
     """Combines numbers of microbatches. ``numbers``: what each microbatch's consist of, by their identity."""
 
-    def __init__(self, reduction: str | Reduce | None, numbers: Sequence[Numbers], told: Told) -> None:
-        self._reduction = reduction
-        self._numbers = numbers
-        self._told = told
+    def __init__(self, reduction: str | Reduce | None, numbers: Sequence[Numbers], warnings: LossWarnings) -> None:
+        self._reduction, self._numbers, self._warnings = reduction, numbers, warnings
 
     def gives(self, column: Sequence[Any]) -> bool:
         """True for numbers, with or without dimensions, from which the batch's number is made."""
@@ -64,27 +61,23 @@ class Reducer:
         """The number of the batch."""
         # A microbatch may have skipped the last stages, so that its values are on another device.
         values = [x.to(column[0].device) for x in column]
+        like = values[0]
         if callable(self._reduction):
             return _by_function(self._reduction, values, rows)
-        like = values[0]
         if self._reduction == "sum":
             return torch.stack(values).sum()
         if self._reduction is None:
             unseen = Unknown("a block that returned no number before")
-            known = [each.get(id(x), unseen) for x, each in zip(column, self._numbers)]
-            numbers = [made for made in known if isinstance(made, Number)]
+            each = [known.get(id(x), unseen) for x, known in zip(column, self._numbers)]
+            numbers = [number for number in each if isinstance(number, Number)]
             columns = terms.aligned(numbers) if len(numbers) == len(values) else None
+            where = next(filter(None, map(terms.unknown_function, each)), "")
+            if like.is_floating_point() and (where or columns is None):
+                self._warnings.warn(where or "code that differs between microbatches", AS_FUNCTION)
             if columns is not None:
                 whole = _counted(columns) if not like.is_floating_point() else terms.combined(columns, rows, like)
-                partly = next(filter(None, map(terms.not_understood, numbers)), "")
-                partly = partly or terms.differing([made.figures for made in numbers])
-                if partly:
-                    self._told.warn(partly, AS_FUNCTION)
                 if whole is not None:
                     return whole if any(value.requires_grad for value in values) else whole.detach()
-            unknown = [made.function for made in known if isinstance(made, Unknown)]
-            if like.is_floating_point():
-                self._told.warn(unknown[0] if unknown else "code that differs between microbatches", AS_FUNCTION)
         if not like.is_floating_point():
             raise ValueError(
                 f"the output has a number of type {like.dtype}, which is different for every microbatch: expected a "
@@ -98,20 +91,20 @@ class Reducer:
 def _counted(columns: Sequence[Sequence[terms.Term]]) -> Tensor | None:
     """The sum of integers, in their dtype."""
     [column, *more] = columns
-    if more or any(term.kind is MEAN or term.divisor is not None or term.factor != 1 for term in column):
+    if more or any(term.count is not None or term.factor != 1 for term in column):
         return None
     values = [term.value for term in column if isinstance(term.value, Tensor)]
     return torch.stack(values).sum(0) if column[0].kind is SUM else values[0]
 
 
 def _by_function(reduction: Reduce, values: list[Tensor], rows: list[int]) -> Tensor:
-    found = reduction(values, rows)
-    if not isinstance(found, Tensor) or found.dim():
+    result = reduction(values, rows)
+    if not isinstance(result, Tensor) or result.dim():
         raise TypeError(
-            f"reduction returned {type(found).__name__}: expected a tensor without dimensions, computed from the list "
+            f"reduction returned {type(result).__name__}: expected a tensor without dimensions, computed from the list "
             "of microbatches' values and the list of their row counts."
         )
-    return found
+    return result
 
 
 def verify_reduction(reduction: object) -> None:

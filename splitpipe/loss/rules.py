@@ -1,325 +1,257 @@
-"""Rules for torch's functions that make numbers or are linear in them: what their results consist of.
-
-A rule is called after its function, and returns what the result consists of; ``arithmetic.before`` may change the
-arguments first.
-"""
+"""The list of functions that are recognised: for each, what its result is. Any other function makes it Unknown."""
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from splitpipe.loss.arithmetic import (
-    DIVISIONS,
-    add,
-    axes_of,
-    divide,
-    in_place,
-    multiply,
-    negative,
-    number_of,
-    one_row,
-    reduce,
-    single,
-)
-from splitpipe.loss.counts import counted
-from splitpipe.loss.facts import CONSTANT, ROWS, Facts, Made, Row, Share, Stack, is_constant, tensors, term
-from splitpipe.loss.indexing import apart, indexed, listed, moved, places, selected, set_entries
-from splitpipe.loss.products import einsum, matmul
-from splitpipe.loss.quotients import tensor_of, undivided
-from splitpipe.loss.terms import CONSTANT as A_CONSTANT
+from splitpipe.loss import views
+from splitpipe.loss.arithmetic import A_COUNT, add, count_of, divide, multiply, reduce
+from splitpipe.loss.function_call import FunctionCall, Rule, dims_of
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Condition, Constant, Least, Meaning, Rows, tensors
 from splitpipe.loss.terms import SUM, Number, Unknown
 
-Rule = Callable[[Facts, str, Sequence[Any], dict[str, Any], Any], "Made | None"]
+#: Functions that keep a factor of their arguments.
+_SCALING = frozenset("abs relu masked_fill where positive maximum minimum".split())
 
 
-def _unsqueeze(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    x = args[0]
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
-    if facts.of(x) is ROWS and x.dim() and dim % out.dim() <= facts.axis(x):
-        facts.turn(out, facts.axis(x) + 1)
-    return _same(facts, name, args, kwargs, out)
-
-
-def _reshaped(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """A reshaped tensor: the rows are in the dimension into which theirs went."""
-    x = args[0]
-    if facts.of(x) is ROWS and x.dim() and out.dim() and (facts.axis(x) or out.shape[0] < facts.rows == x.shape[0]):
-        before, dims = math.prod(x.shape[: facts.axis(x)]), range(out.dim())
-        facts.turn(out, max(dim for dim in dims if math.prod(out.shape[:dim]) <= before))
-    return _same(facts, name, args, kwargs, out)
-
-
-def _expanded(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """A tensor that is repeated along dimensions, of which there may be more now."""
-    x = args[0]
-    if facts.of(x) is ROWS and x.dim() and out.dim() > x.dim():
-        facts.turn(out, facts.axis(x) + out.dim() - x.dim())
-    return _same(facts, name, args, kwargs, out) if "expand" in name else facts.other(name, [x], out)
-
-
-def _fitted(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Tensors that are broadcast to one shape; those that have it stay what they are."""
-    given = list(tensors(args))
-    for x, each in zip(given, out):
-        made = facts.of(x) if x.shape == each.shape else facts.other(name, given, each)
-        facts.put(each, CONSTANT if is_constant(made) else made)
-    return None
-
-
-def _same(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """The same values in another shape, dtype or place."""
-    made = facts.of(args[0])
-    if isinstance(made, Number):
-        if name == "detach":
-            return made.detached()
-        return single(made, out, name) if out.numel() > 1 else made
-    if isinstance(made, Stack) and out.shape != args[0].shape:
-        return Unknown(name)
-    return made
-
-
-def _finite(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """The same values with 0 in place of NaN, as where nothing counts."""
-    made, nan = _same(facts, name, args, kwargs, out), args[1] if len(args) > 1 else kwargs.get("nan")
-    if not isinstance(made, Number) or nan:
-        return made
-    return replace(made, terms=tuple([
-        t if t.divisor is None else replace(t, divisor=replace(t.divisor, safe=True)) for t in made.terms
-    ]))
-
-
-def _together(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Rows that are joined make a batch again; numbers make a Stack."""
-    parts = list(tensors(args[:1]))
-    made = [facts.of(x) for x in parts]
-    if name != "stack" and any(isinstance(each, (Number, Stack)) for each in made):
-        parts = [x for x in parts if x.numel()] or parts
-        made = [facts.of(x) for x in parts]
-        if len(parts) == 1:
-            return _same(facts, name, parts, {}, out)  # Joined with nothing.
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if any(isinstance(each, Row) for each in made) and all(isinstance(each, Row) or is_constant(each) for each in made):
-        row = one_row(made)
-        if row is not None and len(parts) > 1 and facts.rows > 1 and all(isinstance(each, Row) for each in made):
-            return row  # Parts of one image.
-        if isinstance(dim, int) and out.dim() and (row is None or len(parts) == 1):
-            facts.turn(out, dim % out.dim())
-        return ROWS
-    if facts.by_row and len(parts) == facts.rows and all(isinstance(each, Number) and not each.terms for each in made):
-        return ROWS  # Each row has a 0.
-    if any(isinstance(each, Number) for each in made) and all(x.numel() == 1 for x in parts):
-        numbers = [
-            Number((term(x, A_CONSTANT),)) if each is CONSTANT else number_of(facts, x) for x, each in zip(parts, made)
-        ]
-        known = tuple([each for each in numbers if isinstance(each, Number) and each.least is None])
-        return Stack(known) if len(known) == len(parts) else facts.other(name, parts, out)
-    if "cat" in name and dim == 0 and all(each is ROWS and facts.axis(x) == 0 for x, each in zip(parts, made)):
-        if all(x.shape[0] == facts.rows for x in parts):
-            facts.reading.joined.add(out.shape[0])
-    if name == "stack" and ROWS in made and parts[0].dim() and isinstance(dim, int):
-        axis = facts.axis(parts[made.index(ROWS)])
-        facts.turn(out, axis + 1 if dim % out.dim() <= axis else axis)
-    return facts.other(name, parts, out)
-
-
-def _turned(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Permuted dimensions."""
-    x, given = args[0], [*args[1:], *kwargs.values()]
-    if facts.of(x) is ROWS and x.dim() > 1:
-        order = list(range(x.dim()))
-        if name == "permute":
-            order = [dim % x.dim() for dim in (given[0] if isinstance(given[0], (tuple, list)) else given)]
-        elif name in ("t", "adjoint") or len(given) < 2:
-            order[-1], order[-2] = order[-2], order[-1]
-        else:
-            one, other = given[0] % x.dim(), given[1] % x.dim()
-            order[one], order[other] = order[other], order[one]
-        facts.turn(out, order.index(facts.axis(x)))
-    return facts.other(name, [x], out)
-
-
-def _clamp(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    given = [*args, *kwargs.values()]
-    made = [facts.of(x) for x in given]
-    read = [isinstance(each, Number) and [t.function for t in each.terms] == ["a number's tensor"] for each in made]
-    numbers = [each for each, plain in zip(made, read) if isinstance(each, Number) and not plain]
-    bounds = [x for x, each, plain in zip(given, made, read) if each is CONSTANT or plain]
-    plain = len(given) == 2 and not kwargs.keys() - {"min", "other"}
-    if plain and len(numbers) == len(bounds) == 1 and numbers[0].least is None:
-        return replace(numbers[0], least=bounds[0])
-    return _along(facts, name, args, kwargs, out)
-
-
-def _where(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """A choice between two numbers, one of which is 0."""
-    if len(args) < 3 or not isinstance(out, Tensor):
-        for each in tensors((out,)):
-            facts.put(each, facts.other(name, list(tensors([*args, *kwargs.values()])), each))
+def each_entry(call: FunctionCall) -> Meaning | None:
+    """A function of entries, which broadcasting brings together."""
+    rows = call.joined()
+    if not isinstance(rows, Rows):
+        return rows
+    if rows.share is not None and call.name != "masked_fill":
         return None
-    condition = facts.of(args[0])
-    if isinstance(condition, Unknown):
-        return condition
-    made = [each for each in map(facts.of, args[1:3]) if isinstance(each, Number) and any(t.factor for t in each.terms)]
-    others = [x for x in args[1:3] if facts.of(x) is CONSTANT or isinstance(facts.of(x), Number)]
-    return made[0] if len(made) == 1 and len(others) == 2 else facts.other(name, args, out)
+    return rows if call.name in _SCALING else replace(rows, doubt=0)
 
 
-def _compare(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    made = facts.of(args[0])
-    if isinstance(made, Number) and len(args) > 1:
-        return facts.compared(made, name, args[1])
-    if isinstance(made, Row) and not args[0].dim() and type(args[1]) is int and args[0] <= args[1]:
-        facts.of_rows.taken(made.row, args[1])
-    return facts.other(name, [*args, *kwargs.values()], out)
-
-
-def _asked(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Whether any or all are true: a condition, rather than a part of a number."""
-    return CONSTANT if not out.dim() else facts.other(name, args, out)
-
-
-def _truth(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    facts.asked += 1
-    made = facts.of(args[0])
-    if isinstance(made, Unknown) and made.function in _COMPARISONS:
-        facts.condition = facts.condition or f"if ({made.function})"
-    return None
-
-
-def _read(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    made = facts.of(args[0])
-    facts.reading.arrays = facts.reading.arrays or made is not CONSTANT and not isinstance(out, (int, float))
-    facts.read(out if isinstance(out, (int, float)) else 0, made, name != "item")
-    return None
-
-
-def _size(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    facts.sized(args[0], name == "__len__")
-    return None
-
-
-def _attribute(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """An attribute that is read: a shape, or a tensor such as x.T."""
-    if isinstance(out, torch.Size):
-        facts.sized(args[0], False)
-    elif isinstance(out, Tensor) and out.dim() > 1 and out.shape != args[0].shape and facts.of(args[0]) is ROWS:
-        return _turned(facts, "t", args, kwargs, out)
-    return _same(facts, "detach", args, kwargs, out) if isinstance(out, Tensor) else None
-
-
-def _gradient(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Gradients of a sum over rows belong to the rows, as in a gradient penalty."""
-    starts = list(tensors([args[0]]))
-    inputs = list(tensors([args[1] if len(args) > 1 else kwargs["inputs"]]))
-    plain = all(each is ROWS or isinstance(each, Number) and undivided(each) for each in map(facts.of, starts))
-    for x, found in zip(inputs, tensors([out])):
-        facts.put(found, ROWS if plain and facts.of(x) is ROWS else Unknown(name))
-    return None
-
-
-def _couples(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """Functions in which rows meet, or are added up by class."""
-    given = list(tensors([*args, *kwargs.values()]))
-    meet = any(facts.of(x) is ROWS for x in given) and not ("svd" in name and facts.axis(given[0]) < given[0].dim() - 2)
-    for each in tensors((out,)):
-        facts.put(each, Unknown(name) if meet else facts.other(name, given, each))
-    return None
-
-
-def _new(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """A new tensor of given values: a single 0 may be the start of a sum."""
-    one: Any = args[-1][0] if type(args[-1]) is list and len(args[-1]) == 1 else args[-1]
-    given = name in ("tensor", "as_tensor", "new_tensor", "scalar_tensor") and isinstance(one, (int, float))
-    count = counted(facts, one)
-    if count is not None and (given or "full" in name):
-        made = tensor_of(count)
-        if out.numel() == 1:
-            return made
-        if isinstance(made, Share) and not out.shape[0] % facts.rows:
-            return Share(made.divisor, True)
-    if given and one is args[-1] and (one > 1 or facts.sizes.has(one)):
-        # A count that Python has read is also one as a tensor. A small one is a constant: a scale of 1.0.
-        divisor = facts.divisor(float(one), Number(()), small=False)
-        if divisor is not None:
-            return divisor if isinstance(divisor, Unknown) else Number((term(out, SUM, None, "a number's tensor"),))
-    several = out.numel() > 1 or "ones" in name or "full" in name
-    if out.dim() and several and not out.shape[0] % facts.rows and not name.endswith("like"):
-        sizes = [] if "tensor" in name else list(args[1:] if name.startswith("new_") else args)
-        size = sizes[0][0] if sizes and isinstance(sizes[0], (tuple, list)) else next(iter(sizes), None)
-        if "tensor" in name:
-            listed(facts, out)
-        if not facts.sizes.is_other(size) or size in facts.reading.plain:
-            return ROWS  # As many as there are rows: for example, a mask.
-    zero = "zeros" in name or given and one == 0
-    if zero and out.numel() == 1 and (out.dim() == 0 or not name.endswith("like")):
-        return Number(())
-    if name.endswith("like") and isinstance(facts.of(args[0]), Number):
-        return CONSTANT
-    return facts.other(name, args, out) if name.endswith("like") or name == "as_tensor" else CONSTANT
-
-
-#: Functions that work along a dimension: its position among their arguments, and its default (None: all).
-_ALONG = {
-    **dict.fromkeys("softmax log_softmax cumsum cumprod logsumexp var std amax amin max min prod argmax argmin "
-                    "var_mean std_mean all any logcumsumexp softmin".split(), (1, None)),
-    **dict.fromkeys("topk kthvalue quantile nanquantile".split(), (2, -1)),
-    **dict.fromkeys("sort argsort median nanmedian mode msort".split(), (1, -1)),
-    "norm": (2, None), "normalize": (2, 1), "renorm": (2, None), "vector_norm": (2, None),
-    "linalg_vector_norm": (2, None), "linalg_norm": (2, None),
+#: Functions along dimensions: the position of these among the arguments, and their default (None: all).
+_ALONG: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logsumexp var std amax amin prod argmax argmin "
+                    "var_mean std_mean all any is_all_true is_any_true max min".split(), (1, None)),
+    **dict.fromkeys("kthvalue quantile norm vector_norm linalg_vector_norm linalg_norm roll".split(), (2, None)),
+    **dict.fromkeys("sort argsort median flip glu".split(), (1, -1)),
+    **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "pairwise_distance": (9, -1), "topk": (2, -1),
 }
 
 
-def _along(facts: Facts, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Made | None:
-    """A nonlinear function along a dimension: if that is the batch's, rows meet."""
-    given = list(tensors([*args, *kwargs.values()]))
-    at, default = _ALONG.get(name, (1, None))
-    dims = args[at] if len(args) > at else kwargs.get("dim", default)
-    meet = name in _ALONG and dims is not None and not isinstance(dims, Tensor) and bool(given) and (
-        given[0].dim() > 0 and facts.of(given[0]) is ROWS and facts.axis(given[0]) in axes_of(given[0], dims)
-    )
-    for each in tensors((out,)):
-        facts.put(each, Unknown(name) if meet else facts.other(name, given, each))
-    return None
+def along(call: FunctionCall) -> Meaning | None:
+    """A function along dimensions: if the batch's is one of them, rows meet."""
+    at, default = _ALONG[call.name]
+    dims = call.argument(at, "dim", call.kwargs.get("dims", default))
+    extreme = call.name in ("max", "min", "amax", "amin")
+    if isinstance(dims, Tensor):
+        return each_entry(replace(call, name="maximum"))
+    whole, out = torch.broadcast_tensors(*call.operands)[0], next(tensors((call.out,)))
+    rows, asked = call.ledger.joined(call.operands, whole.shape), call.meaning
+    if not isinstance(rows, Rows):
+        plain = isinstance(asked, Condition) and not asked.extreme and call.name in ("any", "all")
+        return asked if plain else VARIED if isinstance(rows, Constant) and rows.made else rows
+    if 0 not in dims_of(whole, dims):
+        return None if rows.share is not None else replace(rows, doubt=0)
+    decides = "any" in call.name or "max" in call.name
+    plain = not out.dim() and not out.requires_grad and (decides or extreme or "all" in call.name)
+    return Condition(decides, extreme) if plain and call.name[:3] != "arg" else None
 
 
-_COMPARISONS = frozenset("lt gt le ge __lt__ __gt__ __le__ __ge__ less greater less_equal greater_equal".split())
+def compare(call: FunctionCall) -> Meaning | None:
+    """A comparison of entries; or a condition, if it is one of numbers that a single microbatch may decide."""
+    x, name, meaning = call.args[0], call.name, call.meaning
+    value, more = call.number(call.args[1]), call.name[:1] == "g"
+    if isinstance(meaning, Condition) and meaning.extreme and isinstance(call.ledger.of(call.args[1]), Constant):
+        return Condition(more is meaning.decisive) if name not in ("eq", "ne", "not_equal") else None
+    if is_count(meaning) and value is not None and x.numel() == 1:
+        if (name, value) in _SOME or (name, value) in _NONE:
+            return Condition((name, value) in _SOME)
+        return Condition(name == "ne") if name in ("eq", "ne") and value in call.ledger.reading.sizes else None
+    return call.joined()
+
+
+_SOME, _NONE = frozenset([("gt", 0), ("ne", 0), ("ge", 1)]), frozenset([("eq", 0), ("le", 0), ("lt", 1)])
+
+
+def is_count(meaning: Meaning) -> bool:
+    """True for the sum of a mask."""
+    one = meaning.terms[0] if isinstance(meaning, Number) and len(meaning.terms) == 1 else None
+    return one is not None and one.kind is SUM and one.factor == 1 and one.function in (A_COUNT, "count_nonzero")
+
+
+def invert(call: FunctionCall) -> Meaning | None:
+    """The opposite, of entries or of a condition."""
+    meaning = call.meaning
+    return Condition(not meaning.decisive) if _is_plain(meaning) else each_entry(call)  # type: ignore[union-attr]
+
+
+def _is_plain(meaning: Meaning) -> bool:
+    return isinstance(meaning, Condition) and not meaning.extreme
+
+
+def check(call: FunctionCall) -> Meaning | None:
+    """Whether values are finite, which one microbatch may decide."""
+    plain = isinstance(call.meaning, Number) and not call.out.dim()
+    return Condition(call.name != "isfinite") if plain else each_entry(call)
+
+
+def choose(call: FunctionCall) -> Meaning | None:
+    """Entries chosen one by one."""
+    return each_entry(call) if len(call.args) == 3 else None
+
+
+def bound(call: FunctionCall) -> Meaning | None:
+    """Entries within bounds; or a count with a minimum."""
+    given = [*call.args, *call.kwargs.values()]
+    if call.name in ("max", "min") and (len(given) < 2 or not isinstance(given[1], Tensor)):
+        return along(call)
+    x, *bounds = given[::-1] if isinstance(call.ledger.of(given[0]), Constant) else given
+    if call.name in ("clamp", "clamp_min", "clip", "max", "maximum") and len(bounds) == 1 and "max" not in call.kwargs:
+        least, count = call.number(bounds[0]), count_of(call.ledger.of(x))
+        if least is not None and count is not None and x.numel() == 1:
+            return Least(replace(count, least=float(least)))
+    return each_entry(call)
+
+
+def matmul(call: FunctionCall) -> Meaning | None:
+    """Products of rows with constant weights."""
+    x, rows = call.args[0], call.meaning
+    if not all(isinstance(call.ledger.of(y), Constant) for y in call.operands[1:]):
+        return None
+    if not isinstance(rows, Rows):
+        return call.joined()
+    plain = x.dim() > 1 and all(y.dim() < 3 and call.ledger.of(y) == GIVEN for y in call.operands[1:])
+    return replace(rows, doubt=0) if plain else None
+
+
+def pad(call: FunctionCall) -> Meaning | None:
+    """Entries before and after those of the last dimensions, or between those of all but the first two."""
+    rows, last = call.meaning, 2 if call.name == "interpolate" else len(call.argument(1, "pad")) // 2
+    return rows if not isinstance(rows, Rows) or call.args[0].dim() > last else None
+
+
+def create(call: FunctionCall) -> Meaning | None:
+    """A new tensor: of a single number, of several, or a copy."""
+    name, args, out = call.name, call.args, call.out
+    if name in _COPIES and isinstance(args[0], Tensor):
+        return call.meaning
+    one: Any = args[-1] if args else next(iter(call.kwargs.values()), None)
+    one = one[0] if name in (*_COPIES, "new_tensor") and type(one) in (list, tuple) and len(one) == 1 else one
+    value = 0.0 if "zeros" in name else 1.0 if "ones" in name else None
+    if value is None and "empty" not in name:
+        value = None if isinstance(one, Tensor) else call.number(call.kwargs.get("fill_value", one))
+        read = call.ledger.reading.values
+        if value is None or call.ledger.may_be_read(value):
+            return Unknown(read) if read else None if "full" in name else VARIED
+    return Number() if value == 0 and out.numel() == 1 else Constant(True, True, value)
+
+
+_COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
+
+
+def positions(call: FunctionCall) -> Meaning:
+    """Numbers of positions, which begin again in each microbatch; or random ones."""
+    args, plain = call.args, call.name == "arange" and call.kwargs.get("step", 1) == 1
+    start = args[0] if len(args) > 1 else call.kwargs.get("start", 0)
+    return Constant(True, positions=call.out.numel() if plain and start == 0 and len(args) < 3 else None)
+
+
+def ask(call: FunctionCall) -> Meaning:
+    """A condition that Python asks."""
+    reading, meaning = call.ledger.reading, call.meaning
+    meaning = Condition(True) if is_count(meaning) else meaning
+    if isinstance(meaning, Condition) and not meaning.extreme:
+        reading.answers += (bool(call.out) is meaning.decisive,)
+    elif any(not isinstance(call.ledger.of(x), Constant) and call.ledger.of(x) != _SIZE for x in call.operands):
+        function = meaning.function if isinstance(meaning, Unknown) else call.name
+        reading.condition = reading.condition or f"if ({function})"
+    return GIVEN
+
+
+_SIZE = Unknown(MAY_COUNT)  # Conditions on sizes are those of any microbatch.
+
+
+def read(call: FunctionCall) -> Meaning:
+    """A value that Python reads."""
+    if _is_plain(call.meaning):
+        return ask(call)
+    if not isinstance(call.meaning, Constant):
+        call.ledger.note_read(call.out if isinstance(call.out, (int, float)) else 1, call.name)
+    return GIVEN
+
+
+def size(call: FunctionCall) -> Meaning:
+    """A size that Python reads."""
+    x, meaning, dim = call.args[0], call.meaning, 0 if call.name == "len" else call.argument(1, "dim")
+    if isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
+        call.ledger.note_read(call.out if isinstance(call.out, int) else 1, meaning.function)
+    elif isinstance(meaning, Rows) and (dim is None or not dim % max(1, x.dim())):
+        call.ledger.note_size(x, meaning)
+    return GIVEN
+
+
+#: Where recognition ended at values whose number depends on the batch.
+_RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique", "where"])
+#: Rules that say themselves what Unknown arguments mean.
+_OF_ANYTHING = frozenset([ask, read, size, create, positions, add])
+#: Rules for which a number of Python is a size or a position, not a factor.
+_BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, positions])
 _GROUPS: list[tuple[Rule, str]] = [
-    (_same, "float to double half bfloat16 type type_as clone detach squeeze "
-            "contiguous requires_grad_ cpu cuda alias long int"),
-    (_finite, "nan_to_num nan_to_num_"), (_fitted, "broadcast_tensors"),
-    (_expanded, "expand expand_as broadcast_to repeat tile"),
-    (_reshaped, "view reshape view_as reshape_as flatten unflatten ravel"), (einsum, "einsum"),
-    (_unsqueeze, "unsqueeze"), (negative, "neg negative neg_ negative_ __neg__"),
-    (add, "add add_ __radd__ __iadd__ __add__ sub sub_ subtract subtract_ __sub__ __isub__ rsub __rsub__"),
-    (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
-    (divide, f"reciprocal {' '.join(DIVISIONS)}"),
-    (reduce, "sum mean nansum nanmean count_nonzero"),
-    (matmul, "matmul __matmul__ __rmatmul__ mm mv bmm linear cdist dot vdot inner"),
-    (indexed, "__getitem__"), (places, "nonzero argwhere"), (set_entries, "__setitem__"),
-    (apart, "unbind split chunk tensor_split"),
-    (_together, "stack cat concat concatenate hstack vstack"),
-    (_along, " ".join(_ALONG)),
-    (_turned, "t transpose swapaxes swapdims permute adjoint"),
-    (_clamp, "clamp clamp_min clip maximum max clamp_ clamp_min_"),
-    (_where, "where"),
-    (_compare, f"eq ne __eq__ __ne__ {' '.join(_COMPARISONS)}"),
-    (_asked, "any all"), (_truth, "__bool__"),
-    (_read, "item tolist __int__ __float__ __index__ numpy __array__"),
-    (_size, "size numel nelement __len__"),
-    (_attribute, "__get__"), (_gradient, "grad"),
-    (_couples, "bincount histc unique scatter_add scatter_add_ index_add index_add_ scatter_reduce scatter_reduce_ cov "
-               "corrcoef pdist tensordot diff cummax cummin aminmax batch_norm instance_norm trace outer ger kron "
-               "addmm addbmm baddbmm meshgrid take take_along_dim linalg_svd linalg_svdvals svd"),
-    (selected, "narrow index_select gather"),
-    (moved, "roll flip flipud"),
-    (_new, "ones full empty scalar_tensor zeros zeros_like ones_like full_like tensor as_tensor new_zeros new_ones "
-           "new_full new_empty new_tensor"),
+    (each_entry, "abs absolute acos asin atan atan2 bitwise_and bitwise_or bitwise_xor ceil celu cos cosh digamma elu "
+                 "erf erfc erfinv exp exp2 expit expm1 fill floor floor_divide floordiv fmod frac gelu hardsigmoid "
+                 "hardswish hardtanh leaky_relu lgamma log log10 log1p log2 log_sigmoid "
+                 "logsigmoid logaddexp logical_and logical_or logical_xor logit masked_fill mish mod positive pow "
+                 "remainder relu relu6 rpow rsqrt round sgn sigmoid sign silu sin sinh softplus softshrink softsign "
+                 "sqrt square tan tanh threshold trunc xlogy and rand or ror xor"),
+    (add, "add radd iadd sub subtract isub rsub"), (multiply, "mul multiply rmul imul neg negative"),
+    (divide, "div divide true_divide truediv itruediv idiv rdiv rtruediv reciprocal"),
+    (reduce, "sum mean nansum count_nonzero"), (along, " ".join(_ALONG)),
+    (bound, "clamp clamp_min clip clamp_max maximum minimum max min"),
+    (compare, "eq ne lt gt le ge less greater less_equal greater_equal not_equal"),
+    (check, "isfinite isinf isnan"),
+    (invert, "invert logical_not bitwise_not"), (choose, "where nan_to_num"),
+    (matmul, "matmul mm linear"), (pad, "pad interpolate"),
+    (positions, "arange range linspace logspace randperm eye rand randn randint"),
+    (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
+             f"new_tensor {' '.join(_COPIES)}"),
+    (views.keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "
+                 "cuda alias data real one_hot rand_like randn_like bernoulli dropout view_as_real"),
+    (views.view, "view reshape view_as reshape_as flatten unflatten ravel t transpose swapaxes permute movedim "
+                 "adjoint T mT H mH unsqueeze squeeze expand expand_as broadcast_to select narrow unbind split chunk "
+                 "broadcast_tensors"),
+    (views.join, "stack cat concat concatenate hstack"),
+    (views.index, "__getitem__"), (views.write, "__setitem__"),
+    (views.gather, "gather"), (views.choose, "masked_select"),
+    (ask, "__bool__ equal allclose is_nonzero __contains__"),
+    (read, "item tolist __int__ __float__ __index__ __complex__ numpy __array__"),
+    (size, "shape size numel nelement len"),
 ]
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}
-#: Functions whose arguments ``arithmetic.before`` looks at.
-LOOKED_AT = frozenset(name for name in RULES if name in DIVISIONS or in_place(name))
+#: What a rule may raise for arguments that it doesn't know.
+_ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError
+
+
+def meanings(call: FunctionCall, count: int) -> list[Meaning]:
+    """What each of the ``count`` tensors is that a call has returned, or written to."""
+    ledger, rule = call.ledger, RULES.get(call.name)
+    operands = [ledger.of(x) for x in call.operands]
+    unknown = next((each for each in operands if isinstance(each, Unknown)), None)
+    found: Any = unknown
+    if rule is None or call.kwargs.get("out") is not None:
+        if all(isinstance(each, Constant) for each in operands):
+            found = GIVEN if operands and all(each == GIVEN for each in operands) else VARIED
+    elif rule not in _BY_PLACE and _has_read(call):
+        found = Unknown(ledger.reading.values)
+    elif unknown is None or rule in _OF_ANYTHING:
+        try:
+            found = rule(call)
+        except _ODD:
+            found = None
+    each = found if isinstance(found, list) else [found] * count
+    return [Unknown(call.name) if meaning is None else meaning for meaning in each]
+
+
+def _has_read(call: FunctionCall) -> bool:
+    """True if an argument may be computed from values of the batch."""
+    numbers = [call.number(x) for x in (*call.args, *call.kwargs.values())]
+    whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
+    return any((whole or isinstance(x, float)) and call.ledger.may_be_read(x) for x in numbers if x is not None)

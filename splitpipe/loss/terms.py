@@ -5,11 +5,8 @@
     MEAN        total_i / count_i   sum of total_i / sum of count_i
     CONSTANT    c                   c: a penalty on weights, for example
 
-A number is a sum of terms, each times a factor. A constant may also be divided by a count, and a count may have an
-added number, or a minimum: (total_i + c) / max(count_i + more, least). For the batch, these apply once.
-
-A microbatch with the count 0 may have a total, such as that of all rows divided by the number of some. The trace makes
-it total_i / 1.
+A number is a sum of terms, each times a factor. The value of a mean is its total where possible: 0 / 0, of a
+microbatch in which nothing counts, then never reaches gradients.
 """
 from __future__ import annotations
 
@@ -23,315 +20,174 @@ from torch import Tensor
 
 SUM, MEAN, CONSTANT = "sum", "mean", "constant"
 Amount = Tensor | float
-#: In place of a number of conditions, for a term from before the first one: every microbatch makes it.
-BEFORE = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Divisor:
-    """The divisor of a term in a microbatch: ``max(count + more, least)``; only the count grows with the rows."""
+class Count:
+    """What a mean divides by in a microbatch: ``max(value + more, least)``; only the value grows with the rows."""
 
-    count: Amount
-    more: Amount = 0.0
-    least: Amount | None = None
-    source: object = None  # The number from which it was made.
-    safe: bool = False  # True if the quotient is 0 where the divisor is 0: nan_to_num.
+    value: Amount
+    more: float = 0.0
+    least: float | None = None
 
     @property
     def here(self) -> Amount:
-        """The divisor in the microbatch."""
-        return _at_least(self.count if _zero(self.more) else self.count + self.more, self.least)
+        """The count of the microbatch."""
+        return self.of(self.value)
 
-    def shifted(self, by: float) -> Divisor:
-        """The divisor plus a number."""
-        least = None if self.least is None else self.least + by
-        return Divisor(self.count, self.more + by, least, self.source, self.safe)
-
-    @property
-    def grown(self) -> Divisor:
-        """The divisor, if what was added to it counts, too: it differs between microbatches."""
-        return replace(self, count=self.count + self.more, more=0.0)
-
-    def times(self, by: float) -> Divisor:
-        """The divisor times a positive number."""
-        least = None if self.least is None else self.least * by
-        return Divisor(self.count * by, self.more * by, least, self.source, self.safe)
-
-
-#: Where a count that Python has read is 0: the 1 of max(n, 1), unless other microbatches divide by 1, too.
-NONE = Divisor(0.0, least=1.0)
-
-#: The source of a divisor that equals a size, but may be a constant.
-GUESS = "a number"
-#: The source of what isn't a divisor: the product or quotient of a size and a number that was read.
-RATIO = "a ratio"
+    def of(self, value: Amount) -> Amount:
+        """The count of a batch with this value."""
+        count = value + self.more if self.more else value
+        if self.least is None:
+            return count
+        return count.clamp(min=self.least) if isinstance(count, Tensor) else max(count, self.least)
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One part of a number, made by ``function``; if it is ``unknown``, ``function`` is where tracing failed."""
+    """One part of a number, made by ``function``."""
 
     value: Amount
     kind: str
-    divisor: Divisor | None = None
+    count: Count | None = None
     factor: float = 1.0
     function: str = ""
-    version: int | None = None  # Of the value, when it was made.
-    unknown: bool = False
-    #: How many conditions Python had read before, or BEFORE: their answers decide which microbatches have the term.
-    asked: int = 0
-    #: If it was multiplied by what may be a constant, not 1 / count: the sum, with a factor besides the term's own.
-    doubt: Term | None = None
+    divided: bool = True  #: Whether the value of a mean is its quotient, not its total.
+    asked: int = 0  #: How many conditions Python had asked before: their answers decide who has the term.
+    version: int | None = None  #: Of the value, when it was made.
 
-    def detached(self) -> Term:
-        """The term without its graph."""
-        value = self.value.detach() if isinstance(self.value, Tensor) else self.value
-        return replace(self, value=value, doubt=self.doubt and self.doubt.detached())
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Term:
+        """The term with another tensor as its value."""
+        return replace(self, value=change(self.value)) if isinstance(self.value, Tensor) else self
+
+    def weight(self, share: float) -> Amount:
+        """The weight of the value in a batch of which the microbatch is a share, before the batch's count divides."""
+        if self.count is None:
+            return share if self.kind is CONSTANT else 1.0
+        return self.count.here if self.divided else 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """A sum of terms.
+    """A sum of terms; ``asked``: the conditions that Python had asked in the end, True if they decide for the batch.
 
-    ``rows``: the rows whose individual numbers were added up in it. A number with a minimum can only be a divisor.
-    ``asked``: how many conditions Python had read in the end. ``figures``: see ``Facts.figures``.
+    ``unknown``: the function where recognition of some terms ended, which count like the mean next to them, or as rows.
     """
 
-    terms: tuple[Term, ...]
-    rows: frozenset[int] = frozenset()
-    least: Amount | None = None
-    asked: int = 0
-    figures: tuple[Any, ...] = ()
+    terms: tuple[Term, ...] = ()
+    asked: tuple[bool, ...] = ()
+    unknown: str = ""
+
+    @property
+    def live(self) -> list[Term]:
+        """The terms that aren't multiplied by 0."""
+        return [term for term in self.terms if term.factor]
+
+    def changed(self, change: Callable[[Term], Term]) -> Number:
+        """The number with other terms."""
+        return replace(self, terms=tuple([change(term) for term in self.terms]))
 
     def scaled(self, factor: float) -> Number:
-        """The number times a factor, which is positive if the number has a minimum."""
-        least = None if self.least is None else self.least * factor
-        return replace(self, terms=tuple([replace(t, factor=t.factor * factor) for t in self.terms]), least=least)
+        """The number times a factor."""
+        return self.changed(lambda term: replace(term, factor=term.factor * factor))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
-        """The number, which isn't computed with any more, with other tensors as its terms' values."""
-        return replace(self, terms=tuple([
-            replace(term, value=change(term.value), doubt=None) if isinstance(term.value, Tensor) else term
-            for term in self.terms
-        ]))
-
-    def detached(self) -> Number:
-        """The number without its graph."""
-        return replace(self, terms=tuple([term.detached() for term in self.terms]))
-
-
-@dataclass(frozen=True, eq=False)
-class Shifted:
-    """Values with rows, to all of which a number was added: ``by``, a tensor that isn't written to."""
-
-    number: Number
-    by: Tensor
+        """The number with other tensors as its terms' values."""
+        return self.changed(lambda term: term.mapped(change))
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A number that could not be traced beyond ``function``."""
+    """A number that isn't recognised beyond ``function``."""
 
     function: str
 
 
-def by_rows(value: Tensor, rows: int, function: str = "") -> Number:
+def unknown_function(number: Number | Unknown | None) -> str:
+    """The function where recognition of a number, or of a part of it, ended; empty if all of it is recognised."""
+    if number is None:
+        return ""
+    return number.function if isinstance(number, Unknown) else number.unknown
+
+
+def by_rows(value: Tensor, rows: int) -> Number:
     """A number that counts as a mean over rows."""
-    return Number((Term(value, MEAN, Divisor(float(rows)), 1.0, function, unknown=bool(function)),))
-
-
-def not_understood(made: Number | Unknown | None) -> str:
-    """The function where tracing a number, or a part of it, failed; empty if none did."""
-    if isinstance(made, Unknown):
-        return made.function
-    return next((term.function for term in made.terms if term.unknown), "") if made is not None else ""
-
-
-def differing(figures: Sequence[tuple[Any, ...]]) -> str:
-    """What Python has computed from microbatches, given the figures of each; empty if they are the same."""
-    alike = len({len(found) for found in figures}) > 1 or len({*figures}) < 2  # Else they met other conditions.
-    return "" if alike else "a number that Python has computed from the batch"
-
-
-def divided(number: Number) -> Divisor | None:
-    """A number as a divisor; None if it isn't a sum, or has a gradient."""
-    found: dict[str, Amount] = {}
-    for term in number.terms:
-        if term.divisor is not None or isinstance(term.value, Tensor) and term.value.requires_grad:
-            return None  # The gradient would depend on the whole batch's divisor.
-        amount = term.value if term.factor == 1 else term.value * term.factor
-        kind = SUM if term.kind is SUM else CONSTANT
-        found[kind] = found[kind] + amount if kind in found else amount
-    return Divisor(found[SUM], found.get(CONSTANT, 0.0), number.least, number) if SUM in found else None
+    return Number((Term(value, MEAN, Count(float(rows))),))
 
 
 def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
-    """For each term of the batch, those of all microbatches; None if microbatches consist of different terms."""
-    if any(number.least is not None for number in each):
-        return None
-    kept = _by_condition(each)
-    if kept is None:
-        return None
-    if not _alike(kept):  # A part that is 0 times something doesn't count.
-        kept = [tuple([term for term in terms if term.factor]) for terms in kept]
-        full = max(kept, key=len)
-        kept = [terms or tuple([_nothing(term, number) for term in full]) for terms, number in zip(kept, each)]
-    if len({len(terms) for terms in kept}) > 1:
-        return None
-    columns = [list(column) for column in zip(*kept)]
-    for k, column in enumerate(columns):
-        dividing = [term for term in column if term.divisor is not None]
-        if any(term.kind is SUM for term in column) and all(term.divisor is NONE for term in dividing):
-            column = columns[k] = [replace(t, kind=SUM, divisor=None) if t.divisor is NONE else t for t in column]
-        elif dividing and len(dividing) < len(column):
-            # max(n, 1) is the plain number 1 if n is 0: nothing counts there.
-            if not all(term.divisor is not None or _nil(term.value) for term in column):
+    """For each term of the batch, those of all microbatches; None if these have different ones.
+
+    A microbatch may lack the terms after a condition (``if mask.any():``) of which others decide: nothing counts there.
+    """
+    apart = len({len(number.asked) for number in each if number.live}) < 2
+    columns: list[list[Term]] = []
+    for asked in sorted({term.asked * apart for number in each for term in number.live}):
+        parts = [[term for term in number.live if not apart or term.asked == asked] for number in each]
+        longest = max(parts, key=len)
+        for number, part in zip(each, parts):
+            undecided = number.asked[:asked][-1:] == (False,) if number.live else False in number.asked
+            if len(part) < len(longest) and (part or not undecided):
                 return None
-            column = columns[k] = [term if term.divisor is not None else _uncounted(term) for term in column]
-        makers = {term.function for term in column if not term.unknown} - {""}
-        alike = len({term.kind for term in column}) == 1 and len(makers) < 2
-        if not alike or not _same([term.factor for term in column]):
-            return None
-        added = _added(column)
-        if not _same(added):
-            if not all(float(by).is_integer() for by in added):
-                return None
-            columns[k] = [replace(term, divisor=term.divisor and term.divisor.grown) for term in column]
-    return columns
+        rows = zip(*[part or [*map(_nothing, longest)] for part in parts])
+        columns += [_without_least([*column], each) for column in rows]
+    return columns if all(map(_alike, columns)) else None
 
 
-def conditional(each: Sequence[Number]) -> bool:
-    """True if microbatches have evaluated the same conditions, and have terms after different ones; some have none."""
-    each = [number for number in each if number.terms]
-    if len({number.asked for number in each}) > 1:
-        return False
-    found = zip(*[[term.asked for term in number.terms] for number in each])
-    return len({len(number.terms) for number in each}) > 1 or any(len({*asked} - {0}) > 1 for asked in found)
+def _without_least(column: list[Term], each: Sequence[Number]) -> list[Term]:
+    """The column with nothing in place of a 0 that Python has divided by 1, as by max(n, 1), where others have n."""
+    like = next((term for term in column if term.count is not None), None)
+    return column if like is None else [
+        _nothing(like) if term.kind is SUM and False in number.asked and isinstance(term.value, Tensor)
+        and not term.value.any().item() else term for term, number in zip(column, each)
+    ]
 
 
-def sharing(each: Sequence[Number]) -> bool:
-    """True if all microbatches or none have counts, so that the parts of a constant add up to it."""
-    return len({not number.terms or any(term.divisor is not None for term in number.terms) for number in each}) < 2
+def partial(each: Sequence[Number]) -> bool:
+    """True if some microbatches have only some of the terms."""
+    each = [number for number in each if number.live]
+    return len({len(number.live) for number in each}) > 1 or len({len(number.asked) for number in each}) < 2 and (
+        len({tuple([term.asked for term in number.live]) for number in each}) > 1
+    )
 
 
-def _by_condition(each: Sequence[Number]) -> list[tuple[Term, ...]] | None:
-    """The terms of each microbatch: if a condition wasn't met, a term that counts nothing."""
-    if not conditional(each):
-        return [number.terms for number in each]
-    found: list[list[Term]] = [[] for _ in each]
-    for asked in sorted({term.asked for number in each for term in number.terms}):
-        parts = [[term for term in number.terms if term.asked == asked] for number in each]
-        full = max(parts, key=len)
-        if any((part or asked == BEFORE) and len(part) < len(full) for part in parts):
-            return None
-        for own, part, number in zip(found, parts, each):
-            own += part or [_nothing(term, number) for term in full]
-    return [tuple(own) for own in found]
-
-
-def _nil(value: Amount) -> bool:
-    return not value.any().item() if isinstance(value, Tensor) else value == 0
-
-
-def _alike(each: Sequence[tuple[Term, ...]]) -> bool:
-    return len({tuple([(term.kind, term.factor == 0) for term in terms]) for terms in each}) == 1
-
-
-def _nothing(like: Term, number: Number) -> Term:
-    if like.kind is CONSTANT and like.divisor is None:
+def _nothing(like: Term) -> Term:
+    if like.kind is CONSTANT:
         return like  # Its part for each microbatch is a part of the whole.
-    # The value keeps its graph, through which a gradient of 0 runs.
-    value = number.terms[0].value if number.terms else 0.0
-    value = _zero_of(value) if isinstance(value, Tensor) else 0.0
-    if like.divisor is None:
-        return Term(value, like.kind, None, like.factor, like.function)
-    return Term(value, MEAN, Divisor(0.0), like.factor, like.function)
+    return replace(like, value=0.0, count=like.count and replace(like.count, value=0.0))
 
 
-def _uncounted(term: Term) -> Term:
-    return Term(0.0 if isinstance(term.value, float) else term.value, MEAN, Divisor(0.0), term.factor, term.function)
+def _alike(column: Sequence[Term]) -> bool:
+    def kind(term: Term) -> tuple[Any, ...]:
+        count = term.count
+        return term.kind, term.function, None if count is None else (count.more, count.least)
 
-
-def _zero_of(value: Tensor) -> Tensor:
-    """0 with the value's graph, even if the value isn't finite."""
-    return torch.where(torch.ones((), dtype=torch.bool, device=value.device), 0, value)
-
-
-def _added(column: Sequence[Term]) -> list[float]:
-    """What is added to counts, where these aren't 0."""
-    divisors = [term.divisor for term in column if term.divisor is not None]
-    return [x.more for x in divisors if isinstance(x.more, (int, float)) and not _zero(x.count)]
-
-
-def _same(factors: Sequence[float]) -> bool:
-    return all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors)
+    first = column[0]
+    return all(kind(term) == kind(first) and math.isclose(term.factor, first.factor, rel_tol=1e-6) for term in column)
 
 
 def whole(column: Sequence[Term]) -> Amount | None:
-    """The divisor of a term for the batch, if it has one."""
-    divisors = [term.divisor for term in column if term.divisor is not None]
-    if not divisors:
+    """The count of a term for the batch, if it has one."""
+    first = column[0].count
+    if first is None:
         return None
-    device = next((term.value.device for term in column if isinstance(term.value, Tensor)), None)
-    counts = [divisor.count for divisor in divisors]
-    count = _stacked(counts, device).sum() if any(isinstance(x, Tensor) for x in counts) else sum(counts)
-    # These may be missing in a microbatch where nothing counts.
-    largest = max(divisors, key=lambda divisor: divisor.least is not None)
-    more = next((divisor.more for divisor in divisors if not _zero(divisor.more)), 0.0)
-    count = count if _zero(more) else count + _moved(more, device)
-    count = divided_by(count) if any(divisor.safe for divisor in divisors) else count
-    return _at_least(count, _moved(largest.least, device))
-
-
-def _stacked(amounts: Sequence[Amount], device: torch.device | None) -> Tensor:
-    # torch.full() makes the device fill it; torch.as_tensor() would wait for a copy from the host.
-    return torch.stack([
-        x.to(device) if isinstance(x, Tensor) else torch.full((), float(x), device=device) for x in amounts
-    ])
-
-
-def weight(term: Term, share: float) -> Amount:
-    """The weight of a microbatch's term, before division by the whole batch's divisor."""
-    if term.kind is SUM:
-        return 1.0
-    if term.kind is CONSTANT:
-        return share
-    assert term.divisor is not None
-    return term.divisor.here
-
-
-def divided_by(count: Amount) -> Amount:
-    """What a microbatch's total has been divided by, given its count."""
-    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0
+    counts: list[Any] = [term.count.value for term in column if term.count is not None]
+    device = next((x.device for x in counts if isinstance(x, Tensor)), None)
+    return first.of(sum(x.detach().to(device).reshape(()) if isinstance(x, Tensor) else x for x in counts))
 
 
 def combined(
-    columns: Sequence[Sequence[Term]], rows: Sequence[int], like: Tensor,
-    divisors: Sequence[Amount | None] | None = None,
+    columns: Sequence[Sequence[Term]], rows: Sequence[int], like: Tensor, counts: Sequence[Amount | None] | None = None
 ) -> Tensor:
     """The number of the batch, with the graphs of the microbatches' numbers, and the dtype and device of ``like``."""
-    divisors = [whole(column) for column in columns] if divisors is None else divisors
-    result: Any = sum(_total(column, rows, divisor, like.device) for column, divisor in zip(columns, divisors))
+    counts = [whole(column) for column in columns] if counts is None else counts
+    result: Any = sum(
+        part(term.mapped(lambda x: x.to(like.device)), share, count)
+        for column, count in zip(columns, counts) for term, share in zip(column, shares(rows))
+    )
     if not isinstance(result, Tensor):
         return torch.full_like(like, result)
-    found: Tensor = result.to(like.dtype).reshape(like.shape)
-    return found
-
-
-def _total(column: Sequence[Term], rows: Sequence[int], divisor: Amount | None, device: torch.device) -> Any:
-    """A term of the batch; if microbatches are alike, the number of operations doesn't depend on how many there are."""
-    values: list[Any] = [_moved(term.value, device) for term in column]
-    weights = [weight(term, share) for term, share in zip(column, shares(rows))]
-    counted = any(isinstance(x, Tensor) for x in weights)
-    alike = all(type(x) is Tensor for x in values) and len({(x.dtype, x.shape) for x in values}) == 1
-    if not alike or not counted and len(set(weights)) > 1:
-        return sum(_moved(_weighted(term, x, part, divisor), device) for term, x, part in zip(column, values, weights))
-    value = torch.stack(values)
-    value = value.to(torch.promote_types(value.dtype, torch.float32))  # A sum overflows sooner than its parts.
-    if counted:
-        counts = _stacked(weights, device)
-        return _weighted(column[0], value, counts.reshape(-1, *[1] * (value.dim() - 1)), divisor).sum(0)
-    return _weighted(column[0], value.sum(0), weights[0], divisor)
+    return result.to(like.dtype).reshape(like.shape)
 
 
 def shares(rows: Sequence[int]) -> list[float]:
@@ -340,22 +196,25 @@ def shares(rows: Sequence[int]) -> list[float]:
     return [count / total if total else 1 / len(rows) for count in rows]
 
 
-def part(term: Term, share: float, divisor: Amount | None) -> Any:
-    """A microbatch's part in a term of the batch; the microbatch is ``share`` of the batch."""
-    return _weighted(term, term.value, weight(term, share), divisor)
-
-
-def _weighted(like: Term, value: Amount, weight: Amount, divisor: Amount | None) -> Any:
+def part(term: Term, share: float, count: Amount | None) -> Any:
+    """A microbatch's part in a term of the batch, whose count this is; the microbatch is ``share`` of the batch."""
+    value, weight = term.value, term.weight(share)
     if isinstance(value, Tensor):
-        weight, divisor = wide(weight, value), None if divisor is None else wide(divisor, value)
-        if like.kind is MEAN and isinstance(weight, Tensor):
-            value = torch.where((weight == 0) & ~value.isfinite(), 0, value)  # 0 / 0 has no part in it.
-            weight = divided_by(weight)
-        elif like.kind is MEAN and weight == 0:
-            value = _zero_of(value)
-    if divisor is not None:
-        weight = weight / divisor if isinstance(divisor, Tensor) or divisor else math.nan
-    return value * (weight if like.factor == 1 else weight * like.factor)
+        value = value.to(torch.promote_types(value.dtype, torch.float32))  # A sum overflows sooner than its parts.
+        weight, count = wide(weight, value), None if count is None else wide(count, value)
+        if term.count is not None and term.divided:  # 0 / 0 has no part in the batch.
+            if isinstance(weight, Tensor):
+                value = torch.where((weight < 1e-20) & ~value.isfinite(), 0, value)
+            elif weight < 1e-20:
+                value = torch.where(value.isfinite(), value, 0)
+    if count is not None:
+        weight = weight / count if isinstance(count, Tensor) or count else math.nan
+    return value * (weight if term.factor == 1 else weight * term.factor)
+
+
+def divided_by(count: Amount) -> Amount:
+    """The count, or 1 in place of 0."""
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0
 
 
 def wide(amount: Amount, like: Tensor) -> Amount:
@@ -363,24 +222,3 @@ def wide(amount: Amount, like: Tensor) -> Amount:
     if not isinstance(amount, Tensor):
         return amount
     return amount.to(like.device, torch.promote_types(like.dtype, torch.float32))
-
-
-def _at_least(amount: Amount, least: Amount | None) -> Amount:
-    if least is None:
-        return amount
-    if isinstance(amount, Tensor):
-        return torch.clamp(amount, min=least)
-    return torch.clamp(least, min=amount) if isinstance(least, Tensor) else max(amount, least)
-
-
-def _moved(amount: Any, device: torch.device | None) -> Any:
-    return amount.to(device) if isinstance(amount, Tensor) and device is not None else amount
-
-
-def _zero(amount: Amount) -> bool:
-    return not isinstance(amount, Tensor) and amount == 0
-
-
-def few_digits(value: float) -> bool:
-    """True for a number with one or two digits besides zeros."""
-    return math.isclose(float(f"{value:.2g}"), value, rel_tol=1e-12)

@@ -1,28 +1,27 @@
-"""torch's own losses, and the divisors of their means, as in torch.
+"""torch's own losses, and what their means divide by, as in torch.
 
     loss                                       its mean divides by
     cross_entropy, nll_loss (class indices)    the targets that aren't ignored, weighted by class
     cross_entropy (probabilities)              the samples
     losses of a row of classes, or of pairs    the samples
     all other losses                           the elements
-
-A mean of nothing is 0 / 0. It has no part in the batch's mean, but would reach the gradients of what it is multiplied
-by, so it is 0 here. The mean of a whole batch in which nothing counts is still 0 / 0.
 """
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from splitpipe.core.dtensor import meshed
-from splitpipe.loss.terms import Amount
+from splitpipe.core.dtensor import is_dtensor
+from splitpipe.core.torch_private import DisableTorchFunction
+from splitpipe.loss.ledger import Constant, Ledger, Meaning, Rows, Turned
+from splitpipe.loss.terms import MEAN, SUM, Count, Number, Unknown
 
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
 _SAMPLES = frozenset(
@@ -37,85 +36,98 @@ _ELEMENTS = frozenset(
 NAMES = _COUNTED | _SAMPLES | _ELEMENTS
 
 
-@dataclass(frozen=True)
-class LossCall:
-    """A call of a loss; ``tensors`` are its output and target."""
-
-    name: str
-    function: Callable[..., Any]
-    given: dict[str, Any]
-    reduction: str
-    tensors: Sequence[Tensor]
-
-    @property
-    def of_classes(self) -> bool:
-        """Whether the second dimension has classes, if there are two."""
-        return self.name in _COUNTED or self.name.startswith("multi")
-
-    @property
-    def couples(self) -> bool:
-        """Whether rows meet other rows: a single sample with as many classes as rows, or shapes that broadcast."""
-        x, target = self.tensors[0], self.tensors[1]
-        if self.of_classes:
-            return x.dim() < 2
-        return self.name in _ELEMENTS and target.dim() > 0 and target.dim() != x.dim()
-
-    def run(self) -> tuple[Tensor, Tensor | None, Amount | None]:
-        """The loss; its total, if that was computed; the divisor of its mean, or None for a sum or single losses."""
-        if self.reduction not in ("mean", "batchmean"):
-            return self.function(**self.given), None, None
-        x, target = self.tensors[0], self.tensors[1]
-        if self.name not in _COUNTED or target.is_floating_point():
-            samples = self._samples(x, target)
-            given = self.given if samples else {**self.given, "reduction": "sum"}
-            return self.function(**given), None, float(samples)
-        ignored, weight = self.given.get("ignore_index"), self.given.get("weight")
-        ignored = -100 if ignored is None else ignored
-        with torch.no_grad():
-            counts = target != ignored
-            found: Any = counts.sum() if weight is None else torch.where(
-                counts, weight.detach()[torch.where(counts, target, 0)], 0
-            ).sum()
-            count: Tensor = found.full_tensor() if meshed(found) else found
-        if weight is None:
-            return torch.where(count == 0, 0, self.function(**self.given)), None, count
-        # If all targets' classes have weight 0, the gradients of torch's mean are 0 / 0, too.
-        total = self.function(**{**self.given, "reduction": "sum"})
-        return total / torch.where(count == 0, 1, count), total, count
-
-    def _samples(self, x: Tensor, target: Tensor) -> int:
-        if self.reduction == "batchmean":
-            return x.shape[0] if x.dim() else 1
-        if self.name in _COUNTED:
-            return x.numel() // x.shape[1] if x.dim() > 1 else 1
-        if self.name == "ctc_loss":
-            return x.shape[1]
-        if self.name in _SAMPLES:
-            return x.shape[0] if x.dim() > 1 else 1
-        return max(x.numel(), target.numel())
-
-
 @lru_cache
-def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def read(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> LossCall | None:
-    """The call of a loss; None for another function with its name."""
-    name = function.__name__
-    if getattr(F, name, None) is not function:
+def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls a loss, and records what it is."""
+    given = {**dict(zip(_parameters(function), args)), **kwargs}
+    average, reduce, how = given.get("size_average"), given.get("reduce"), given.get("reduction", "mean")
+    if average is not None or reduce is not None:  # torch's deprecated options.
+        how = "none" if reduce is False else "sum" if average is False else "mean"
+    with DisableTorchFunction():
+        meaning, count = _unknown(ledger, given), None
+        try:
+            kind = _counted if name in _COUNTED else _of_elements if name in _ELEMENTS else _of_samples
+            meaning = meaning or kind(ledger, name, given)
+            if how not in ("none", "sum") and isinstance(meaning, Rows):
+                count = Count(_count(name, given, how))
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            meaning = None  # Odd arguments, of which the loss may raise its own error.
+    if count is None or not isinstance(count.value, Tensor) or given.get("weight") is None:
+        out, total = function(*args, **kwargs), None
+    else:  # If all targets' classes have weight 0, the gradients of torch's mean are 0 / 0.
+        total = function(**{**given, "reduction": "sum"})
+        out = total / count.value
+    with DisableTorchFunction():
+        if isinstance(meaning, Rows) and how != "none":
+            term = ledger.term(out if total is None else total, SUM if count is None else MEAN, count, name)
+            meaning = Number((replace(term, divided=total is None),))
+        ledger.put(out, Unknown(name) if meaning is None else meaning)
+    return out
+
+
+def _unknown(ledger: Ledger, given: dict[str, Any]) -> Meaning | None:
+    """An argument that isn't known, or is computed from values of the batch: delta=errors.median().item()."""
+    for x in given.values():
+        meaning = ledger.of(x)
+        if isinstance(meaning, Unknown):
+            return meaning
+        if isinstance(meaning, Rows) and meaning.share is not None:
+            return Unknown("a loss of quotients")
+        if isinstance(x, float) and ledger.may_be_read(x):
+            return Unknown(ledger.reading.values)
+    return None
+
+
+def _counted(ledger: Ledger, name: str, given: dict[str, Any]) -> Rows | None:
+    """Losses of rows of classes."""
+    x, target = given["input"], given["target"]
+    rows, by = ledger.of(x), ledger.of(target)
+    others = [y for y in given.values() if isinstance(y, Tensor) and y is not x and y is not target]
+    if x.dim() < 2 or not isinstance(rows, Rows) or not isinstance(by, Rows) or not rows.alike(by):
         return None
-    given = {**dict(zip(_names(function), args)), **kwargs}
-    average, reduce = given.pop("size_average", None), given.pop("reduce", None)  # torch's deprecated options.
-    if average is not None or reduce is not None:
-        given["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
-    if given.get("reduction") == "elementwise_mean":
-        given["reduction"] = "mean"
-    x = [value for value in given.values() if isinstance(value, Tensor)]
-    if name in _ELEMENTS and name != "binary_cross_entropy_with_logits" and name != "binary_cross_entropy":
-        if given.get("weight") is not None:  # Their means are divided by its sum.
-            return None
-    if len(x) < 2:
+    return replace(rows, doubt=0) if all(isinstance(ledger.of(y), Constant) for y in others) else None
+
+
+def _of_elements(ledger: Ledger, name: str, given: dict[str, Any]) -> Meaning | None:
+    """Losses of elements."""
+    values = [value for value in given.values() if isinstance(value, Tensor)]
+    if given.get("weight") is not None and not name.startswith("binary"):
+        return None  # Its mean divides by their sum.
+    rows = ledger.joined(values, torch.broadcast_shapes(*[x.shape for x in values]))
+    return replace(rows, doubt=0) if isinstance(rows, Rows) else rows
+
+
+def _of_samples(ledger: Ledger, name: str, given: dict[str, Any]) -> Rows | None:
+    """Losses of samples."""
+    values = [value for value in given.values() if isinstance(value, Tensor)]
+    first, *others = [ledger.of(x) for x in values if x is not given.get("weight")]
+    turned = isinstance(first, Turned) and name == "ctc_loss"
+    rows: Any = first.rows if isinstance(first, Turned) else first
+    if not turned and (not isinstance(first, Rows) or values[0].dim() != 2):
         return None
-    both = given.get("input", x[0]), given.get("target", x[1])
-    return LossCall(name, function, given, given.get("reduction", "mean"), both)
+    plain = all(
+        isinstance(each, Constant) and each.uniform or isinstance(each, Rows) and (turned or each.alike(rows))
+        for each in others
+    )
+    return Rows(rows.chosen) if plain else None
+
+
+def _count(name: str, given: dict[str, Any], how: str) -> Tensor | float:
+    """What a loss's mean divides by."""
+    x, target = [value for value in given.values() if isinstance(value, Tensor)][:2]
+    x, target = given.get("input", x), given.get("target", target)
+    if how == "batchmean" or name in _SAMPLES:
+        return float(x.shape[name == "ctc_loss"])
+    if name not in _COUNTED:
+        return float(math.prod(torch.broadcast_shapes(x.shape, target.shape)))
+    if target.is_floating_point():
+        return float(x.numel() // x.shape[1])
+    ignored, weight = given.get("ignore_index"), given.get("weight")
+    counts = target != (-100 if ignored is None else ignored)
+    count: Any = counts.sum() if weight is None else torch.where(
+        counts, weight.detach()[torch.where(counts, target, 0)], 0).sum()
+    return count.full_tensor() if is_dtensor(count) else count  # type: ignore[no-any-return]

@@ -1,115 +1,82 @@
 """Traces what numbers consist of while they are computed: a function mode over the code of one microbatch.
 
 It is active where a loss can be computed: in ``loss_fn``, between blocks, and in blocks that have returned a number.
-Guarantee: ``number`` is exact for functions that have a rule, or else reports where tracing failed. Other functions are
-assumed to treat each row separately.
+Guarantee: ``number`` is exact for functions on the list (``rules``), or else names the one where recognition ended.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
-from splitpipe.loss.arithmetic import before
-from splitpipe.loss.counts import counting, note_figures, sized
-from splitpipe.loss.facts import ROWS, Facts, is_constant, tensors, term
-from splitpipe.loss.indexing import MAKERS, note
-from splitpipe.loss.rules import LOOKED_AT, RULES
-from splitpipe.loss.terms import MEAN, SUM, Divisor, Number, Unknown
+from splitpipe.loss.arithmetic import keep_value
+from splitpipe.loss.function_call import FunctionCall
+from splitpipe.loss.ledger import Inverse, Least, Ledger, Stack, tensors
+from splitpipe.loss.rules import RULES, meanings
+from splitpipe.loss.terms import Number, Unknown
 
 
 class Trace(TorchFunctionMode):
-    """The mode for a microbatch of ``rows`` rows; ``given`` are numbers that all microbatches have."""
+    """The mode for a microbatch, of which ``ledger`` has what is known."""
 
-    def __init__(self, rows: int, given: Iterable[float] = ()) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__()
-        self.facts = Facts(rows, given)
+        self.ledger = ledger
 
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows consists of; None for one with rows."""
         with DisableTorchFunction():
-            return self.facts.number(x)
+            return self.ledger.number(x)
+
+    def has_number(self, values: Sequence[Tensor]) -> bool:
+        """True if numbers of the batch are among the values, whose terms have a graph."""
+        with DisableTorchFunction():
+            return any([isinstance(self.ledger.of(x), (Number, Stack, Inverse, Least)) for x in values])
 
     @uncompiled
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, given = getattr(func, "__name__", ""), kwargs or {}
-        out = self._called(name, func, args, given)
-        if self.facts.positions or name in MAKERS:
+        kwargs, (name, in_place), ledger = kwargs or {}, _name_of(func), self.ledger
+        if name in torch_losses.NAMES and getattr(F, name, None) is func:
+            return torch_losses.loss(ledger, name, func, args, kwargs)  # type: ignore[arg-type]
+        before = None
+        if in_place:
             with DisableTorchFunction():
-                note(self.facts, name, args, given, out)
-        if self.facts.statistics and isinstance(out, Tensor):
-            for x in args:
-                if type(x) is float and x in self.facts.statistics:
-                    self.facts.put(out, Unknown(self.facts.statistics[x]))
-        if self.facts.asked and isinstance(out, Tensor):
-            with DisableTorchFunction():
-                note_figures(self.facts, [*args, *given.values()], out)
+                keep_value(ledger, args[0])
+                before = ledger.of(args[0])
+        out = func(*args, **kwargs)
+        with DisableTorchFunction():
+            if before is not None:
+                ledger.put(args[0], before)
+            written = args[0] if name == "__setitem__" else out
+            for key in ("input", "tensors", "data", "other"):  # torch.stack(tensors=...)
+                if key in kwargs and (key == "other" or not args):
+                    args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
+            found = [*tensors((written,))]
+            for x, meaning in zip(found, meanings(FunctionCall(ledger, name, args, kwargs, written), len(found))):
+                ledger.put(x, meaning)
+            if in_place:
+                ledger.note_write(args[0])
         return out
 
-    def _called(self, name: str, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        facts = self.facts
-        rule = RULES.get(name)
-        if not args and rule is not None:  # torch.stack(tensors=...)
-            first = next((key for key in ("input", "tensors", "outputs") if key in given), None)
-            rest = {key: value for key, value in given.items() if key != first}
-            rule, args, given = (rule, (given[first],), rest) if first is not None else (None, args, given)
-        if rule is None:
-            if name in torch_losses.NAMES:
-                return self._loss(name, func, args, given)
-            out = func(*args, **given)
-            if isinstance(out, (Tensor, tuple, list, dict)):
-                with DisableTorchFunction():
-                    for x in tensors((out,)):
-                        facts.put(x, facts.other(name, [*tensors(args), *tensors(given.values())], x))
-                        facts.inherit(args, x)
-            return out
-        if name in LOOKED_AT:
-            with DisableTorchFunction():
-                changed = before(facts, name, args)
-            out = func(*changed, **given)
-        else:
-            out = func(*args, **given)
-        with DisableTorchFunction():
-            facts.inherit(args, out)
-            made = rule(facts, name, args, given, out)
-            if name == "item":
-                out = counting(facts, out, facts.of(args[0]))
-            elif isinstance(out, torch.Size) or name in ("size", "numel", "nelement"):
-                out = sized(facts, args[0], args[1] if len(args) > 1 else given.get("dim"), out)
-            if name == "mean" and isinstance(made, Number) and not args[0].numel() and "out" not in given:
-                out = torch.sum(*args, **given)  # 0 instead of 0 / 0: see ``torch_losses``.
-                made = rule(facts, name, args, given, out)
-            if made is not None and isinstance(out, Tensor):
-                facts.put(out, made)
-        return out
 
-    def _loss(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A loss function of torch."""
-        facts = self.facts
-        with DisableTorchFunction():
-            call = torch_losses.read(func, args, kwargs)
-            made = [] if call is None else [facts.of(x) for x in call.tensors]
-            rest = [] if call is None else [facts.of(x) for x in tensors(call.given.values())]
-        plain = all(each is ROWS or is_constant(each) for each in rest)
-        if call is None or ROWS not in made or not plain:
-            out = func(*args, **kwargs)
-            with DisableTorchFunction():
-                facts.put(out, facts.other(name, [*tensors(args), *tensors(kwargs.values())], out))
-            return out
-        out, total, count = call.run()
-        with DisableTorchFunction():
-            divisor = None if count is None else Divisor(count)
-            summed = count is None or total is not None
-            number = Number((term(out if total is None else total, SUM if summed else MEAN, divisor, name),))
-            turned = call.of_classes and facts.rows > 1 and facts.turned(call.tensors[0]) == 1
-            couples = call.couples or turned  # The place of a single row isn't certain.
-            facts.put(out, Unknown(name) if couples else ROWS if out.dim() else number)
-        return out
+@lru_cache(1024)
+def _name_of(function: Any) -> tuple[str, bool]:
+    """The name of a function in the list, and whether it writes to its first argument."""
+    name: str = getattr(function, "__name__", "")
+    if name == "__get__":
+        return getattr(function.__self__, "__name__", ""), False
+    plain = name.removeprefix("special_").strip("_")
+    in_place = plain + "_" == name and name != "requires_grad_" or name in _IN_PLACE
+    return name if name in RULES else plain, in_place
+
+
+_IN_PLACE = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __iand__ __ior__ __ipow__ __setitem__".split())

@@ -3,136 +3,98 @@
     embed | 0 | 1 | 2 | 3 | 4 | 5 | norm, head     parts: a cut may be before each repeated block, in the order
           ^       ^               ^                of definition; what is between blocks belongs to the part before
     stage 0       stage 1         stage 2          minimises how full the fullest stage's memory is
-
-A part's bytes are those of its parameters and buffers. Trained parameters count four times, because of their gradients
-and Adam's two averages.
 """
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from splitpipe.partition.blocks import Blocks, called
 
-#: Tensors of a parameter's size that training keeps: itself, its gradient, and two moments.
-TRAINED = 4
 
-
-class Part(NamedTuple):
+class Section(NamedTuple):
     """Everything from one possible cut to the next."""
 
     name: str  #: Of the module that it starts with; "" for the first part.
     weights: int  #: Bytes of its parameters and buffers.
-    trained: int  #: Bytes including everything that training keeps.
+    trained: int  #: Bytes including everything that training with Adam keeps.
 
 
-def parts_of(module: nn.Module, where: Sequence[str]) -> list[Part]:
+def parts_of(module: nn.Module, where: Sequence[str]) -> list[Section]:
     """The parts of a module that may be cut at calls of these submodules; a tensor counts once."""
     blocks = Blocks(module, where)
-    seen: set[int] = set()
-    parts = [Part("", 0, 0)]
-    begun = False
+    seen, parts, begun = set[int](), [Section("", 0, 0)], False
     for name, part in module.named_modules():
         block = part in blocks.blocks
         if not block and part not in blocks.opened:
             continue
         if part in blocks.cuts and begun:  # Before the first cut there must be something for its stage.
-            parts.append(Part(name, 0, 0))
+            parts.append(Section(name, 0, 0))
         begun = begun or block
-        tensors = [x for x in (*part.parameters(recurse=block), *part.buffers(recurse=block)) if id(x) not in seen]
-        seen.update(map(id, tensors))
-        last = parts[-1]
-        parts[-1] = Part(
-            last.name, last.weights + sum([x.nbytes for x in tensors]), last.trained + sum(map(_trained, tensors))
-        )
+        for x in (*part.parameters(recurse=block), *part.buffers(recurse=block)):
+            if id(x) not in seen:
+                seen.add(id(x))
+                last, trained = parts[-1], x.nbytes * (4 if x.requires_grad else 1)  # Itself, gradient, two averages.
+                parts[-1] = Section(last.name, last.weights + x.nbytes, last.trained + trained)
     return parts
-
-
-def _trained(x: Tensor) -> int:
-    return x.nbytes * (TRAINED if x.requires_grad else 1)
 
 
 def divide(sizes: Sequence[float], rooms: Sequence[float]) -> list[int]:
     """The number of parts of each stage, which minimise how full the fullest stage is relative to its room.
 
-    Among equally good ones, the most even. There are at least as many parts as rooms.
+    Among equally good ones, how full the second one is, and so on. There are at least as many parts as rooms.
     """
-    ends, count = [0.0, *accumulate(sizes)], len(sizes)
-
-    def best(cost: Callable[[float, float], float]) -> tuple[float, list[int]]:
-        """The least cost of all parts, where ``cost`` adds each stage's, and the number of parts of each stage."""
-        least: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # By end: the cost, and where the stage starts.
-        for stage, room in enumerate(rooms):
-            found: dict[int, tuple[float, int]] = {}
-            for end in range(stage + 1, count - (len(rooms) - stage - 1) + 1):
-                found[end] = min([
-                    (cost(before, (ends[end] - ends[start]) / room), start)
-                    for start, (before, _) in least[-1].items() if start < end
-                ])
-            least.append(found)
-        numbers, end = list[int](), count
-        for found in reversed(least[1:]):
-            start = found[end][1]
-            numbers, end = [end - start, *numbers], start
-        return least[-1][count][0], numbers
-
-    most, _ = best(max)
-    return best(lambda before, own: before + (own * own if own <= most else math.inf))[1]
+    ends = [0.0, *accumulate(sizes)]
+    # By the end of the latest stage: how full the best stages up to there are, fullest first, and their parts.
+    best: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
+    for stage, room in enumerate(rooms):
+        best = {
+            end: min([
+                (sorted([*fills, (ends[end] - ends[start]) / room], reverse=True), [*numbers, end - start])
+                for start, (fills, numbers) in best.items() if start < end
+            ])
+            for end in range(stage + 1, len(sizes) - (len(rooms) - stage - 1) + 1)
+        }
+    return best[len(sizes)][1]
 
 
 def memory_of(device: torch.device, module: nn.Module) -> float | None:
-    """The bytes of a device that a module may use: the free ones, and those that it already uses there."""
-    free = None if device.type == "cpu" else asked(device, "get_memory_info", "mem_get_info")
-    if free is None:
-        return None
-    # The allocator keeps what it has taken from the driver, for later tensors.
-    cached = (asked(device, "memory_reserved") or 0) - (asked(device, "memory_allocated") or 0)
-    tensors = {id(x): x for x in (*module.parameters(), *module.buffers()) if x.device == device}
-    return float(free[0]) + max(0, cached) + sum([x.nbytes for x in tensors.values()])
-
-
-def asked(device: torch.device, *names: str) -> Any:
-    """The result of a function of torch.accelerator or of the device's own module; None if neither has it."""
-    for module in torch.accelerator, torch.get_device_module(device):
-        for name in names:
-            with suppress(AttributeError, NotImplementedError, RuntimeError):
-                return getattr(module, name)(device)
+    """The bytes of a device that a module may use: the free ones, and its own there. None: unknown, as on the CPU."""
+    kind: Any = torch.get_device_module(device)
+    with suppress(AttributeError, NotImplementedError, RuntimeError):
+        # The allocator keeps what it has taken from the driver, for later tensors.
+        cached: int = kind.memory_reserved(device) - kind.memory_allocated(device)
+        tensors = {id(x): x for x in (*module.parameters(), *module.buffers()) if x.device == device}
+        return float(kind.mem_get_info(device)[0]) + max(0, cached) + sum([x.nbytes for x in tensors.values()])
     return None
 
 
-def cuts_of_map(module: nn.Module, devices: Mapping[str, torch.device]) -> tuple[list[str], list[torch.device]]:
-    """The cuts and devices of a map: a stage starts where a device appears for the first time."""
-    order = {name: place for place, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    cuts: list[str] = []
-    found: list[torch.device] = []
-    for name in sorted([name for name in devices if name in order], key=order.__getitem__):
-        if devices[name] in found:
-            continue
-        first = _first_called(module.get_submodule(name), name)
-        if first is None:
-            continue
-        if found:
-            cuts.append(first)
-        found.append(devices[name])
-    return cuts, found
+def cuts_of_map(module: nn.Module) -> tuple[list[str], list[torch.device]]:
+    """The cuts and devices of the map that a model was loaded with: a stage starts where a device appears first.
+
+    Both are empty if it was loaded to one device, or without a map.
+    """
+    found = getattr(module, "hf_device_map", None) or {}
+    devices = {name: torch.device(device) for name, device in found.items()}
+    if len({*devices.values()}) < 2:
+        return [], []
+    starts: dict[torch.device, str] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        if name in devices and devices[name] not in starts:
+            inside = part.named_modules(prefix=name, remove_duplicate=False)
+            first = next((own for own, each in inside if called(each)), None)  # Lists aren't.
+            if first is not None:
+                starts[devices[name]] = first
+    return [*starts.values()][1:], [*starts]
 
 
-def _first_called(part: nn.Module, name: str) -> str | None:
-    """The name of a module, or, if it is a list, of the first module in it that is called."""
-    if called(part):
-        return name
-    return next((found for own, child in part._modules.items() if child is not None
-                 for found in [_first_called(child, f"{name}.{own}")] if found is not None), None)
-
-
-def share(parts: Sequence[Part], numbers: Sequence[int]) -> list[tuple[int, int]]:
+def share(parts: Sequence[Section], numbers: Sequence[int]) -> list[tuple[int, int]]:
     """For each stage, the bytes of its weights, and those that training keeps."""
-    starts = [0, *accumulate(numbers)]
-    stages = [parts[start:end] for start, end in zip(starts, starts[1:])]
+    rest = iter(parts)
+    stages = [[next(rest) for _ in range(number)] for number in numbers]
     return [(sum([part.weights for part in own]), sum([part.trained for part in own])) for own in stages]

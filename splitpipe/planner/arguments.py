@@ -9,41 +9,32 @@ from typing import Any
 import torch
 
 from splitpipe import checks
-from splitpipe.core.microbatch import cuts, flatten, verify_filled, verify_strided
 from splitpipe.core.stream import Device, Place
+from splitpipe.microbatch.rows import cuts
+from splitpipe.partition.by_bytes import memory_of
 from splitpipe.schedule.construct.library import SCHEDULES
 from splitpipe.schedule.op import Schedule, listed
 from splitpipe.schedule.plurals import counted
 
-# Microbatches per device to choose from, by default.
-CHUNKS = (1, 2, 4, 8)
+_CHUNKS = (1, 2, 4, 8)  # Microbatches per device to choose from, by default.
+_USABLE = 0.9  # The fraction of an accelerator's free memory that a plan uses; the rest is for fragmentation.
 
 
-def places_of(devices: Iterable[Device] | None, layers: int) -> tuple[list[Place], str]:
-    """Each device's place, and a note for the plan."""
-    if devices is None:
-        if not torch.accelerator.is_available():
-            stages = min(2, layers)
-            return checks.verify_devices(["cpu"] * stages, stages), (
-                f"torch sees no accelerator: this plan is for {counted(stages, 'stage')} that run on the CPU at once. "
-                'devices=["cpu"] * n plans for n.'
-            )
-        return checks.verify_devices(None, torch.accelerator.device_count()), ""
-    given = checks.verify_listed(devices, 1) or []
-    if not given:
+def places_of(devices: Iterable[Device] | None) -> list[Place]:
+    """Each device's place; by default, all accelerators, or two stages on the CPU."""
+    places = checks.resolve_devices(checks.accelerators() or ["cpu", "cpu"] if devices is None else devices)
+    if not places:
         raise ValueError("devices is empty: expected at least one, or None for all accelerators.")
-    places = checks.verify_devices(given, len(given))
     for number, place in enumerate(places):
-        if place.stream is not None:
-            raise TypeError(
-                f"devices[{number}] is {given[number]}: expected its device, since the plan is for whole devices."
-            )
-        if place.device.type != "cpu" and place in places[:number]:
-            raise ValueError(
-                f"devices[{number}] is {given[number]}, which was given before: expected each device once. The plan "
-                "chooses the number of stages per device."
-            )
-    return places, ""
+        if place.stream is not None or place.device.type != "cpu" and place in places[:number]:
+            raise ValueError(f"devices[{number}] is {place}: expected whole devices, each once, and no streams.")
+    kinds = {
+        "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+        for device in [place.device for place in places]
+    }
+    if len(kinds) > 1:
+        raise ValueError(f"devices are of several kinds ({', '.join(sorted(kinds))}): expected devices of one.")
+    return places
 
 
 def chunks_of(
@@ -51,34 +42,21 @@ def chunks_of(
 ) -> list[int]:
     """The numbers of chunks to choose from, for a batch of ``rows`` rows on some devices."""
     own = {schedule.microbatches for schedule in schedules or () if isinstance(schedule, Schedule)}
-    found = _asked(chunks, rows, devices)
-    return sorted({number if number in own else len(cuts(rows, number)) for number in found})
-
-
-def _asked(chunks: int | Iterable[int] | None, rows: int, devices: int) -> list[int]:
     if chunks is None:
-        return [number * devices for number in CHUNKS if number * devices <= rows] or [rows]
-    several = _unordered(chunks)
-    given: list[Any] = [chunks] if several is None else several
-    if not given:
-        raise ValueError("chunks is empty: expected a number of microbatches, a list of numbers, or None.")
-    if not all(map(checks.is_integer, given)):
+        chunks = [number * devices for number in _CHUNKS if number * devices <= rows] or [rows]
+    found: list[Any] | None = [chunks] if checks.is_integer(chunks) else listed(chunks)
+    if found is None or not all(map(checks.is_integer, found)):
         raise TypeError(f"chunks is {chunks!r}: expected a number of microbatches, a list of numbers, or None.")
-    found = sorted({operator.index(number) for number in given})
-    if found[0] < 1 or found[-1] > rows:
+    numbers = [operator.index(number) for number in found]
+    if not numbers or min(numbers) < 1 or max(numbers) > rows:
         raise ValueError(f"chunks is {chunks!r}: expected numbers from 1 to the batch's {counted(rows, 'row')}.")
-    return found
-
-
-def _unordered(value: object) -> list[Any] | None:
-    return list(value) if isinstance(value, (set, frozenset)) else listed(value)
+    return sorted({number if number in own else len(cuts(rows, number)) for number in numbers})
 
 
 def schedules_of(schedules: Iterable[str | Schedule] | None, dropin: bool) -> list[str | Schedule] | None:
-    """The schedules to choose from; None: all named ones."""
     if schedules is None:
         return None
-    found = _unordered(schedules)
+    found = listed(schedules)
     if found is None:
         raise TypeError(f"schedules is {schedules!r}: expected a list of names or Schedules, or None for all names.")
     for each in found:
@@ -91,32 +69,15 @@ def schedules_of(schedules: Iterable[str | Schedule] | None, dropin: bool) -> li
     return found
 
 
-def memory_of(memory: float | Sequence[float] | None, devices: int) -> list[float] | None:
-    """The bytes that the plan may use on each device; None: all free ones."""
+def room_of(memory: float | Sequence[float] | None, places: Sequence[Place], module: Any) -> list[float]:
+    """The bytes that the plan may use on each device: the given ones, or its share of the free ones."""
     if memory is None:
-        return None
+        free = [memory_of(place.device, module) for place in places]
+        return [float("inf") if size is None else size * _USABLE for size in free]
     several = listed(memory)
-    given: list[Any] = [memory] * devices if several is None else several
+    given: list[Any] = [memory] * len(places) if several is None else several
     if any(isinstance(each, bool) or not isinstance(each, Real) for each in given):
         raise TypeError(f"memory is {memory!r}: expected a number of bytes, or one per device.")
-    if len(given) != devices:
-        raise ValueError(
-            f"memory has {counted(len(given), 'number')}: expected one for each of {counted(devices, 'device')}, or a "
-            "single number."
-        )
-    if any(not each > 0 for each in given):
-        raise ValueError(f"memory is {memory!r}: expected positive numbers of bytes.")
+    if len(given) != len(places) or any(not each > 0 for each in given):
+        raise ValueError(f"memory is {memory!r}: expected positive bytes, or {counted(len(places), 'number')} of them.")
     return [checks.finite(each) for each in given]
-
-
-def verify_target(target: Any, rows: int) -> None:
-    """Raises for a target that doesn't match the batch, as a SplitPipe would."""
-    leaves, _ = flatten(target, "the target", batch=True)
-    verify_strided(leaves, "the target")
-    verify_filled(leaves, "the target")
-    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    if any(size != rows for size in sizes):
-        raise ValueError(
-            f"the target's tensors have first dimensions {sizes}, the sample's {rows}: expected the same, since both "
-            "are split into microbatches along it."
-        )

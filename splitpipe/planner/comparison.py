@@ -1,4 +1,4 @@
-"""``Comparison``: the predictions for a step, next to the recorded values."""
+"""``PlanComparison``: the predictions for a step, next to the recorded values."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """A plan's predictions and a recording. Times are in milliseconds, memory in bytes. ``print`` shows a table."""
 
     step: Pair  # From the step's start to the end of its last op.
@@ -50,23 +50,20 @@ def _shown(pair: Pair) -> list[str]:
     return [f"{pair.predicted:.3f}", f"{pair.recorded:.3f}", f"{pair.error:+.1%}"]
 
 
-def compared(plan: Timeline, step_time: float, peak_bytes: Sequence[int], recorded: Recording) -> Comparison:
+def compare(plan: Timeline, step_time: float, peak_bytes: Sequence[int], recorded: Recording) -> PlanComparison:
+    """The predictions next to a recording of the same schedule; raises ValueError for another one."""
     schedule, ran = plan.schedule, recorded.schedule
     if ran.placement != schedule.placement or ran.microbatches != schedule.microbatches:
         raise ValueError(
-            f"found a recording of {ran.name or 'a schedule'}, {counted(ran.microbatches, 'microbatch')} and stages "
-            f"on devices {list(ran.placement)}; the plan is for {schedule.name or 'a schedule'}, "
-            f"{schedule.microbatches} and {list(schedule.placement)}: expected steps of "
-            "plan.apply(module), with whole batches."
+            f"found a recording of {counted(ran.microbatches, 'microbatch')} and stages on devices "
+            f"{list(ran.placement)}: expected steps of plan.apply(module), with whole batches."
         )
-    return Comparison(
-        step=Pair(step_time, recorded.makespan),
-        forward=tuple(map(Pair, _times(plan, "F"), _times(recorded, "F"))),
-        backward=tuple(map(Pair, _times(plan, "B", "W", "BW"), _times(recorded, "B", "W", "BW"))),
-        memory=tuple(None if most is None else Pair(peak, most) for peak, most in zip(peak_bytes, recorded.memory)),
-        devices=recorded.devices,
-        placement=schedule.placement,
+    forward, backward = (
+        tuple(map(Pair, _times(plan, *kinds), _times(recorded, *kinds))) for kinds in ("F", ("B", "W", "BW"))
     )
+    memory = tuple(None if most is None else Pair(peak, most) for peak, most in zip(peak_bytes, recorded.memory))
+    step = Pair(step_time, recorded.makespan)
+    return PlanComparison(step, forward, backward, memory, recorded.devices, schedule.placement)
 
 
 def _times(timeline: Timeline, *kinds: str) -> list[float]:

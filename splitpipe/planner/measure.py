@@ -1,108 +1,93 @@
-"""Takes the measurements for a plan: of the layers on each kind of device, the devices, and the links between them.
+"""Takes the measurements for a plan: of layers, of the time between ops, and of copies.
 
-The model, its gradients and buffers, the sample, the random state and the numbers of threads are only read.
+A pipeline costs more than its layers: there is also the time from one op to the next, and that of copies. Both are
+measured on stages that compute nothing.
 """
 from __future__ import annotations
 
-import sys
+import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
-from typing import Any, TextIO
+from statistics import fmean, median
+from typing import Any
 
-from torch import nn
+import torch
 
-from splitpipe.balance.copies import measuring
-from splitpipe.balance.layers import Layers, state_of
-from splitpipe.balance.survey import Surveyed
+from splitpipe.balance.rig import MICROBATCHES, Layer, measure, record_idle
+from splitpipe.balance.survey import Subject, measuring
 from splitpipe.core.stream import Place
-from splitpipe.planner.machine import gap, kinds_of, link, shared_threads, usable_bytes, workspace
-from splitpipe.planner.profile import Device, Kind, Link, Profile
-from splitpipe.planner.work import Progress, Work
+from splitpipe.planner.profile import Device, Profile
 
-# Columns of the progress bar.
-_WIDTH = 12
+_SMALL, _LARGEST = 16, 2**24  # Numbers that are copied: the latter shows the bandwidth of any link.
 
 
 def profile(
-    module: nn.Module,
-    of: Layers | Surveyed,
-    target: Any,
-    loss_fn: Callable[..., Any] | None,
-    places: Sequence[Place],
-    chunks: Sequence[int],
-    *,
-    compile: bool | Mapping[str, Any] = False,
-    memory: Sequence[float] | None,
-    optimizer_state: float,
-    seconds: float,
-    progress: Progress,
+    subject: Subject, target: Any, loss_fn: Callable[..., Any] | None, places: Sequence[Place], chunks: Sequence[int],
+    *, compile: bool | Mapping[str, Any], memory: Sequence[float], optimizer_state: float, seconds: float,
 ) -> Profile:
-    """The costs of a module's layers on some devices, for each number of chunks that layers and memory allow.
-
-    ``of``: its layers, or parts between cuts; ``compile``: as for ``SplitPipe``.
-    """
-    groups = kinds_of(places)
-    work = Work(of, target, loss_fn, seconds, len(groups) * len(chunks), progress, compile)
-    by_cuts = isinstance(of, Surveyed)
-    kinds = []
-    for name, members in groups.items():
-        own = [places[row] for row in members]
-        with shared_threads(len(members) if own[0].device.type == "cpu" else 1):
-            measured = work.kind(own, chunks)
-            with measuring(own[0].device):
-                between = gap(own[0], by_cuts)
-        costs = {count: tuple(row) for count, row in measured.items()}
-        kinds.append(Kind(name, costs, between, workspace(own[0].device)))
-    if not set.intersection(*(set(kind.layers) for kind in kinds)):
-        each = "; ".join(f"{kind.name}: {sorted(kind.layers)}" for kind in kinds)
-        raise ValueError(
-            f"no number of chunks can be run everywhere ({each}): expected one that can. Give more to choose from."
-        )
-    largest = max(layer.input for kind in kinds for row in kind.layers.values() for layer in row)
-    home = {place: kind for kind, members in enumerate(groups.values()) for place in members}
-    free = usable_bytes(module, places, memory)
+    """The costs of a module's units on some devices, for each number of chunks that layers and memory allow."""
+    on_cpu = sum(place.device.type == "cpu" for place in places)
+    layers: dict[int, tuple[Layer, ...]] = {}
+    with _shared_threads(max(1, on_cpu)):
+        for count in chunks:
+            try:
+                layers[count] = tuple(measure(subject, places, count, seconds / len(chunks), loss_fn, target, compile))
+            except Exception as error:
+                # Fewer rows than a layer needs, or more than the device has memory for.
+                if not layers and not (isinstance(error, torch.OutOfMemoryError) and count != chunks[-1]):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # They refer to the tensors that didn't fit.
+        with measuring(places[0].device):
+            gap = _gap(places[0], subject.layered)
+    largest = max(layer.input for row in layers.values() for layer in row)
+    pairs = {(one.device, two.device): (one, two) for one, two in zip(places, places[1:])}
     with measuring(places[0].device):
-        slowest = link(places, largest) if len(places) > 1 else Link()
+        links = [_link(pair, largest, subject.layered) for pair in pairs.values()]
+    latency = max([latency for latency, _ in links], default=0.0)
+    bandwidth = min([bandwidth for _, bandwidth in links], default=math.inf)
+    devices = tuple(Device(str(place), room) for place, room in zip(places, memory))
+    tied = _tied(subject) if subject.layered else ()
+    speed = gap, latency, bandwidth
     return Profile(
-        names=of.names,
-        kinds=tuple(kinds),
-        devices=tuple(Device(str(place), home[row], free[row]) for row, place in enumerate(places)),
-        link=slowest,
-        optimizer_state=optimizer_state,
-        tied=() if by_cuts else tuple(_tied(module)),
-        blockwise=by_cuts,
-        compile=compile,
-        own_compute=sum(place.device.type == "cpu" for place in places) < 2,
+        subject.names, layers, devices, *speed, optimizer_state, tied, subject.layered, own_compute=on_cpu < 2
     )
 
 
-def _tied(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Pairs of layers that share a parameter or buffer."""
-    own = [{id(tensor) for _, tensor in state_of(layer)} for layer in module.children()]
-    return (pair for pair in combinations(range(len(own)), 2) if own[pair[0]] & own[pair[1]])
-
-
 @contextmanager
-def bar(shown: bool | None = None, file: TextIO | None = None) -> Iterator[Progress]:
-    """A progress bar: one line on standard error, if that is a terminal, which is removed at the end of the block."""
-    out = sys.stderr if file is None else file
-    if out is None or not (out.isatty() if shown is None else shown):  # None if it was closed.
-        yield lambda done, total, what: None
-        return
-    longest = 0
-
-    def show(done: int, total: int, what: str) -> None:
-        nonlocal longest
-        full = _WIDTH * done // total if total else _WIDTH
-        line = f"profiling [{'#' * full}{'-' * (_WIDTH - full)}] {done}/{total} {what}"
-        longest = max(longest, len(line))
-        out.write("\r" + line.ljust(longest))
-        out.flush()
-
+def _shared_threads(rows: int) -> Iterator[None]:
+    """Sets the number of intra-op threads of each of ``rows`` CPU stages; restores it after the block."""
+    own = torch.get_num_threads()
     try:
-        yield show
+        torch.set_num_threads(max(1, own // rows))
+        yield
     finally:
-        if longest:
-            out.write("\r" + " " * longest + "\r")
-            out.flush()
+        torch.set_num_threads(own)
+
+
+def _tied(subject: Subject) -> tuple[tuple[int, int], ...]:
+    """Pairs of layers that share a parameter or buffer."""
+    layers = subject.module._modules.values()
+    own = [{id(x) for x in (*layer.parameters(), *layer.buffers())} for layer in layers if layer is not None]
+    return tuple(pair for pair in combinations(range(len(own)), 2) if own[pair[0]] & own[pair[1]])
+
+
+def _gap(place: Place, layered: bool) -> float:
+    """Milliseconds from one op's start to the next one's in a stage that computes nothing."""
+    found: dict[str, list[float]] = {}
+    row = record_idle([place], layered, 1, MICROBATCHES).spans[0]
+    for now, after in zip(row, row[1:]):
+        found.setdefault(now.op.kind, []).append(after.start - now.start)
+    return fmean(max(0.0, median(times)) for times in found.values())
+
+
+def _link(pair: Sequence[Place], largest: int, layered: bool) -> tuple[float, float]:
+    """Latency and bandwidth between two places, for layers that pass each other at most ``largest`` bytes."""
+    recording = record_idle(pair, layered, 2, 1, _SMALL)
+    if pair[0].device == pair[1].device:  # Nothing is copied, but the other stage's worker has to notice.
+        first, second = recording.spans
+        return max(0.0, second[0].start - first[0].end), math.inf
+    large = max(_SMALL * 1024, min(largest // 4, _LARGEST))
+    fast, slow = recording.costs().hop, record_idle(pair, layered, 2, 1, large).costs().hop
+    return fast, (large - _SMALL) * 4 / (slow - fast) if slow > fast else math.inf

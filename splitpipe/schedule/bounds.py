@@ -14,7 +14,7 @@ def bounds(schedule: Schedule, costs: Costs, cap: Sequence[float]) -> dict[str, 
     of the device.
     """
     chains = _Chains(schedule, costs)
-    found = {"work": 0.0, "head + work + tail": 0.0, "chain": chains.whole, "memory": 0.0, "ramp": 0.0}
+    limits = {"work": 0.0, "head + work + tail": 0.0, "chain": chains.whole, "memory": 0.0, "ramp": 0.0}
     for device in range(schedule.devices):
         stages = [stage for stage, place in enumerate(schedule.placement) if place == device]
         if not stages:
@@ -28,8 +28,8 @@ def bounds(schedule: Schedule, costs: Costs, cap: Sequence[float]) -> dict[str, 
         if cap[device] < schedule.microbatches:
             values["ramp"] = _ramp(chains, stages, work, units)
         for name, value in values.items():
-            found[name] = max(found[name], value)
-    return found
+            limits[name] = max(limits[name], value)
+    return limits
 
 
 def _ramp(chains: _Chains, stages: list[int], work: float, units: float) -> float:

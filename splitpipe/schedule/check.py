@@ -33,9 +33,9 @@ def checked(schedule: Schedule) -> OpOrder:
     where = _positions(schedule)
     _verify_all_there(schedule, where)
     order = OpOrder(schedule)
-    stuck = [device for device, row in enumerate(schedule.rows) if order.reached[device] < len(row)]
-    if stuck:
-        raise ValueError(_deadlock(schedule, order.reached, stuck[0], where))
+    for device, row in enumerate(schedule.rows):
+        if order.reached[device] < len(row):
+            raise ValueError(_deadlock(schedule, order.reached, device, where))
     return order
 
 
@@ -44,23 +44,15 @@ def _verify_places(schedule: Schedule) -> None:
         raise ValueError("the schedule has no stages: expected the device of each stage as its placement.")
     for stage, device in enumerate(schedule.placement):
         if not 0 <= device < schedule.devices:
-            raise ValueError(
-                f"stage {stage} is placed on device {device}: expected one of {schedule.devices}, one per row, counted "
-                "from 0."
-            )
+            raise ValueError(f"stage {stage} is placed on device {device}: expected one of {schedule.devices} from 0.")
     for device, row in enumerate(schedule.rows):
         for op in row:
             if op.kind not in get_args(Kind):
                 raise ValueError(f"{op} on device {device} is of kind {op.kind!r}: expected F, B, W or BW.")
-            if not 0 <= op.stage < schedule.stages:
-                raise ValueError(f"{op} is on device {device}: expected a stage below {schedule.stages}.")
-            if op.microbatch < 0:
-                raise ValueError(f"{op} is on device {device}: expected microbatches counted from 0.")
-            if schedule.placement[op.stage] != device:
-                raise ValueError(
-                    f"{op} is on device {device}: expected it on device {schedule.placement[op.stage]}, with its "
-                    "stage."
-                )
+            if not 0 <= op.stage < schedule.stages or op.microbatch < 0:
+                raise ValueError(f"{op}: expected a stage below {schedule.stages}, and microbatches counted from 0.")
+            if (home := schedule.placement[op.stage]) != device:
+                raise ValueError(f"{op} is on device {device}: expected it on device {home}, with its stage.")
 
 
 def _positions(schedule: Schedule) -> dict[Op, int]:
@@ -71,10 +63,9 @@ def _positions(schedule: Schedule) -> dict[Op, int]:
             parts = (op,) if op.kind != "BW" else (Op("B", *op[1:]), Op("W", *op[1:]))
             for part in parts:
                 if part in where:
-                    first = row[where[part]]
                     raise ValueError(
-                        f"{op} is on device {device} as op {position}, and {first} as op {where[part]}: expected every "
-                        "op once, where BW counts as both B and W."
+                        f"{op} is on device {device} as op {position}, and {row[where[part]]} as op {where[part]}: "
+                        "expected every op once, where BW counts as both B and W."
                     )
                 where[part] = position
     return where

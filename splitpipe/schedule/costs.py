@@ -83,12 +83,7 @@ class Costs:
         """
         verify(schedule)
         count, place = schedule.stages - 1, schedule.placement
-        each = [self.copy] * count if isinstance(self.copy, (int, float)) else list(self.copy)
-        if len(each) != count:
-            raise ValueError(
-                f"copy has {counted(len(each), 'number')}: expected one for each of {counted(count, 'hop')} from a "
-                "stage to the next one, or a single number for all."
-            )
+        each = [self.copy] * count if isinstance(self.copy, (int, float)) else _counted("copy", self.copy, count, "hop")
         return [time if place[stage] != place[stage + 1] else 0.0 for stage, time in enumerate(each)]
 
     @property
@@ -132,22 +127,21 @@ class Bytes:
             TypeError: ``schedule`` isn't a Schedule.
             ValueError: there are more or fewer numbers than stages, or a stage doesn't free what it takes.
         """
-        taken, b, w = _ops(self, schedule)
-        for stage, (all_, one, other) in enumerate(zip(taken, b, w)):
+        forward, b, w = _ops(self, schedule)
+        for stage, (all_, one, other) in enumerate(zip(forward, b, w)):
             if not math.isclose(all_, one + other, rel_tol=1e-6):
                 raise ValueError(
-                    f"stage {stage} takes {all_:g} bytes at F and frees {one:g} at B and {other:g} at W: expected it "
-                    "to free what it takes."
+                    f"stage {stage} takes {all_:g} bytes at F and frees {one:g} at B and {other:g} at W: expected all."
                 )
-        return {"F": taken, "B": b, "W": w, "BW": taken}
+        return {"F": forward, "B": b, "W": w, "BW": forward}
 
 
 def _verified(name: str, value: Each, what: str) -> Each:
     each = listed(value)
-    found = tuple(real(number) for number in ([value] if each is None else each))
-    if not all(0 <= number < math.inf for number in found):
+    numbers = tuple(real(number) for number in ([value] if each is None else each))
+    if not all(0 <= number < math.inf for number in numbers):
         raise ValueError(f"{name}={value!r}: expected {what}, finite and not negative, or one for each stage.")
-    return found[0] if each is None else found
+    return numbers[0] if each is None else numbers
 
 
 def real(value: object) -> float:
@@ -161,20 +155,12 @@ def real(value: object) -> float:
     return value if type(value) is int else number
 
 
-def verify_costs(costs: object) -> None:
-    """Raises unless the value is a Costs."""
-    if not isinstance(costs, Costs):
-        raise TypeError(f"costs is {costs!r}: expected Costs, such as schedule.Costs(forward=3, copy=0.5), or None.")
-
-
-def verify_bytes(bytes: object) -> None:
-    """Raises unless the value is a Bytes."""
-    if not isinstance(bytes, Bytes):
-        raise TypeError(f"bytes is {bytes!r}: expected schedule.Bytes, or None.")
+def verify_costs(value: object, kind: type[Costs | Bytes] = Costs) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{kind.__name__.lower()} is {value!r}: expected schedule.{kind.__name__}, or None.")
 
 
 def _ops(each: Costs | Bytes, schedule: Schedule) -> list[list[float]]:
-    """For F, B and W, a number for each stage."""
     verify(schedule)
     return [_spread(name, getattr(each, name), schedule) for name in _OPS]
 
@@ -182,9 +168,11 @@ def _ops(each: Costs | Bytes, schedule: Schedule) -> list[list[float]]:
 def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:
     if isinstance(value, (int, float)):
         return [value / share for share in schedule.shares]
-    if len(value) != schedule.stages:
-        raise ValueError(
-            f"{name} has {counted(len(value), 'number')}: expected one for each of "
-            f"{counted(schedule.stages, 'stage')}, or a single number for a whole device."
-        )
-    return list(value)
+    return _counted(name, value, schedule.stages, "stage")
+
+
+def _counted(name: str, numbers: Sequence[float], count: int, what: str) -> list[float]:
+    if len(numbers) != count:
+        found, wanted = counted(len(numbers), "number"), counted(count, what)
+        raise ValueError(f"{name} has {found}: expected one for each of {wanted}, or a single number.")
+    return list(numbers)

@@ -117,7 +117,6 @@ class Schedule:
 
 
 def torch_name(op: Op) -> str:
-    """The op as torch.distributed.pipelining writes it."""
     return f"{op.stage}{LETTERS[op.kind]}{op.microbatch}"
 
 
@@ -129,27 +128,18 @@ def listed(value: object) -> list[Any] | None:
 
 
 def placed(placement: object) -> tuple[int, ...]:
-    """The placement as a tuple, verified."""
-    found = listed(placement)
-    try:
-        if found is not None and not any(isinstance(device, bool) for device in found):
-            return tuple(map(index, found))
-    except TypeError:
-        pass  # They aren't ints.
-    raise TypeError(f"placement is {placement!r}: expected a list of ints, the device of each stage.")
+    devices = listed(placement)
+    if devices is None or not all(hasattr(device, "__index__") and not isinstance(device, bool) for device in devices):
+        raise TypeError(f"placement is {placement!r}: expected a list of ints, the device of each stage.")
+    return tuple(map(index, devices))
 
 
 def _rows(rows: object) -> tuple[tuple[Op, ...], ...]:
-    given = None if isinstance(rows, Op) else listed(rows)
-    if given is None:
+    lists = None if isinstance(rows, Op) else listed(rows)
+    ops = [None if isinstance(row, Op) else listed(row) for row in lists or ()]
+    if lists is None or None in ops:
         raise TypeError(f"rows is {rows!r}: expected a list with one row of Ops per device.")
-    found = []
-    for row in given:
-        ops = None if isinstance(row, Op) else listed(row)
-        if ops is None:
-            raise TypeError(f"rows has {row!r}: expected a list of Ops, the row of a device.")
-        found.append(tuple(map(_op, ops)))
-    return tuple(found)
+    return tuple(tuple(map(_op, row)) for row in ops if row is not None)
 
 
 def _op(value: Any) -> Op:
@@ -157,13 +147,10 @@ def _op(value: Any) -> Op:
         kind, stage, microbatch = value
         if isinstance(kind, str) and type(stage) is int and type(microbatch) is int:
             return value if isinstance(value, Op) else Op(*value)
-    raise TypeError(
-        f"rows has {value!r}: expected Ops with a kind, a stage and a microbatch, such as Op('F', 2, 0), with ints."
-    )
+    raise TypeError(f"rows has {value!r}: expected Ops of a kind, a stage and a microbatch, such as Op('F', 2, 0).")
 
 
 def verify(schedule: object) -> None:
-    """Raises unless the value is a Schedule."""
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is {schedule!r}: expected a Schedule, such as schedule.build('1f1b', 4, 8).")
 

@@ -19,17 +19,14 @@ class OpOrder:
 
     def __init__(self, schedule: Schedule) -> None:
         self._stages = schedule.stages
-        self._ops: list[Op] = []
+        self.ops: list[Op] = []
         # For each op, the indices of: the op before it on its device, the op in another stage that it waits for, the
         # hop between the two, its time among the times of all kinds. If there is none: -1, a dummy at each list's end.
         self._links: list[tuple[int, int, int, int]] = []
         self._rows: list[list[int]] = [[] for _ in schedule.rows]
         self._follow(schedule)
-
-    @property
-    def reached(self) -> list[int]:
-        """The number of ops of each device that run before the device waits forever."""
-        return [len(row) for row in self._rows]
+        #: The number of ops of each device that run before the device waits forever.
+        self.reached = [len(row) for row in self._rows]
 
     def play(
         self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
@@ -48,8 +45,8 @@ class OpOrder:
         takes = [*times["F"], *times["B"], *times["W"], *times["BW"]]
         hops = [*(hops or [0.0] * self._stages), 0.0]
         # The last entry is the dummy, which ends at 0.
-        starts, ends = [0.0] * (len(self._ops) + 1), [0.0] * (len(self._ops) + 1)
-        aheads = [again.get(op, 0.0) for op in self._ops] if again else [0.0] * len(self._ops)
+        starts, ends = [0.0] * (len(self.ops) + 1), [0.0] * (len(self.ops) + 1)
+        aheads = [again.get(op, 0.0) for op in self.ops] if again else [0.0] * len(self.ops)
         for op, ((before, other, hop, place), ahead) in enumerate(zip(self._links, aheads)):
             now = ends[before] + ahead
             arrived = ends[other] + hops[hop]
@@ -61,7 +58,7 @@ class OpOrder:
 
     def _follow(self, schedule: Schedule) -> None:
         """Numbers the ops in an order in which they can run: each device proceeds as far as possible."""
-        stages, numbered, links = self._stages, self._ops, self._links
+        stages, numbered, links = self._stages, self.ops, self._links
         done = {-1: -1}  # The key is a number for each microbatch in each stage, even for F, odd for B or BW.
         waiting: dict[int, list[int]] = {}
         ready = list(range(schedule.devices))
@@ -91,10 +88,3 @@ class OpOrder:
                     done[key] = before
                     if key in waiting:
                         ready += waiting.pop(key)
-
-
-def play(
-    schedule: Schedule, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
-) -> tuple[list[list[float]], list[list[float]]]:
-    """The start and end of each op, one row per device; in a deadlock, only of the ops before it."""
-    return OpOrder(schedule).play(times, hops, again)

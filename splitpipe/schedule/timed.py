@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from splitpipe.schedule.bounds import bounds
-from splitpipe.schedule.costs import Bytes, Costs, verify_bytes
+from splitpipe.schedule.costs import Bytes, Costs, verify_costs
 from splitpipe.schedule.op import Op, Schedule
 
 
@@ -63,8 +63,7 @@ class TimedSchedule:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """The time for which each device computes."""
-        times = self._costs.times(self.schedule)
-        again = self._costs.again(self.schedule)
+        times, again = self._costs.times(self.schedule), self._costs.again(self.schedule)
         return tuple(
             sum(times[span.op.kind][span.op.stage] + again.get(span.op, 0) for span in row) for row in self.spans
         )
@@ -77,15 +76,12 @@ class TimedSchedule:
     @property
     def bubble(self) -> float:
         """The fraction of the makespan in which a device is idle, on average: 1 - work / makespan."""
-        return self._bubble(self.makespan)
+        return 1 - sum(self.work) / len(self.work) / self.makespan if self.makespan else 0.0
 
     @property
     def bubble_longest(self) -> float:
         """1 - work / longest. Meaningful only if the optimizer's step doesn't synchronise all devices."""
-        return self._bubble(self.longest)
-
-    def _bubble(self, whole: float) -> float:
-        return 1 - sum(self.work) / len(self.work) / whole if whole else 0.0
+        return 1 - sum(self.work) / len(self.work) / self.longest if self.longest else 0.0
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
@@ -118,10 +114,9 @@ class TimedSchedule:
         if type(device) is not int or not 0 <= device < len(self.spans):
             raise ValueError(f"device={device!r}: expected one of {len(self.spans)}, counted from 0.")
         if bytes is not None:
-            verify_bytes(bytes)
-        one: list[float] = [1] * self.schedule.stages
-        nothing: list[float] = [0] * self.schedule.stages
-        changes = bytes.changes(self.schedule) if bytes else {"F": one, "B": nothing, "W": one, "BW": one}
+            verify_costs(bytes, Bytes)
+        one, none = ([float(number)] * self.schedule.stages for number in (1, 0))
+        changes = bytes.changes(self.schedule) if bytes else {"F": one, "B": none, "W": one, "BW": one}
         value, curve = 0.0, [(0.0, 0.0)]
         for (kind, stage, _), start, end in self.spans[device]:
             value += changes[kind][stage] if kind == "F" else -changes[kind][stage]
@@ -139,6 +134,6 @@ class TimedSchedule:
         * "ramp": before its first backward op, and after its last forward op, a device has no more to do than its
           memory holds. For V placement and equal times that is 6m + 6p - 3k - 1 ops, if k activations fit at once.
         """
-        found = bounds(self.schedule, self._costs, self.peak_activations)
-        high = self.makespan * (1 + 1e-9)  # Room for rounding.
-        return {name: min(value, self.makespan) if value <= high else value for name, value in found.items()}
+        limits = bounds(self.schedule, self._costs, self.peak_activations)
+        rounded = self.makespan * (1 + 1e-9)
+        return {name: min(value, self.makespan) if value <= rounded else value for name, value in limits.items()}

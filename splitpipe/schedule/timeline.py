@@ -4,8 +4,8 @@ from __future__ import annotations
 from os import PathLike, fspath
 
 from splitpipe.schedule.check import checked
-from splitpipe.schedule.costs import Bytes, Costs, verify_bytes, verify_costs
-from splitpipe.schedule.draw import html, svg, text, trace
+from splitpipe.schedule.costs import Bytes, Costs, verify_costs
+from splitpipe.schedule.draw import html, svg, text
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.timed import Span, TimedSchedule
 
@@ -58,21 +58,6 @@ class Timeline(TimedSchedule):
         """
         _write(path, html.draw([self, *others]))
 
-    def to_chrome_trace(self, path: str | PathLike[str], *others: TimedSchedule, unit: float = 1000.0) -> None:
-        """Writes Chrome trace events, for Perfetto (https://ui.perfetto.dev).
-
-        Args:
-            path: the file to write.
-            others: timelines to show next to it, each as a separate process.
-            unit: microseconds per unit of the costs: 1000 for costs in milliseconds.
-
-        Raises:
-            TypeError: ``path`` isn't a path, or ``others`` aren't timelines.
-            ValueError: a schedule takes infinitely long, or ``unit`` isn't positive.
-            OSError: the file can't be written.
-        """
-        _write(path, trace.draw([self, *others], unit))
-
 
 def _write(path: str | PathLike[str], content: str) -> None:
     with open(fspath(path), "w", encoding="utf-8", newline="\n") as file:
@@ -102,7 +87,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None
     verify_costs(costs)
     times = costs.times(schedule)
     if bytes is not None:
-        verify_bytes(bytes)
+        verify_costs(bytes, Bytes)
         bytes.changes(schedule)
     starts, ends = order.play(times, costs.hops(schedule), costs.again(schedule))
     spans = [tuple(map(Span, *each)) for each in zip(schedule.rows, starts, ends)]

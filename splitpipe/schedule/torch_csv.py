@@ -36,25 +36,22 @@ def from_csv(path: str | PathLike[str]) -> Schedule:
         ...     print(path.read_text().strip(), "is", from_csv(path))
         0F0,0B0 is 0F0 0BW0
     """
-    made = Schedule(*_read(path))
+    schedule = Schedule(*_read(path))
     try:
-        check(made)
+        check(schedule)
     except ValueError as error:
         raise ValueError(f"{path}: {error} (In the file, B is written I, and BW is B.)") from error
-    return made
+    return schedule
 
 
 def _read(path: str | PathLike[str]) -> tuple[list[list[Op]], list[int]]:
-    """The rows of ops, and the placement that follows from them."""
     rows: list[list[Op]] = []
     placement: dict[int, int] = {}
     try:
         with open(fspath(path), newline="", encoding="utf-8-sig") as file:
             lines = list(csv.reader(file, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} isn't a CSV file: {error}. Expected one line per device, with cells such as 2F0."
-        ) from error
+        raise ValueError(f"{path} isn't a CSV file ({error}): expected a line per device, of cells as 2F0.") from error
     for device, cells in enumerate(lines):
         rows.append([])
         for number, text in enumerate(map(str.strip, cells)):
@@ -63,10 +60,7 @@ def _read(path: str | PathLike[str]) -> tuple[list[list[Op]], list[int]]:
             where = f"{path}, line {device + 1}, cell {number + 1}"
             op = _op(text, where)
             if placement.setdefault(op.stage, device) != device:
-                raise ValueError(
-                    f"{where}: {text!r} is of stage {op.stage}, which is also on line {placement[op.stage] + 1}: "
-                    "expected all ops of a stage on one line, that of its device."
-                )
+                raise ValueError(f"{where}: expected {text!r} on line {placement[op.stage] + 1}, that of its stage.")
             rows[device].append(op)
     for stage in range(len(placement)):
         if stage not in placement:
@@ -77,9 +71,8 @@ def _read(path: str | PathLike[str]) -> tuple[list[list[Op]], list[int]]:
 def _op(text: str, where: str) -> Op:
     match = _CELL.fullmatch(text)
     if match is None:
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise ValueError(
-            f"{where}: {shown!r} isn't an op: expected stage, letter and microbatch, as in 2F0; the letter is F, I "
+            f"{where}: {text[:40]!r} isn't an op: expected stage, letter and microbatch, as in 2F0; the letter is F, I "
             "(input gradient), W (weight gradients) or B (both)."
         )
     stage, letter, microbatch = match.groups()

@@ -1,8 +1,8 @@
 """Skip connections between layers of an nn.Sequential, however far apart."""
 from __future__ import annotations
 
-from splitpipe.skip.box import Namespace
-from splitpipe.skip.pairs import verify_skippables
+from splitpipe.skip.layout import verify_skippables
 from splitpipe.skip.skippable import pop, skippable, stash
+from splitpipe.skip.tracker import Namespace
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

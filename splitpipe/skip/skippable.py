@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 from typing_extensions import Self
 
-from splitpipe.skip.box import Key, Namespace, current
+from splitpipe.skip.tracker import Key, Namespace, current
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +49,8 @@ class Skippable(nn.Module):
     """A module whose ``forward`` may stash and pop. ``skippable`` makes it; it wraps the decorated ``module``.
 
     Raises:
-        RuntimeError: in a call, a skip that it pops wasn't stashed, or ``forward`` didn't follow its declared names. It
-            leaves nothing stashed then, and the skips that it should pop are lost.
+        RuntimeError: in a call, a skip that it pops wasn't stashed, or ``forward`` didn't follow its declared names.
         TypeError: in a call, ``forward`` yielded something other than ``stash`` or ``pop``.
-
-    Example:
-        >>> Stash = skippable(stash=["skip"])(nn.Identity)
-        >>> list(Stash().stashable())
-        [(None, 'skip')]
     """
 
     module_cls: ClassVar[type[nn.Module]]
@@ -64,11 +58,6 @@ class Skippable(nn.Module):
     poppable_names: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not hasattr(type(self), "module_cls"):
-            raise TypeError(
-                "Skippable was called directly: expected a class decorated with @skippable. "
-                'Write @skippable(stash=["skip"]) above a class derived from nn.Module.'
-            )
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
         self.namespaces: dict[str, Namespace] = {}  # The namespace of each isolated name.
@@ -77,7 +66,6 @@ class Skippable(nn.Module):
         return f"@skippable({self.module})"
 
     def namespaced(self, name: str) -> Key:
-        """The name with its namespace, or with None if it isn't isolated."""
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterable[Key]:
@@ -109,15 +97,11 @@ class Skippable(nn.Module):
             ... ))
         """
         declared = self.stashable_names | self.poppable_names
-        names, faults = (declared, []) if only is None else _names("only", only)
+        names = declared if only is None else _names("only", only)
         if ns is not None and not isinstance(ns, Namespace):
-            faults.insert(0, f"found {ns!r} as namespace: expected a Namespace. Write isolate(Namespace()).")
+            raise TypeError(f"found {ns!r} as namespace: expected a Namespace. Write isolate(Namespace()).")
         if unknown := sorted(names - declared):
-            faults.append(
-                f"found {unknown} in only, which {type(self).__name__} doesn't declare: expected some of "
-                f"{sorted(declared)}. Correct the name, or declare it in @skippable."
-            )
-        _refuse(faults)
+            raise TypeError(f"found {unknown} in only: expected some of {sorted(declared)}, as @skippable declares.")
         for name in names:
             self.namespaces.pop(name, None)
             if ns is not None:
@@ -127,30 +111,18 @@ class Skippable(nn.Module):
     def forward(self, input: Any) -> Any:
         """Runs the decorated module, and carries out the commands that it yields."""
         here = type(self).__name__
-        if missing := [name for ns, name in self.poppable() if (ns, name) not in current()]:
-            raise RuntimeError(
-                f"{here} pops {missing}, which weren't stashed in this forward: expected an earlier layer to stash "
-                "each under the same name and namespace. verify_skippables(model) lists what is missing."
-            )
+        if absent := [name for ns, name in self.poppable() if (ns, name) not in current()]:
+            raise RuntimeError(f"{here} pops {absent}, which no earlier layer stashed: see verify_skippables(model).")
         arrived = {name: current().pop((ns, name)) for ns, name in self.poppable()}
         stashed: set[str] = set()
-        try:
-            output = self._run(input, arrived, stashed)
-            left = {"stash": sorted(self.stashable_names - stashed), "pop": sorted(arrived)}
-            if unused := [f"{kind}={names}" for kind, names in left.items() if names]:
-                raise RuntimeError(
-                    f"{here} declares {' and '.join(unused)} but didn't yield them: expected each name "
-                    "once in every forward. Stash None if there is no value, or remove the name from @skippable."
-                )
-        except BaseException:
-            for name in stashed:
-                current().pop(self.namespaced(name), None)
-            raise
+        output = self._run(input, arrived, stashed)
+        if unused := [*sorted(self.stashable_names - stashed), *sorted(arrived)]:
+            raise RuntimeError(f"{here} didn't yield {unused}: expected each declared name once. None is a value.")
         return output
 
     def _run(self, input: Any, arrived: dict[str, object], stashed: set[str]) -> Any:
-        """The output. Pops from ``arrived``, and adds to ``stashed`` the names that it puts into the box."""
-        generator = self.module(input)
+        """The output. Pops from ``arrived``, and adds to ``stashed`` the names that it puts into the tracker."""
+        generator, here = self.module(input), type(self).__name__
         if not isinstance(generator, Generator):
             return generator
         answer = None
@@ -160,38 +132,25 @@ class Skippable(nn.Module):
                     command = generator.send(answer)
                 except StopIteration as stop:
                     return stop.value
+                if not isinstance(command, (stash, pop)):
+                    kind = type(command).__name__
+                    raise TypeError(f"{here} yielded a {kind}: expected stash(name, value) or pop(name).")
+                name, stashes = command.name, isinstance(command, stash)
+                unused = self.stashable_names - stashed if stashes else arrived.keys()
+                if not isinstance(name, str) or name not in unused:
+                    kind = type(command).__name__
+                    known = sorted(self.stashable_names if stashes else self.poppable_names)
+                    raise RuntimeError(f"{here} yielded {kind}({name!r}): expected each of {known} once in a forward.")
                 answer = None
                 if isinstance(command, stash):
-                    self._check("stash", command.name, self.stashable_names, self.stashable_names - stashed)
-                    stashed.add(command.name)
+                    stashed.add(name)
                     # Now rather than at the end, since a layer inside this one may pop it.
-                    current()[self.namespaced(command.name)] = command.tensor
-                elif isinstance(command, pop):
-                    self._check("pop", command.name, self.poppable_names, arrived.keys())
-                    answer = arrived.pop(command.name)
+                    current()[self.namespaced(name)] = command.tensor
                 else:
-                    raise TypeError(
-                        f"{type(self).__name__} yielded a value of type {type(command).__name__}: expected "
-                        "stash(name, value) or pop(name). Return the output instead of yielding it."
-                    )
-
-    def _check(self, kind: str, name: str, declared: frozenset[str], left: Iterable[str]) -> None:
-        found = f"{type(self).__name__} yielded {kind}({name!r})"
-        if not isinstance(name, str) or name not in declared:
-            raise RuntimeError(
-                f"{found}, which it doesn't declare: expected one of {sorted(declared)}. Correct the name, "
-                f"or add it to {kind}= in @skippable."
-            )
-        if name not in left:
-            raise RuntimeError(
-                f"{found} twice in one forward: expected one {kind} per name. Keep the value in a "
-                "variable, or declare a second name."
-            )
+                    answer = arrived.pop(name)
 
 
-def skippable(
-    stash: Iterable[str] = (), pop: Iterable[str] = ()
-) -> Callable[[type[nn.Module]], type[Skippable]]:
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
     """Makes a module class whose ``forward`` may send values to later layers, past those in between.
 
     ``forward`` takes one input and is a generator: it yields ``stash(name, value)`` and ``pop(name)``, and returns its
@@ -226,47 +185,25 @@ def skippable(
         >>> nn.Sequential(Encode(), nn.ReLU(), Decode())(torch.tensor([1.0, 2.0]))
         tensor([11., 22.])
     """
-    stashable, faults = _names("stash", stash)
-    poppable, more = _names("pop", pop)
-    _refuse(faults + more)
+    stashable, poppable = _names("stash", stash), _names("pop", pop)
 
     def decorate(cls: type[nn.Module]) -> type[Skippable]:
-        if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-            raise TypeError(f"@skippable decorates {cls!r}: expected a class derived from nn.Module.")
-        if issubclass(cls, Skippable):
-            raise TypeError(
-                f"@skippable decorates {cls.__name__}, which is already skippable: expected a single @skippable. "
-                "Declare all names in it."
-            )
+        if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, Skippable):
+            raise TypeError(f"@skippable decorates {cls!r}: expected a class derived from nn.Module, and not twice.")
         # pickle finds a class by its name, but the name of the decorated class now refers to the wrapper. So .module
         # has a class that is found through the wrapper; the decorated class stays as it is.
-        shared = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        shared = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
         inside = {**shared, "__qualname__": f"{cls.__qualname__}.module_cls"}
-        outside = {
-            **shared,
-            "__qualname__": cls.__qualname__,
-            "module_cls": new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(inside)),
-            "stashable_names": stashable,
-            "poppable_names": poppable,
-        }
-        return type(cls.__name__, (Skippable,), outside)
+        module_cls = new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(inside))
+        names = {"stashable_names": stashable, "poppable_names": poppable}
+        return type(cls.__name__, (Skippable,), {**shared, **names, "module_cls": module_cls})
 
     return decorate
 
 
-def _names(argument: str, value: Iterable[str]) -> tuple[frozenset[str], list[str]]:
-    """The names in an argument, and the faults in it."""
-    form = f'expected a list of names, such as {argument}=["skip"]'
-    if isinstance(value, str):
-        return frozenset(), [f"found {argument}={value!r}, one string: {form}. Write {argument}=[{value!r}]."]
-    if not isinstance(value, Iterable):
-        return frozenset(), [f"found {argument}={value!r}: {form}. Put the names into a list."]
-    names = list(value)
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        return frozenset(), [f"found {wrong} in {argument}: {form}. Give each name as a string."]
-    return frozenset(names), []
-
-
-def _refuse(faults: list[str]) -> None:
-    if faults:
-        raise TypeError("\n".join(faults))
+def _names(argument: str, value: Iterable[str]) -> frozenset[str]:
+    """The names in an argument."""
+    names = None if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(f'found {argument}={value!r}: expected a list of names, such as {argument}=["skip"].')
+    return frozenset(names)

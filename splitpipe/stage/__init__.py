@@ -1,1 +1,1 @@
-"""One microbatch on one stage: its layers, forward and recomputation, and the data of one call."""
+"""One microbatch on one stage: its segment and its recomputation; and the data of one call."""

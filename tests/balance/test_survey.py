@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe.balance.survey import surveyed
+from splitpipe.balance.survey import survey
 from tests.helpers.modules import Net
 
 
@@ -46,10 +46,6 @@ def stack() -> Run:
     return Run(in_turn("blocks.0", "blocks.1"), blocks=nn.ModuleList(map(pair, range(2))))
 
 
-def recursing(module: nn.Module, x: Any) -> Any:
-    return module.get_submodule("a")(x)
-
-
 CASES = {
     "layers of a list": (stack(), ["blocks.1"]),
     "what is first in a stack of which there are two": (
@@ -64,20 +60,17 @@ CASES = {
     "in the order of calls": (Run(in_turn("c", "b", "a"), a=one(), b=one(), c=one()), ["b", "a"]),
     "not what is called again": (Run(in_turn("a", "b", "a", "c"), a=one(), b=one(), c=one()), ["b", "c"]),
     "not what is never called": (Run(in_turn("a", "b"), a=one(), b=one(), c=one()), ["b"]),
-    "not what another one calls": (
-        Run(recursing, b=(inner := Run(in_turn("x"), x=one())), a=Run(lambda _, x: inner(x), x=one())), None
-    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cuts_are_calls_of_blocks_that_repeat(name: str) -> None:
     module, expected = CASES[name]
-    if expected is None:
-        with pytest.raises(ValueError, match="no repeated blocks"):
-            surveyed(module, torch.randn(2, 3))
-    else:
-        assert surveyed(module, torch.randn(2, 3)).cuts == expected
+    assert survey(module, torch.randn(2, 3)).names == ("(start)", *expected)
+
+
+def test_an_nn_sequential_may_be_cut_at_all_its_layers() -> None:
+    assert survey(nn.Sequential(one(), pair(), nn.Tanh()), torch.randn(2, 3)).names == ("0", "1", "2")
 
 
 def test_experts_of_a_layer_are_no_cuts() -> None:
@@ -85,10 +78,10 @@ def test_experts_of_a_layer_are_no_cuts() -> None:
         Run(in_turn("experts.1", "experts.0"), experts=nn.ModuleList(map(pair, range(2)))) for _ in range(2)
     )
     module = Run(in_turn("layers.0", "layers.1"), layers=layers)
-    assert surveyed(module, torch.randn(2, 3)).cuts == ["layers.1"]
+    assert survey(module, torch.randn(2, 3)).names == ("(start)", "layers.1")
 
 
-def test_one_row_of_the_batch_runs_in_a_copy_in_eval_mode() -> None:
+def test_two_rows_of_the_batch_run_in_a_copy_in_eval_mode() -> None:
     seen: list[Any] = []
 
     def run(module: nn.Module, x: dict[str, Tensor]) -> Tensor:
@@ -96,8 +89,8 @@ def test_one_row_of_the_batch_runs_in_a_copy_in_eval_mode() -> None:
         return module.get_submodule("b")(module.get_submodule("a")(x["a"]))
 
     module = Run(run, a=one(), b=one())
-    surveyed(module, ({"a": torch.randn(4, 3), "whole": torch.randn(7, 2)},))
-    assert seen == [((1, 3), (7, 2), False)] and module.training
+    survey(module, ({"a": torch.randn(4, 3), "whole": torch.randn(3, 2)},))
+    assert seen == [((2, 3), (3, 2), False)] and module.training
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -106,10 +99,10 @@ def test_one_row_of_the_batch_runs_in_a_copy_in_eval_mode() -> None:
 ])
 def test_a_loss_for_each_row_is_no_loss_of_a_schedule(loss: Any, one: bool, rows: int) -> None:
     module = Run(lambda own, x: {"loss": loss(own.b(own.a(x)))}, a=pair(), b=pair())
-    assert surveyed(module, torch.randn(rows, 3)).has_loss == (one or rows == 1)
+    assert survey(module, torch.randn(rows, 3)).has_loss == (one or rows == 1)
 
 
 def test_what_a_block_raises_says_where() -> None:
     with pytest.raises(IndexError) as caught:
-        surveyed(Net(), {"ids": torch.full((2, 3), 99)})
-    assert "copy of the Net ran on one row" in "".join(caught.value.__notes__)
+        survey(Net(), {"ids": torch.full((2, 3), 99)})
+    assert "copy of the Net ran on two rows" in "".join(caught.value.__notes__)

@@ -8,19 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitPipe
-from tests.clients.test_accelerate import WAYS
+from tests.clients.test_accelerate import WAYS, loss_of
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
-
-
-def trainer_of(folder: Path, **options: Any) -> Any:
-    """A Trainer that says nothing."""
-    lightning: Any = pytest.importorskip("lightning")
-    return lightning.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder, **options,
-    )
 
 
 def module_of(model: nn.Module) -> Any:
@@ -34,9 +24,7 @@ def module_of(model: nn.Module) -> Any:
             self.losses: list[float] = []
 
         def training_step(self, batch: list[Tensor]) -> Tensor:
-            (x,) = batch
-            output = self.model(x, labels=x.sin()) if "layers" in dict(model.named_children()) else self.model(x)
-            loss: Tensor = output["loss"] if isinstance(output, dict) else output.square().mean()
+            loss = loss_of(self.model, batch[0])
             self.losses.append(loss.item())
             return loss
 
@@ -55,41 +43,30 @@ def loader() -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(data, batch_size=4)
 
 
-def fitted(model: nn.Module, folder: Path, **options: Any) -> list[float]:
-    """The losses of a fit."""
-    own, trainer = module_of(model), trainer_of(folder, max_epochs=2, **options)
-    trainer.fit(own, loader(), loader())
+def fitted(model: nn.Module, epochs: int, saved: Path, resumed: Path | None = None) -> list[float]:
+    """The losses of a fit with clipping and accumulation, and of validation; what the Trainer saves at its end."""
+    lightning: Any = pytest.importorskip("lightning")
+    own = module_of(model)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=saved.parent, enable_checkpointing=False, max_epochs=epochs, gradient_clip_val=0.5,
+        accumulate_grad_batches=2,
+    )
+    trainer.fit(own, loader(), loader(), ckpt_path=None if resumed is None else str(resumed))
+    trainer.save_checkpoint(saved)
     return [*own.losses, float(trainer.callback_metrics["validation"])]
 
 
 @pytest.mark.parametrize("way", ["balance", "cuts", "cuts-zb-h1"])
-def test_the_losses_are_those_of_the_unwrapped_module(way: str, tmp_path: Path) -> None:
-    make, pipe = WAYS[way]
-    options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-    torch.manual_seed(0)
-    expected = fitted(make(), tmp_path / "plain", **options)
-    torch.manual_seed(0)
-    model = pipe(make())
-    assert isinstance(model, SplitPipe)
-    assert fitted(model, tmp_path / "piped", **options) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("way", ["balance", "cuts", "cuts-zb-h1"])
-def test_a_checkpoint_resumes_piped_or_not(way: str, tmp_path: Path) -> None:
-    """Both ways: what a pipeline has saved the plain module loads, with its optimizer's state, and the other way."""
+def test_losses_are_those_of_the_plain_module_also_of_a_run_that_goes_on_piped_or_not(way: str, tmp_path: Path) -> None:
     make, pipe = WAYS[way]
 
-    def trained(piped: bool, folder: str, epochs: int, resumed: Path | None = None) -> list[float]:
+    def trained(piped: bool, name: str, epochs: int, resumed: Path | None = None) -> list[float]:
         torch.manual_seed(0)
-        own = module_of(pipe(make()) if piped else make())
-        trainer = trainer_of(tmp_path / folder, max_epochs=epochs, enable_checkpointing=False)
-        trainer.fit(own, loader(), loader(), ckpt_path=None if resumed is None else str(resumed))
-        trainer.save_checkpoint(tmp_path / f"{folder}.ckpt")
-        return list(own.losses)
+        return fitted(pipe(make()) if piped else make(), epochs, tmp_path / name, resumed)
 
     whole = trained(False, "whole", 2)
+    assert trained(True, "piped", 2) == pytest.approx(whole, rel=1e-5)
     for first, second in ((True, True), (True, False), (False, True)):
-        name = f"{first}-{second}"
-        begun = trained(first, name, 1)
-        resumed = trained(second, f"{name}-resumed", 2, tmp_path / f"{name}.ckpt")
-        assert begun + resumed == pytest.approx(whole, rel=1e-5)
+        begun = trained(first, "begun", 1)[:-1]
+        assert begun + trained(second, "resumed", 2, tmp_path / "begun") == pytest.approx(whole, rel=1e-5)

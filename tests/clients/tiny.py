@@ -1,8 +1,9 @@
-"""Models of transformers, tiny and with random weights: each with its cuts and a batch of six rows."""
+"""Models of transformers, tiny and with random weights: each with its cuts and a batch of seven rows."""
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-ROWS, WORDS = 6, 64
+ROWS, WORDS, LENGTH, IGNORED = 7, 64, 8, -100
 #: The arguments that these configs share.
 SMALL = {
     "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -38,42 +39,117 @@ BART = {
 }
 
 
-def text() -> dict[str, Tensor]:
+Batch = dict[str, Tensor]
+
+
+def words() -> Tensor:
+    return torch.randint(4, WORDS - 4, (ROWS, LENGTH))
+
+
+def some(labels: Tensor, even: bool) -> Tensor:
+    """Labels of which each row ignores two; else rows ignore different numbers, and the second microbatch all."""
+    if even:
+        labels[:, 3:5] = IGNORED
+    else:
+        labels[0, 2:] = IGNORED
+        labels[2, 5:] = IGNORED
+        labels[3:6] = IGNORED
+        labels[6, 1:4] = IGNORED
+    return labels
+
+
+def classes(even: bool, number: int = 3) -> Tensor:
+    labels = torch.randint(number, (ROWS,))
+    if not even:
+        labels[[1, 3, 4, 5]] = IGNORED
+    return labels
+
+
+def text(even: bool = True) -> Batch:
     """Words, one row shorter than others."""
-    ids = torch.randint(4, WORDS - 4, (ROWS, 8))
+    ids = words()
     mask = torch.ones_like(ids)
     mask[2, 5:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    return {"input_ids": ids, "attention_mask": mask, "labels": some(ids.clone(), even)}
 
 
-def images(size: int = 16) -> dict[str, Tensor]:
+def tagged(even: bool = True) -> Batch:
+    return {"input_ids": words(), "labels": some(torch.randint(3, (ROWS, LENGTH)), even)}
+
+
+def classified(even: bool = True) -> Batch:
+    return {"input_ids": words(), "labels": classes(even)}
+
+
+def numbers(even: bool = True) -> Batch:
+    return {"input_ids": words(), "labels": torch.randn(ROWS).double()}
+
+
+def several(even: bool = True) -> Batch:
+    return {"input_ids": words(), "labels": torch.randint(2, (ROWS, 3)).double()}
+
+
+def answers(even: bool = True) -> Batch:
+    """Where answers begin and end; a place behind the last word is ignored."""
+    start, end = torch.randint(LENGTH, (2, ROWS))
+    if not even:
+        start[[0, 3, 4, 5]] = LENGTH + 1
+        end[[1, 2]] = LENGTH + 1
+    return {"input_ids": words(), "start_positions": start, "end_positions": end}
+
+
+def sentences(even: bool = True) -> Batch:
+    return {**text(even), "next_sentence_label": torch.randint(2, (ROWS,))}
+
+
+def pixels(size: int = 16) -> Tensor:
+    return torch.randn(ROWS, 3, size, size).double()
+
+
+def images(even: bool = True, size: int = 16) -> Batch:
     """Pictures of two classes."""
-    return {"pixel_values": torch.randn(ROWS, 3, size, size).double(), "labels": torch.randint(2, (ROWS,))}
+    return {"pixel_values": pixels(size), "labels": classes(even, 2)}
 
 
-def segmented() -> dict[str, Tensor]:
+def segmented(even: bool = True) -> Batch:
     """Pictures with a class for each point."""
-    return {**images(32), "labels": torch.randint(2, (ROWS, 32, 32))}
+    return {"pixel_values": pixels(32), "labels": torch.randint(2, (ROWS, 32, 32))}
 
 
-def spectra() -> dict[str, Tensor]:
+def patches(even: bool = True) -> Batch:
+    return {"pixel_values": pixels(), "noise": torch.rand(ROWS, 16).double()}
+
+
+def spectra(even: bool = True) -> Batch:
     """Sounds, and words."""
     return {"input_features": torch.randn(ROWS, 8, 32).double(), "labels": torch.randint(4, WORDS - 4, (ROWS, 5))}
 
 
-def waves() -> dict[str, Tensor]:
+def waves(even: bool = True) -> Batch:
     """Sounds of two classes."""
     return {"input_values": torch.randn(ROWS, 400).double(), "labels": torch.randint(2, (ROWS,))}
 
 
+def sounds(even: bool = True) -> Batch:
+    """Sounds, and letters."""
+    labels = torch.randint(1, 31, (ROWS, 5))
+    labels[::2, 2:] = IGNORED
+    labels[4 if even else slice(3, 6)] = IGNORED
+    return {"input_values": torch.randn(ROWS, 400).double(), "labels": labels}
+
+
 class Tiny(NamedTuple):
-    """A class of transformers, the arguments of its config, where it is cut, and what it is called with."""
+    """A class of transformers, the arguments of its config, where it is cut, and what it is called with.
+
+    The batch is one in which all microbatches ignore as many labels as each other, in proportion to their rows, or not.
+    """
 
     name: str
     config: str
     arguments: dict[str, Any]
     cuts: list[str]
-    batch: Callable[[], dict[str, Tensor]] = text
+    batch: Callable[..., Batch] = text
+    terms: int = 1  # Of its loss, each a mean over labels of its own number.
 
     def made(self, seed: int = 0, **more: Any) -> nn.Module:
         """The model, in float64, to be trained."""
@@ -154,7 +230,7 @@ MORE = {
     "swin": Tiny("SwinForImageClassification", "SwinConfig", {
         "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
         "drop_path_rate": 0.0,
-    }, ["swin.encoder.layers.0.blocks.1", "swin.encoder.layers.1"], lambda: images(32)),
+    }, ["swin.encoder.layers.0.blocks.1", "swin.encoder.layers.1"], partial(images, size=32)),
     # A list of all stages' outputs goes to the head.
     "segformer": Tiny("SegformerForSemanticSegmentation", "SegformerConfig", {
         "depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "num_attention_heads": [1, 1, 2, 2],
@@ -167,4 +243,37 @@ MORE = {
         "feat_proj_dropout": 0.0, "layerdrop": 0.0, "apply_spec_augment": False, "num_conv_pos_embeddings": 16,
         "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16,
     }, at("wav2vec2.encoder.layers"), waves),
+}
+
+
+def bert(name: str, batch: Callable[..., Batch], terms: int = 1, **more: Any) -> Tiny:
+    return Tiny(f"BertFor{name}", "BertConfig", {**ENCODER, **more}, at("bert.encoder.layer"), batch, terms)
+
+
+def ctc(reduction: str) -> Tiny:
+    arguments = {**MORE["wav2vec2"].arguments, "ctc_loss_reduction": reduction, "pad_token_id": 0, "final_dropout": 0.0}
+    return Tiny("Wav2Vec2ForCTC", "Wav2Vec2Config", arguments, at("wav2vec2.encoder.layers"), sounds)
+
+
+#: Other heads, each with a loss of its own.
+HEADS = {
+    "llama classes": Tiny("LlamaForSequenceClassification", "LlamaConfig", {
+        **DECODER, "num_labels": 3, "pad_token_id": 0}, at("model.layers"), classified),
+    "bert classes": bert("SequenceClassification", classified, num_labels=3),
+    "bert regression": bert("SequenceClassification", numbers, num_labels=1),
+    "bert several labels": bert(
+        "SequenceClassification", several, num_labels=3, problem_type="multi_label_classification"),
+    "bert tokens": bert("TokenClassification", tagged, num_labels=3),
+    "bert answers": bert("QuestionAnswering", answers, terms=2),
+    "bert pretraining": bert("PreTraining", sentences, terms=2),
+    "distilbert classes": Tiny("DistilBertForSequenceClassification", "DistilBertConfig", {
+        "vocab_size": WORDS, "dim": 32, "hidden_dim": 48, "n_layers": 4, "n_heads": 4, "num_labels": 3, "dropout": 0.0,
+        "attention_dropout": 0.0, "seq_classif_dropout": 0.0, "max_position_embeddings": 64,
+    }, at("distilbert.transformer.layer"), classified),
+    "vit mae": Tiny("ViTMAEForPreTraining", "ViTMAEConfig", {
+        **VISION, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "decoder_hidden_size": 16,
+        "decoder_num_hidden_layers": 2, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 16,
+    }, ["vit.layers.2", "decoder.decoder_layers.1"], patches),
+    "ctc sum": ctc("sum"),
+    "ctc mean": ctc("mean"),
 }

@@ -19,7 +19,7 @@ def cuts(stages: int) -> list[str]:
 
 
 class Block(nn.Module):
-    """A layer; of more arguments, whatever nesting they are in, the sum is added."""
+    """A layer; more arguments are added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,15 +28,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *more: Any) -> Tensor:
         y = self.layer(x).tanh()
         for each in more:
-            y = y + (each.value if isinstance(each, Holder) else each)
+            y = y + each
         return y
-
-
-class Holder:
-    """An object that pytree knows nothing of."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
 
 
 class Module(nn.Module):
@@ -121,19 +114,20 @@ def spread(net: Of, x: Tensor) -> Any:
     return found
 
 
-def held(net: Of, x: Tensor) -> Tensor:
-    """Blocks are given a tensor of the first stage's inside of an object."""
-    holder = Holder(x.cos())
-    for block in net.blocks:
-        x = block(x, holder)
-    return x
-
-
 def detached(net: Of, x: Tensor) -> Tensor:
     """Between stages nothing has a gradient."""
     for block in net.blocks[:-1]:
         x = block(x).detach()
     return net.blocks[-1](x)
+
+
+def forces(net: Of, x: Tensor) -> Tensor:
+    """Differentiates through all stages."""
+    h = y = net.blocks[0](x)
+    for block in net.blocks[1:]:
+        y = block(y)
+    (force,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
+    return y + force.to(y.device)
 
 
 def recomputing(net: Of, x: Tensor, chance: float = 0.0) -> Tensor:
@@ -146,5 +140,6 @@ def recomputing(net: Of, x: Tensor, chance: float = 0.0) -> Tensor:
 #: By name.
 MODULES: dict[str, Callable[[int], nn.Module]] = {
     "carried": Carried, "tied": Tied, "recomputing": partial(Of, recomputing), "filled": partial(Of, filled),
-    "spread": partial(Of, spread), "held": partial(Of, held), "nothing tracked": partial(Of, detached),
+    "spread": partial(Of, spread), "forces": partial(Of, forces),
+    "nothing tracked": partial(Of, detached),
 }

@@ -2,16 +2,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from splitpipe.balance.layers import layers_of
-from splitpipe.balance.survey import surveyed
-from splitpipe.balance.units import Chain
+from splitpipe.balance.rig import Chain
+from splitpipe.balance.survey import survey
 from splitpipe.core.stream import Place
 from splitpipe.planner.choose import choose
 from splitpipe.planner.measure import profile
@@ -42,28 +43,40 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
     module = kind(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(6)), nn.Linear(WIDTH, WIDTH))
     x, y = torch.randn(2, ROWS, WIDTH).unbind()
     measured = profile(
-        module, surveyed(module, x) if by_cuts else layers_of(module, x, "the sample"), y, squared,
-        [Place(torch.device("cpu"))] * 2, [8] if by_cuts else [4, 8],
-        memory=None, optimizer_state=0.0, seconds=0.0, progress=lambda *_: None,
+        survey(module, x), y, squared, [Place(torch.device("cpu"))] * 2, [8],
+        compile=False, memory=[math.inf] * 2, optimizer_state=0.0, seconds=0.0,
     )
     # With times of their own, layers would be cut by luck.
     even = {
         chunks: tuple(replace(layer, forward=1, backward_input=1, backward_weight=1) for layer in layers)
-        for chunks, layers in measured.kinds[0].layers.items()
+        for chunks, layers in measured.layers.items()
     }
-    measured = replace(measured, kinds=(replace(measured.kinds[0], layers=even),))
-    for choice in choose(measured, schedules=SCHEDULES, work=0):
+    measured = replace(measured, layers=even)
+    for choice in choose(measured, schedules=SCHEDULES, tries=0):
         way = choice.candidate
         model = SplitPipe(
             copy.deepcopy(module), cuts=[measured.names[start] for start in choice.cut[1:-1]],
             devices=["cuda:0", "cuda:1"], chunks=way.chunks, checkpoint=way.checkpoint, schedule=way.schedule,
             loss_fn=squared,
         )
-        counted = _counted(model, x, y)
+        counted = _counted(lambda x, y, model=model: model(x, target=y), model, x, y)
         yield f"{way}{', by cuts' * by_cuts}", [most / real for most, real in zip(choice.memory, counted)]
 
 
-def _counted(model: SplitPipe, x: Tensor, y: Tensor) -> list[int]:
+#: Bytes that W of one microbatch reads on a stage of ``drop_in``: three blocks' inputs and output gradients.
+WAITING = 3 * 2 * (WIDTH + WIDTH + 4 * WIDTH) * ROWS * 4 // 8 * 4
+
+
+def drop_in(backward: Literal["split", "autograd"], by_cuts: bool) -> list[int]:
+    """The most bytes of each device in a drop-in step, checkpointed."""
+    torch.manual_seed(0)
+    kind = Chain if by_cuts else nn.Sequential
+    model = SplitPipe(kind(*(Block() for _ in range(6))), cuts=["3"], devices=["cuda:0", "cuda:1"], chunks=8,
+                      checkpoint="always", backward=backward)
+    return _counted(lambda x, y: squared(model(x), y), model, *torch.randn(2, 4 * ROWS, WIDTH).unbind())
+
+
+def _counted(step: Callable[[Tensor, Tensor], Tensor], model: nn.Module, x: Tensor, y: Tensor) -> list[int]:
     """The most bytes of each device in a step: parameters, gradients, and what microbatches hold."""
     x, y = x.to("cuda:0"), y.to("cuda:1")
     found = [0, 0]
@@ -71,7 +84,7 @@ def _counted(model: SplitPipe, x: Tensor, y: Tensor) -> list[int]:
         before = [torch.cuda.memory_allocated(device) for device in range(2)]
         for device in range(2):
             torch.cuda.reset_peak_memory_stats(device)
-        model(x, target=y).backward()
+        step(x, y).backward()
         own = [sum(p.nbytes for p in model.parameters() if p.device.index == device) for device in range(2)]
         found = [own[device] + torch.cuda.max_memory_allocated(device) - before[device] for device in range(2)]
         model.zero_grad(set_to_none=True)

@@ -30,19 +30,11 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """What a replay has found: spans in the order of their starts."""
+def replay(launches: Sequence[Launch], cost: Callable[[Launch], float]) -> list[Span]:
+    """Runs a log in virtual time: spans in the order of their starts.
 
-    spans: tuple[Span, ...]
-
-    def busy(self, device: int, engine: Literal["compute", "copy"] = "compute") -> float:
-        """How long the engine had work."""
-        return sum(span.end - span.start for span in self.spans if (span.device, span.engine) == (device, engine))
-
-
-def replay(launches: Sequence[Launch], cost: Callable[[Launch], float]) -> Replayed:
-    """Runs a log in virtual time. What was launched before it counts as done; ``cost`` is of an op or a copy."""
+    What was launched before the log counts as done; ``cost`` is of an op or a copy.
+    """
     queues: dict[_Stream, deque[tuple[int, Launch]]] = {}
     for number, launch in enumerate(launches):
         queues.setdefault((launch.device, launch.stream), deque()).append((number, launch))
@@ -69,7 +61,7 @@ def replay(launches: Sequence[Launch], cost: Callable[[Launch], float]) -> Repla
             heapq.heappop(running)
     if left := {stream: queue[0][1] for stream, queue in queues.items() if queue}:
         raise RuntimeError(f"streams wait for ever, each at the launch shown: {left}")
-    return Replayed(tuple(spans))
+    return spans
 
 
 def _offers(

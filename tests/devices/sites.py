@@ -1,10 +1,10 @@
 """The places in splitpipe that give streams their order, which can be taken away one at a time."""
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
@@ -12,11 +12,10 @@ from typing import Any
 from unittest import mock
 
 import splitpipe
+from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core import stream
-from splitpipe.deferral import streams
-from tests.helpers.covering import pairs
 
-from .cases import DEVICES, WAYS, Case, some
+from .cases import Case
 
 #: What order is made of: each verb, and what it is without effect.
 VERBS: dict[str, Callable[..., Any]] = {
@@ -26,76 +25,93 @@ VERBS: dict[str, Callable[..., Any]] = {
     "use": lambda *_: nullcontext(),
 }
 ROOT = Path(splitpipe.__file__).parent
-#: What the side stream may still be reading, kept until the compute stream has waited for it.
-READS = "deferral/streams.py: Reads.add"
-#: Places without which some case has a hazard: the subjects whose cases show it.
-CAUGHT: dict[str, str] = {
-    "stage/run.py: StageRun.again: use": "chain",
-    "engine/dropin.py: Beside.enter: wait": "module: carried",
-    "engine/dropin.py: Beside.enter: wait_for": "module: carried",
-    "core/transfer.py: Wait.forward: wait_for": "chain",
-    "core/transfer.py: _await: wait": "chain",
-    "core/transfer.py: _await: wait_for": "module: carried",
-    "core/transfer.py: Crossing.again: use": "module: carried",
-    "core/transfer.py: depart: use": "chain",
-    "core/transfer.py: move: use": "chain",
-    "core/transfer.py: move: hold": "skips",
-    "core/transfer.py: move: wait": "chain",
-    "core/transfer.py: arrive: wait_for": "detached",
-    "training/exchange.py: Exchange.receive: wait_for": "chain",
-    "engine/detaching.py: DetachedTransfer.take: wait_for": "chain",
-    "engine/scheduled.py: StepWork.other: use": "module: carried",
-    "engine/detaching.py: CodeDetachedTransfer.carry: wait_for": "module: carried",
-    "deferral/streams.py: Reads.release: wait_for": "residuals",
-    "deferral/streams.py: BackwardStreams.allocate: wait": "chain",
-    "stage/call.py: begin: wait": "chain",
-    "stage/call.py: Call.rejoin: wait": "statistics",
-    "stage/call.py: Call.end: wait": "statistics",
-    "training/step.py: _Step.finish: use": "chain",
-    "training/step.py: _Step._given: use": "chain",
-    READS: "residuals",
-    "deferral/stash.py: Stash.leave: wait": "chain",
+#: What W may still be reading, kept until the compute stream has waited for it.
+READING = "backward/weight_grad_store.py: WeightGradStore._reading"
+
+
+def _case(subject: str, schedule: str | None, checkpoint: str, own: Any, parts: bool, *more: Any) -> Case:
+    backward, given, stages, chunks = (*more, *("split", "there", 4, 3)[len(more):])
+    rows = None if chunks == 3 else 64
+    return Case(subject, stages, chunks, checkpoint, backward, schedule, own, parts, given, rows)
+
+
+#: Places without which a case has a hazard.
+CAUGHT = {
+    READING: _case("elsewhere, a batch without grad", None, "never", False, False, "split", "cpu", 4, 2),
+    "backward/weight_grad_store.py: WeightGradStore.backward_weight: wait":
+        _case("module: tied", None, "always", False, False, "split", "pinned", 4, 2),
+    "backward/weight_grad_store.py: WeightGradStore.finish: wait_for":
+        _case("dropouts", None, "never", False, False, "split", "cpu", 4, 2),
+    "core/transfer.py: Route._move: hold": _case("slices", "zb-v", "except_last", True, False, "split", "elsewhere"),
+    "core/transfer.py: Route._move: use": _case("skips", None, "except_last", True, False),
+    "core/transfer.py: Route._move: wait": _case("elsewhere", "1f1b", "never", True, True, "autograd", "pinned"),
+    "core/transfer.py: Route.carry: wait": _case("module: carried", "zb-h1", "never", False, False, "split", "cpu"),
+    "core/transfer.py: Route.carry: wait_for":
+        _case("module: filled", "zb-h1", "never", False, True, "split", "cpu", 4, 2),
+    "engine/crossing.py: Detaching.begin: wait_for": _case("module: nothing tracked", "zb-v", "never", True, True),
+    "engine/crossing.py: Detaching.carry: wait_for":
+        _case("module: carried", "zb-h1", "always", True, False, "split", "cpu", 4, 2),
+    "engine/crossing.py: Detaching.hold: hold":
+        _case("module: carried", None, "never", False, True, "split", "there", 2),
+    "engine/drop_in.py: SecondHalf._run: wait": _case("tables", None, "never", "forward", True),
+    "backward/outer_graph.py: OuterGraph._run: wait_for": _case("tables", None, "never", "forward", True),
+    "engine/sequential.py: SequentialForward.forward: wait_for":
+        _case("elsewhere", None, "always", False, True, "split", "cpu"),
+    "engine/module.py: ModuleForward._enter: use": _case("module: filled", "zb-h1", "never", False, True, "autograd"),
+    "engine/scheduled_step.py: ScheduledStep.run: use":
+        _case("statistics", "zb-v", "always", False, True, "split", "elsewhere", 4, 2),
+    "engine/step.py: StepRun.differentiate: wait_for":
+        _case("module: filled", "zb-v", "never", False, True, "autograd", "cpu", 4, 2),
+    "engine/step.py: StepRun.run: use": _case("dropouts", "1f1b", "never", True, False, "autograd", "pinned", 2),
+    "engine/stitched/copy.py: Copy.forward: hold": _case("ties", None, "always", True, True, "autograd"),
+    "engine/stitched/copy.py: Wait.forward: wait":
+        _case("chain", None, "except_last", True, False, "autograd", "pinned"),
+    "stage/call.py: Call.end: wait": _case("statistics", None, "always", True, True, "autograd"),
+    "stage/call.py: Call.rejoin: wait": _case("module: spread", None, "never", True, True, "split", "there", 4, 2),
+    "stage/call.py: hand: wait": _case("chain", "1f1b", "always", False, True, "autograd", "pinned", 4, 2),
+    "stage/call.py: Call.__init__: wait": _case("dropouts", None, "always", False, True, "split", "there", 4, 2),
+    "stage/shared_parameters.py: SharedParameters.bring_home: use":
+        _case("module: tied", None, "never", "forward", False),
 }
-#: Places without which some step takes longer, though nothing goes wrong: of ``makespans.CHECKED``.
-SLOWER: tuple[str, ...] = (
-    "deferral/stash.py: Stash._compute_early: use",
-    "engine/dropin.py: GraphTransfer._left: use",
-)
-_OTHERS = "The stage's stream, whichever the thread has: on the default one others' work would be waited for."
-_TWICE = "A call has the streams wait as well, and autograd those of its nodes; hand_over is right by itself."
+_OTHERS = "The stage's streams, whichever the thread has: on default ones, others' work would be waited for."
+_NODES = "The node's stream in backward, and thus what the gradient waits for: not all that the caller has queued."
+_BETWEEN = "While the caller is in the call, other threads may use the memory, on a stream that it has given."
 #: Places that no case misses, and why they are there.
-EXPLAINED: dict[str, str] = {
-    "engine/chain.py: ChainForward._step: use": _OTHERS,
-    "core/transfer.py: leave: use": _OTHERS,
-    "core/transfer.py: arrive: use": _OTHERS,
-    "engine/code.py: CodeForward._forward: use": _OTHERS,
-    "engine/code.py: CodeForward._enter: use": _OTHERS,
-    "partition/homes.py: Homes.brought.<locals>.bring: hold": (
-        "Where nobody takes a block's call: torch.utils.checkpoint runs it again, in backward, on streams of its own."
-    ),
-    "deferral/streams.py: BackwardStreams.allocate: use": "Whose memory it is: more is reserved without: memory.py.",
-    "core/transfer.py: Wait.forward: wait": _TWICE,
-    "core/transfer.py: hand_over: wait": _TWICE,
-    "core/transfer.py: hand_over: hold": _TWICE,
-    "deferral/stash.py: Stashes.flushing: use": "What Flush itself computes: little, and compute waits for it.",
-    "engine/ops.py: StageOps.close: use": _OTHERS,
-    "training/release.py: _order_streams: wait": "Autograd has them wait where their sums go through a transpose.",
-    "training/ledger.py: Ledger.leave: hold": "What a layer on a stream of its own has saved: in its pool.",
-    "deferral/stash.py: Stash.leave: hold": "The same, drop-in.",
-    "deferral/stash.py: Stash.gradients: wait": "For a weight whose gradient is B's in another place.",
-    "engine/ops.py: StageOps.phony: use": _OTHERS,
-    "engine/parts.py: _Cut.join: use": _OTHERS,
-    "engine/dropin.py: Beside.hold: hold": "A value that no node saves, freed while a later stage's stream reads it.",
-    "training/release.py: _sum: use": "A weight of several stages, which _order_streams has made ready.",
-    "training/release.py: _sum: hold": "The same: its sum is let go of by whoever takes it.",
+EXPLAINED = {
+    "engine/module.py: ModuleForward._forward: use": _OTHERS,
+    "engine/drop_in.py: SecondHalf._run: hold": "Threads of autograd's may run other parts of the graph meanwhile.",
+    "stage/call.py: hand: hold": _BETWEEN,
+    "partition/call_hook.py: _brought.<locals>.bring: hold":
+        "Which thread of autograd's is first, chance decides.",
+    "engine/step.py: StepRun.run_rows: wait": "After an error: see test_steps.py.",
+    "backward/weight_grad_store.py: WeightGradStore.stop: wait": "After an error: see test_steps.py.",
+    "backward/weight_grad_store.py: WeightGradStore.backward_weight: use":
+        "W runs beside B: a replay, whose devices do one launch at a time, doesn't show it.",
+    "engine/stitched/checkpoint.py: Checkpoint._repeat: use": _OTHERS,
+    "engine/stitched/copy.py: Copy.forward: use": "In backward, a thread has any stream of the other device.",
+    "engine/stitched/copy.py: Lane.leave: use": _NODES,
+    "engine/stitched/copy.py: Lane.bring: use": _NODES,
 }
 
 
-def _place(verb: str) -> str:
-    """Where the verb was called from: file and function, not the line, which every edit moves; "" outside of splitpipe.
-    """
-    function = _function(sys._getframe(2).f_code)
-    return function and f"{function}: {verb}"
+def places() -> set[str]:
+    """All calls of the verbs, by file and function: not by line, which every edit moves."""
+    found = {READING}
+    for file in ROOT.rglob("*.py"):
+        def look(node: ast.AST, inside: str, file: Path = file) -> None:
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                    after = "" if isinstance(node, ast.Module) or isinstance(node, ast.ClassDef) else ".<locals>"
+                    look(child, f"{inside}{after}.{child.name}" if inside else child.name)
+                    continue
+                function = child.func if isinstance(child, ast.Call) else None
+                if isinstance(function, ast.Attribute) and function.attr in VERBS:
+                    if isinstance(function.value, ast.Name) and function.value.id == "stream":
+                        found.add(f"{file.relative_to(ROOT)}: {inside}: {function.attr}")
+                look(child, inside)
+
+        look(ast.parse(file.read_text(encoding="utf-8")), "")
+    return found
 
 
 @lru_cache(None)
@@ -106,30 +122,31 @@ def _function(code: CodeType) -> str:
     return f"{name.relative_to(ROOT)}: {getattr(code, 'co_qualname', code.co_name)}"
 
 
+class _Forgetting:
+    """In place of ``WeightGradStore._reading``: keeps the event alone."""
+
+    def __get__(self, store: Any, kind: type) -> Any:
+        return vars(store).get("reading")
+
+    def __set__(self, store: Any, value: Any) -> None:
+        vars(store)["reading"] = None if value is None else (value[0], None)
+
+
 @contextmanager
 def watched(without: str | None = None) -> Iterator[dict[str, int]]:
-    """Counts the calls of each place inside the block; those of one place have no effect, or ``READS`` has none."""
+    """Counts the calls of each place inside the block; those of one place have no effect."""
     counts: dict[str, int] = {}
     with ExitStack() as patches:
         for verb, nothing in VERBS.items():
             real = getattr(stream, verb)
 
             def called(*args: Any, verb: str = verb, real: Any = real, nothing: Any = nothing) -> Any:
-                place = _place(verb)
+                function = _function(sys._getframe(1).f_code)
+                place = function and f"{function}: {verb}"
                 counts[place] = counts.get(place, 0) + 1
                 return (nothing if place == without else real)(*args)
 
             patches.enter_context(mock.patch.object(stream, verb, called))
-        if without == READS:
-            patches.enter_context(mock.patch.object(streams.Reads, "add", lambda self, tensors: None))
+        if without == READING:
+            patches.enter_context(mock.patch.object(WeightGradStore, "_reading", _Forgetting(), create=True))
         yield counts
-
-
-def few(*subjects: str) -> Iterator[Case]:
-    """Some cases of every sort, with more rows than weights, so that weight gradients are not all left to the end."""
-    groups = [["checkpoint", "backward", "schedule"], *pairs([*WAYS])]
-    for case in some(subjects, *groups, chunks=2, checkpoint=("never", "always")):
-        yield replace(case, rows=64)
-    # No copy of the input is waited for, and no checkpoint: what W writes to was just let go of by B.
-    more = [Case(subject, DEVICES, 2, "never", "split", None, own=False, rows=64) for subject in subjects]
-    yield from [case for case in more if case.possible]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from splitpipe.core import stream
 from splitpipe.skip import pop, skippable, stash
@@ -28,11 +28,6 @@ def linear() -> nn.Linear:
 def first() -> nn.Module:
     """Of two tensors the first, changed in place."""
     return Apply(lambda value: value[0].relu_())
-
-
-def detached() -> nn.Module:
-    """Lets no gradient through."""
-    return nn.Sequential(linear(), Apply(Tensor.detach))
 
 
 class Layered(nn.Module):
@@ -78,13 +73,6 @@ class Scaled(Layered):
         return self.layer(x) * table.tanh(), table
 
 
-class Residual(Layered):
-    """Uses its input twice: gradients meet where it came from."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.tanh() + self.layer(x)
-
-
 class Sliced(Layered):
     """Its output, and its input's gradient, are slices of transposes: in memory they have gaps, and another order."""
 
@@ -119,34 +107,6 @@ class Block(Layered):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.scale * self.layer(self.norm(x)).tanh()
-
-
-@skippable(stash=["aside"])
-class Aside(nn.Module):
-    """Stashes a value for each row, of a batch along that dimension; the input goes on as it is."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(1))
-        self.dim = dim
-
-    def forward(self, value: Any) -> Generator[Any, None, Any]:
-        yield stash("aside", (self.weight * 2).expand(_first(value).shape[self.dim], 1))
-        return value
-
-
-@skippable(pop=["aside"])
-class Beside(nn.Module):
-    """Scales the first tensor that has a gradient, row by row, by what was stashed."""
-
-    def forward(self, value: Any) -> Generator[Any, Tensor, Any]:
-        kept = yield pop("aside")
-        leaves, spec = tree_flatten(value)
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-                leaves[number] = leaf * (1 + kept.reshape(-1, *[1] * (leaf.dim() - 1)))
-                break
-        return tree_unflatten(leaves, spec)
 
 
 def _first(value: Any) -> Tensor:
@@ -203,28 +163,20 @@ def skips(stages: int) -> nn.Sequential:
     return nn.Sequential(Keep(), *(linear() for _ in range(stages - 2)), Join())
 
 
-def compiled_by_its_user(stages: int) -> nn.Sequential:
-    """With a backward that is not split."""
-    layers = in_each(Block, Block)(stages)
-    for layer in layers:
-        layer.compile(backend="aot_eager")
-    return layers
-
-
 def ties(stages: int) -> nn.Sequential:
     """The first two stages share their layer: they are to be on one device."""
     shared = linear()
     return nn.Sequential(shared, nn.Sequential(shared, nn.Tanh()), *(linear() for _ in range(stages - 2)))
 
 
-def _past(name: str) -> Subject:
+def _between(name: str) -> Subject:
     make, value = LAYERS[name]
     batched = batched_of(name, "balance")
     dim = batched if isinstance(batched, int) else 0
-    options = {} if batched is None else {"batched": batched}
+    options = {} if batched is None else {"batched": {"input": dim, "target": 0} if dim else batched}
     if dim:  # The output has the batch elsewhere, which a loss can't be told: its mean is by rows.
         options["reduction"] = "mean"
-    return Subject(lambda stages: nn.Sequential(Aside(dim), *make(), Beside()), value, options, dim=dim)
+    return Subject(lambda stages: nn.Sequential(nn.Identity(), *make(), nn.Identity()), value, options, dim=dim)
 
 
 chain = in_each(linear, nn.Tanh)
@@ -235,13 +187,10 @@ SUBJECTS = {
     "statistics": Subject(
         in_each(linear, lambda: nn.BatchNorm1d(WIDTH)), options={"deferred_batch_norm": True}, measure="cpu"
     ),
-    "residuals": Subject(in_each(Residual, Residual)),
     "slices": Subject(in_each(Sliced)),
     "elsewhere": Subject(in_each(Elsewhere)),
     "elsewhere, a batch without grad": Subject(in_each(Elsewhere), differentiable=False),
     "compiled": Subject(in_each(Block, Block), options={"compile": EAGER}),
-    "compiled by its user": Subject(compiled_by_its_user),
-    "detached": Subject(and_last(detached, linear)),
     "ties": Subject(ties),
     "dropouts": Subject(in_each(linear, nn.Dropout, nn.Tanh), measure="never"),
     "tables": Subject(
@@ -249,7 +198,7 @@ SUBJECTS = {
     ),
     **{f"module: {name}": Subject(make, cuts=modules.cuts) for name, make in modules.MODULES.items()},
     "module: compiled": Subject(modules.Carried, options={"compile": EAGER}, cuts=modules.cuts),
-    **{f"layers: {name}": _past(name) for name in LAYERS},
+    **{f"layers: {name}": _between(name) for name in LAYERS},
 }
 
 

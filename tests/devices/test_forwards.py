@@ -4,15 +4,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, example, given, reject, settings
+from hypothesis import HealthCheck, Phase, example, given, reject, settings
 
-from tests.helpers.randomized import CALLS, SOMETIMES, Act, Case, Layer, Step, forwards
-from tests.helpers.randomized_models import kinds
-from tests.helpers.randomized_runs import Reference, Side, pipeline_of, sound, writes
-from tests.promise.test_properties import REFUSED
+from tests.helpers.randomized import Act, Case, Layer, Reference, Side, Step, forwards, pipeline_of, sound, writes
+from tests.helpers.randomized_models import CALLS, SOMETIMES
+from tests.promise.test_properties import CHANGED, REFUSED
 
-#: Blocks with a tensor that is neither parameter nor buffer: their module itself could not go to a device.
-UNMOVED = {"closure"}
 BOTH = "blocks.0", "blocks.1"
 
 
@@ -30,20 +27,19 @@ def again(case: Case) -> bool:
 @pytest.mark.cuda
 @pytest.mark.devices(3)
 @pytest.mark.thorough
-# Of as many rows by chance, and in the first call.
-@pytest.mark.filterwarnings("ignore:the forward left .* a tensor of:UserWarning")
+@pytest.mark.filterwarnings("ignore:the loss of the last call was dropped")
 @pytest.mark.filterwarnings("ignore:.* named in cuts=, but not called:UserWarning")
-@settings(max_examples=60, suppress_health_check=[*HealthCheck])
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate], suppress_health_check=[*HealthCheck])
 @given(forwards())
 @example(Case((Layer("linear"), Layer("lstm")), acts=(Act("call"), Act("call", 1)), cuts=BOTH, chunks=2))
 @example(Case((Layer("total"),), acts=(Act("call"), Act("total")), cuts=BOTH[:1], chunks=2, steps=(Step(rows=2),)))
 def test_random_forwards_on_several_devices_are_their_modules(case: Case) -> None:
-    if kinds(case.layers) & UNMOVED or not sound(case):
+    if not sound(case):
         reject()
     try:
         Reference(case).check(Side(case, pipeline_of(case, kind="cuda")))
     except RuntimeError as error:
-        if writes(case) and any(words in str(error) for words in REFUSED):
+        if CHANGED in str(error) or writes(case) and any(words in str(error) for words in REFUSED):
             reject()
         if "which has a copy during a call" in str(error):  # A buffer that several devices write to.
             reject()

@@ -5,15 +5,14 @@ import os
 
 import pytest
 
-from tests.devices.cases import COMPILED, PATHS, cases, wrong
+from tests.devices.cases import COMPILED, PATHS, wrong
 from tests.promise.layers import LAYERS
 
 pytestmark = [
     pytest.mark.cuda,
     # The sanitizer knows one device alone (tests/gpu/parts.py).
     pytest.mark.devices(1 if "TORCH_CUDA_SANITIZER" in os.environ else 4),
-    # Of mkldnn.flags on every CPU, and of torch.compile, of what it traces.
-    pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN"),
+    # Of torch.compile, of what it traces.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
 ]
 
@@ -22,10 +21,10 @@ pytestmark = [
     "subject", [pytest.param(name, marks=[pytest.mark.compiles] * (name in COMPILED)) for name in PATHS]
 )
 def test_a_path_between_stages(subject: str) -> None:
-    assert wrong(cases()[subject]) == {}
+    assert wrong(subject) == {}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_with_a_skip_past_all_stages(layer: str) -> None:
-    assert wrong(cases()[f"layers: {layer}"]) == {}
+def test_a_layer_between_other_stages(layer: str) -> None:
+    assert wrong(f"layers: {layer}") == {}

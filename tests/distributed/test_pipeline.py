@@ -4,19 +4,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import pickle
 import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from splitpipe import schedule
 from splitpipe.distributed import Pipeline
-from splitpipe.distributed.boundary import Part
-from splitpipe.distributed.lowering import separable
+from splitpipe.distributed.stage import StageModule
 from splitpipe.schedule.op import Op
 from tests.helpers.covering import graded
 from tests.helpers.scheduled import NAMES
@@ -85,29 +82,47 @@ def test_skips_to_the_next_stage_and_tuples_are_sent(rank: int, name: str) -> No
 
 @both
 def test_what_the_runtime_can_not_run_is_refused_in_every_process(rank: int) -> None:
+    layer, hooked = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    hooked.register_forward_hook(print)
+    hooked.register_buffer("count", torch.zeros(()))
     far = nn.Sequential(Stash(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), Pop())
-    with pytest.raises(ValueError, match=r"'skip' from stage 0 to stage 3"):
-        Pipeline(far, [1, 1, 1, 2], chunks=2, schedule="interleaved-1f1b", loss_fn=nn.MSELoss(), device="cpu")
-    shared = nn.Linear(6, 6)
-    with pytest.raises(ValueError, match=r"1\.weight of stage 1 is 0\.weight of stage 0"):
-        Pipeline(nn.Sequential(shared, shared), [1, 1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
-    with pytest.raises(ValueError, match="balance has 1 stage for 2 devices"):
-        Pipeline(nn.Sequential(nn.Linear(6, 6)), [1], chunks=2, loss_fn=nn.MSELoss(), device="cpu")
-    ops = [("F", 0), ("F", 1), ("B", 1), ("W", 1), ("B", 0), ("W", 0)]
-    idle = schedule.Schedule([[schedule.Op(kind, stage, 0) for kind, stage in ops], []], [0, 0])
-    with pytest.raises(ValueError, match=r"no ops on 1 device \(1\): expected ops in every process"):
-        Pipeline(nn.Sequential(nn.Linear(6, 6), shared), [1, 1], schedule=idle, loss_fn=nn.MSELoss(), device="cpu")
+    ops = [Op(kind, stage, 0) for kind, stage in (("F", 0), ("F", 1), ("BW", 1), ("BW", 0))]
+    rows = [[Op(kind, stage, number) for kind in ("F", "BW") for number in (1, 0)] for stage in range(2)]
+    for module, balance, name, message in (
+        (far, [1, 1, 1, 2], "interleaved-1f1b", "'skip' from stage 0 to stage 3"),
+        (nn.Sequential(layer, layer), [1, 1], "1f1b", r"1\.weight of stage 1 is 0\.weight of stage 0"),
+        (nn.Sequential(layer), [1], "1f1b", "the model has 1 stage for 2 devices"),
+        (nn.Sequential(layer, nn.Linear(6, 6)), [1, 1], schedule.Schedule([ops, []], [0, 0]),
+         "no ops on device 1: expected ops in every process"),
+        (hooked, [1, 1], "1f1b", "the module itself has buffers and forward_hooks: expected them in the layers"),
+        (nn.Sequential(layer, nn.Linear(6, 6)), [1, 1], schedule.Schedule(rows, [0, 1]),
+         r"in the order \[1, 0\]: expected \[0, 1\]"),
+    ):
+        chunks = name.microbatches if isinstance(name, schedule.Schedule) else 2
+        with pytest.raises(ValueError, match=message):
+            Pipeline(module, balance, chunks=chunks, schedule=name, loss_fn=nn.MSELoss(), device="cpu")
+
+
+@both
+def test_a_batch_that_does_not_fit_is_refused_and_the_next_one_runs(rank: int) -> None:
     model = small()
-    with pytest.raises(ValueError, match="found no (input|target) in the process of"):
-        model.step(*[torch.randn(6, 6), None] if rank else [None, torch.randn(6, 2)])
-    with pytest.raises(ValueError, match=r"input has 7 rows for chunks=2.*drop_last"):
-        model.step(torch.randn(7, 6), torch.randn(7, 2))
-    model.step(torch.randn(8, 6), torch.randn(8, 2))
-    with pytest.raises(ValueError, match=r"input has shape \[4, 6\] of torch.float32, but had \[8, 6\]"):
-        model.step(torch.randn(4, 6), torch.randn(4, 2))
-    with pytest.raises(RuntimeError, match=r"expected step\(input, target\)"):
-        model(torch.randn(8, 6))
-    model.step(torch.randn(8, 6), torch.randn(8, 2))
+    x, y = torch.randn(8, 6), torch.randn(8, 2)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"without grad mode.*evaluate\(input, target\)"):
+        model.step(x, y)
+    model.step(x, y)
+    for input, target, message in (
+        (x if rank else None, None if rank else y, "found no (input|target) in the process of"),
+        (x[:7], y[:7], r"input has 7 rows for chunks=2.*drop_last"),
+        ((x,), y, "input is a tuple of 1: expected a tensor, or a tuple of several"),
+        (x[:4], y[:4], r"input has shape \[4, 6\] of torch.float32, but had \[8, 6\]"),
+        (x.double(), y, r"input has shape .8, 6. of torch.float64, but had .8, 6. of torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.step(input, target)
+    with pytest.raises(TypeError, match="target is a dict: expected a tensor"):
+        model.step(x, {"y": y})
+    model.evaluate(x[:4], y[:4])  # Its processes agree apart.
+    model.step(x, y)
 
 
 def test_without_processes_it_says_what_to_do() -> None:
@@ -259,26 +274,15 @@ def test_evaluating_is_forward_alone_between_steps_and_before(rank: int, name: s
         model.zero_grad()
 
 
-def test_values_that_can_not_be_sent_are_an_error_that_names_the_stage() -> None:
-    leaving: Any = [(None, "skip")]
-    with pytest.raises(TypeError, match=r"stage 3: its output holds a str.*splitpipe\.SplitPipe"):
-        Part([("0", Apply(lambda x: (x, "odd")))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
-    with pytest.raises(TypeError, match=r"stage 3: the skip 'skip' is a NoneType"):
-        Part([("0", nn.Linear(2, 2))], 3, last=False, arriving=[], leaving=leaving)(torch.randn(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda x: (x,), "its output is a tuple of one"),
-        (lambda x: [x, x], "its output is a list"),
-        (lambda x: x.max(0), "its output is a max"),
-        (lambda x: torch.complex(x, x).requires_grad_(), "its output is a tensor of torch.complex64 with grad"),
-    ],
-)
-def test_values_that_would_arrive_as_others_are_an_error(make: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=rf"stage 3: {said}.*expected a tensor, or a tuple of several"):
-        Part([("0", Apply(make))], 3, last=False, arriving=[], leaving=[])(torch.randn(2, 2))
+@pytest.mark.parametrize(("make", "kind"), [
+    (lambda x: (x, "odd"), "str"), (lambda x: (x,), "tuple"), (lambda x: [x, x], "list"), (lambda x: x.max(0), "max"),
+    (lambda x: torch.complex(x, x).requires_grad_(), "Tensor"), (nn.Linear(2, 2), "NoneType"),  # No skip was stashed.
+])
+def test_values_that_would_arrive_as_others_are_an_error(make: Any, kind: str) -> None:
+    stage = StageModule([[], [], [], [("0", Apply(make))], []], 3)
+    stage._leaving = [(None, "skip")] if isinstance(make, nn.Linear) else []
+    with pytest.raises(TypeError, match=rf"stage 3 would send a {kind}.*expected a tensor, or a tuple of several"):
+        stage(torch.randn(2, 2))
 
 
 class Scaled(nn.Module):
@@ -471,39 +475,6 @@ def test_a_loss_has_parameters_and_takes_any_output(rank: int, name: str) -> Non
 
 
 @both
-def test_modules_and_schedules_that_do_not_fit_are_refused_in_every_process(rank: int) -> None:
-    hooked = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
-    hooked.register_forward_hook(print)
-    hooked.register_buffer("count", torch.zeros(()))
-    with pytest.raises(ValueError, match=r"as a whole has buffers and forward hooks.*expected them in its layers"):
-        small(hooked)
-    with pytest.raises(ValueError, match=r"0\.weight, 0\.bias have no values yet.*Call the whole module once"):
-        small(nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2)))
-    rows = [[Op(kind, stage, number) for kind in ("F", "BW") for number in (1, 0)] for stage in range(2)]
-    with pytest.raises(ValueError, match=r"in the order \[1, 0\]: expected \[0, 1\]"):
-        small(schedule=schedule.Schedule(rows, placement=[0, 1]))
-    with pytest.raises(ValueError, match="input is a tuple of 1: expected a tensor, or a tuple of several"):
-        small().step((torch.randn(8, 6),), torch.randn(8, 2))
-
-
-@both
-def test_a_copy_is_refused_with_what_to_do_instead(rank: int) -> None:
-    model = small(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).eval())
-    assert not model.training
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"can't be copied or pickled.*state_dict\(\)"):
-            copied(model)
-
-
-@both
-def test_a_step_without_gradients_is_refused_and_the_next_one_runs(rank: int) -> None:
-    model = small()
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"without grad mode.*evaluate\(input, target\)"):
-        model.step(torch.randn(8, 6), torch.randn(8, 2))
-    model.step(torch.randn(8, 6), torch.randn(8, 2))
-
-
-@both
 def test_hooks_after_accumulation_fire_in_every_stage(rank: int) -> None:
     model = Pipeline(layers(), [4, 4], chunks=2, schedule="zb-h1", loss_fn=nn.MSELoss(), device="cpu")
     fired: dict[str, int] = {}
@@ -524,12 +495,7 @@ def test_what_processes_have_not_agreed_on_is_refused(rank: int) -> None:
     model.load_state_dict(whole)
     with pytest.raises(ValueError, match="found input with 8 rows, target with 4 rows"):
         model.step(torch.randn(8, 6), torch.randn(4, 2))
-    with pytest.raises(TypeError, match="target is a dict: expected a tensor"):
-        model.step(torch.randn(8, 6), {"y": torch.randn(8, 2)})
     model.step(torch.randn(4, 6), torch.randn(4, 2))
-    model.evaluate(torch.randn(8, 6), torch.randn(8, 2))  # Its processes agree apart.
-    with pytest.raises(ValueError, match="input has shape .4, 6. of torch.float64, but had .4, 6. of torch.float32"):
-        model.step(torch.randn(4, 6).double(), torch.randn(4, 2))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     if rank == 0:
@@ -545,38 +511,11 @@ def test_a_step_that_fails_before_anything_is_sent_is_the_last_one(rank: int) ->
     model = small()
     model.step(torch.randn(4, 6), torch.randn(4, 2))
 
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise ValueError("planted")
 
-    if rank:
-        model._loss.begin = fails
-    else:
-        model._there = fails
+    model._run = fails
     with pytest.raises(ValueError, match="planted"):
         model.step(torch.randn(4, 6), torch.randn(4, 2))
     with pytest.raises(RuntimeError, match="an earlier step has failed .*planted"):
         model.step(torch.randn(4, 6), torch.randn(4, 2))
-
-
-def test_an_output_that_was_freed_leads_to_the_leaves_that_it_came_from() -> None:
-    """Since torch 2.15 its edge stands for it, and None for one without a gradient."""
-    x, layer, other = torch.ones(2, 3, requires_grad=True), nn.Linear(3, 3), torch.ones(3, requires_grad=True)
-    y, z = layer(x).sin(), x * other
-    expected = {id(leaf) for leaf in (*layer.parameters(), other)}
-    for outputs in ([y, z], [get_gradient_edge(y), z, None], [get_gradient_edge(y), get_gradient_edge(z)]):
-        leaves = separable(outputs, [x])
-        assert leaves is not None and {id(leaf) for leaf in leaves} == expected
-    aside = get_gradient_edge(other * 2)  # It comes from no input.
-    assert separable([y, aside], [x]) is separable([aside], [x]) is None
-
-
-def test_a_module_with_cuts_is_refused_and_says_why() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers()
-
-    with pytest.raises(TypeError, match="with cuts run in a single process, .*: the runtime of"):
-        Pipeline(Net(), cuts=["layers.2"], loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cuts is .*expected names of layers in order"):
-        Pipeline(layers(), cuts=["4", "2"], loss_fn=nn.functional.mse_loss)

@@ -18,7 +18,7 @@ from splitpipe import balance, distributed, schedule, skip
 
 PUBLIC: dict[ModuleType, set[str]] = {
     splitpipe: {"SplitPipe", "SplitFunction", "DeferredBatchNorm", "is_checkpointing", "is_recomputing", "attach",
-                "detach", "device_map", "plan", "Plan", "DoesNotFitError"},
+                "deferral_report", "detach", "device_map", "plan", "Plan", "DoesNotFitError", "record", "check"},
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
     balance: {"balance_by_time", "balance_by_size"},
     distributed: {"Pipeline"},
@@ -59,6 +59,7 @@ def test_a_public_name_is_explained_by_an_example(door: ModuleType, name: str) -
     assert doctest.DocTestParser().get_examples(doc), "its docstring has no line that starts with >>>"
 
 
+@pytest.mark.draws
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_run(name: str, no_accelerator: None) -> None:

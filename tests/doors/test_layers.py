@@ -16,22 +16,41 @@ ROOT = Path(__file__).resolve().parents[2] / "splitpipe"
 ROOMS: list[set[str]] = [
     {"schedule", "core"},
     {"checks"},
-    {"skip", "deferral", "batch"},
+    {"skip", "backward", "microbatch"},
     {"batchnorm", "compiled"},
     {"partition"},
     {"stage", "loss"},
-    {"training"},
     {"engine"},
     {"runtime"},
     {"piped"},
     {"balance", "distributed"},
     {"attaching", "pipe"},
-    {"planner"},
+    {"planner", "checking"},
     {"", "__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 #: What users import from; the package itself takes each name from the file that owns it.
 DOORS = {"", "skip", "balance", "distributed", "schedule"}
+#: The lines that a room may have; "": the files next to the rooms. A number may only fall, to the one behind it, of
+#: section 12 of the design: a line is added for a public report or a bar, and another one goes.
+BUDGETS = {
+    "core": 1047,  # 1,050
+    "schedule": 3513,  # 3,500
+    "microbatch": 1021,  # 950
+    "skip": 340,  # 340
+    "backward": 1246,  # 1,250
+    "loss": 1983,  # 1,100
+    "partition": 850,  # 850
+    "stage": 644,  # 650
+    "engine": 2198,  # 2,200
+    "runtime": 450,  # 450
+    "": 1275,  # 1,150
+    "checking": 506,  # 500
+    "compiled": 604,  # 600
+    "balance": 824,  # 700
+    "planner": 1200,  # 1,200
+    "distributed": 543,  # 500
+}
 OUTSIDE = sys.stdlib_module_names | {"torch", "typing_extensions"}
 
 
@@ -132,36 +151,24 @@ def test_no_file_is_long_and_no_room_full() -> None:
     assert full == [], f"{full} has more than 14 files: put the code into one of them, or merge two"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from splitpipe.pipe import SplitPipe",
-        "from splitpipe.stage.stage import Stage",
-        "import splitpipe.engine.dropin",
-        "from splitpipe.engine import forward",
-        "from splitpipe.schedule.op import Op",
-        "from splitpipe import is_recomputing",
-        "from splitpipe import skip",
-        "import splitpipe",
-        "from splitpipe.skip import stash",
-        "from splitpipe.absent import name",
-        "from .worker import Worker",
-        "from . import worker",
-        "import numpy",
-        "from numpy.linalg import norm",
-    ],
-)
+def test_no_room_has_more_lines_than_its_budget() -> None:
+    """At the end, all rooms together have 16,500 lines at most, and each the number behind its budget."""
+    lines: Counter[str] = Counter()
+    for path in FILES.values():
+        inside = path.relative_to(ROOT).parts
+        lines[inside[0] if len(inside) > 1 else ""] += len(path.read_text(encoding="utf-8").splitlines())
+    assert lines.keys() == BUDGETS.keys(), "a room has no budget, or a budget no room"
+    assert {room: count for room, count in lines.items() if count > BUDGETS[room]} == {}
+
+
+@pytest.mark.parametrize("line", [
+    "from splitpipe.pipe import SplitPipe", "from splitpipe.engine import sequential", "import splitpipe",
+    "from splitpipe.schedule.op import Op", "from splitpipe import skip", "from splitpipe.skip import stash",
+    "from splitpipe.absent import name", "from . import worker", "import numpy", "from numpy.linalg import norm",
+])
 @pytest.mark.parametrize(
     "around", ["{}", "def f():\n    {}", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}"]
 )
-def test_a_wrong_import_is_seen_wherever_it_stands(line: str, around: str) -> None:
+def test_a_wrong_import_is_seen_wherever_it_stands_and_one_downwards_is_fine(line: str, around: str) -> None:
     assert len(faults("core.transfer", around.format(line))) == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["from splitpipe.core.note import add_note", "from splitpipe.core import note", "import torch.nn", "import ast"],
-)
-def test_an_import_downwards_is_fine(line: str) -> None:
-    assert faults("stage.stage", line) == []
-    assert faults("core.transfer", line) == []
+    assert faults("stage.stage", "from splitpipe.core import note\nimport torch.nn\nimport ast") == []

@@ -1,14 +1,12 @@
-"""In eval mode microbatches run where their outputs make that of the batch; else one does, and the output is right."""
+"""In eval mode microbatches run, as in training; only with a cache, or another object, there is one."""
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitPipe
 from tests.engine.models import piped
 from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same
@@ -18,122 +16,122 @@ class Cache:
     """An object that pytree doesn't know."""
 
 
-class Net(nn.Module):
-    """Counts its calls; gives what a function makes of the module and its output."""
+class Plain(nn.Module):
+    """Notes the rows of its calls; returns what a function makes of its output."""
 
-    def __init__(self, function: Any = lambda self, y: y) -> None:
+    def __init__(self, function: Any = lambda y: y) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("kept", torch.zeros(8, 4))
         self.function = function
-        self.state: Any = None
         self.calls: list[int] = []
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, use_cache: bool = True) -> Any:
+    def forward(self, x: Tensor) -> Any:
         self.calls.append(len(x))
-        y = self.function(self, self.two(self.one(x)))
-        if labels is None:
-            return y
-        return {"loss": (y - labels).square().mean(), "y": y, "cache": Cache() if use_cache else None}
+        return self.function(self.two(self.one(x)))
 
 
-def kept(self: Net, y: Tensor) -> Tensor:
-    self.kept[: len(y)].copy_(y.detach())
-    return y
+class Net(Plain):
+    """Has a cache, as a language model has."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, use_cache: bool | None = None) -> Any:
+        y = super().forward(x)
+        cache = None if use_cache is False else Cache()
+        return {"loss": None if labels is None else (y - labels).square().mean(), "y": y, "cache": cache}
 
 
-def stateful(self: Net, y: Tensor) -> Tensor:
-    y = y if self.state is None else y + self.state
-    self.state = y.detach()
-    return y
-
-
-def first_row(self: Net, y: Tensor) -> Tensor:
-    y = y.clone()
-    y[0] = 0
-    return y
-
-
-def chosen(self: Net, y: Tensor) -> Tensor:
-    return (y > 0).nonzero()
-
-
-WHOLE: dict[str, Any] = {
-    "an integer count": lambda self, y: (y, (y > 0).sum()),
-    "a comparison of rows": lambda self, y: y @ y.t(),
-    "a mean over rows": lambda self, y: (y, y.mean(0)),
-    "rows that see each other": lambda self, y: y - y.mean(0),
-    "rows that see earlier ones": lambda self, y: y.cumsum(0),
-    "rows with their numbers": lambda self, y: y + torch.arange(len(y))[:, None],
-    "a first row": first_row,
-    "numbers of rows in a list": lambda self, y: [{"row": own * k} for k, own in enumerate(y)],
-    "a row's entries apart": lambda self, y: torch.cat([y, -y]),
-    "a row's nearly equal entries apart": lambda self, y: 5 + 1e-3 * torch.cat([y, -y]),
-    "rows of the whole batch alone": lambda self, y: y.view(8, -1),
-    "a buffer that is written to": kept,
-    "a state in an attribute": stateful,
-    "a number of rows of the data": chosen,
-}
-APART: dict[str, Any] = {
-    "a tensor": lambda self, y: y,
-    "a nesting": lambda self, y: {"a": (y, [y * 2, None]), "b": "text"},
-    "one thing per row": lambda self, y: [{"row": own} for own in y],
-    "a parameter": lambda self, y: (y, self.two.weight),
-    "the batch second": lambda self, y: y.t(),
-    "nearly equal entries": lambda self, y: 5 + 1e-3 * torch.stack([y, -y], 1).flatten(0, 1),
-}
-
-
-@pytest.mark.parametrize("name", [*WHOLE, *APART])
 @pytest.mark.parametrize("grad", [True, False])
-def test_the_output_is_that_of_the_module(name: str, grad: bool) -> None:
-    plain = Net({**WHOLE, **APART}[name]).eval()
+@pytest.mark.parametrize("function", [
+    lambda y: y, lambda y: {"a": (y, [y * 2, None]), "b": "text"}, lambda y: [{"row": own[:3]} for own in y],
+    lambda y: (y, (y > 0).sum()), lambda y: torch.stack([y, -y], 1).flatten(0, 1), lambda y: y[y[:, 0] > 0],
+], ids=["a tensor", "a nesting", "one dict per row", "a count", "several entries per row", "selected rows"])
+def test_the_output_is_that_of_the_module_and_each_row_runs_once(function: Any, grad: bool) -> None:
+    plain = Plain(function).eval()
     model = piped(plain, ["two"], chunks=4).eval()
-    for number in range(3):
-        torch.manual_seed(number)
-        x = torch.randn(8, 4)
-        model.calls.clear()
-        with torch.set_grad_enabled(grad):
-            assert_same(model(x), plain(x), "output")
-        # Rows that the data choose may be as many in a first look as if they were not chosen.
-        assert name in APART and model.calls == [2] * 4 or name in WHOLE and model.calls[-1] == 8
-    assert_same(model.kept, plain.kept, "buffer")
+    x = torch.randn(8, 4)
+    with torch.set_grad_enabled(grad):
+        assert_same(model(x), plain(x), "output")
+    assert model.calls == [2] * 4
 
 
-def test_an_output_with_an_object_is_that_of_the_whole_batch() -> None:
-    model = piped(Net(lambda self, y: (y, Cache())), ["two"]).eval()
-    for _ in range(2):
-        y, cache = model(torch.randn(6, 4))
-        assert isinstance(cache, Cache) and model.calls.pop() == 6
+@pytest.mark.parametrize("function", [
+    lambda y: (y, y.argmax()), lambda y: y.t(), lambda y: (y, float(y.detach().sum())), lambda y: [4.0 for _ in y],
+    lambda y: (y, Cache()), lambda y: (y, y.amax(0)[:3]),
+], ids=["an index", "the batch second", "a number of the data", "a list that could be either", "an object",
+        "a statistic"])
+def test_what_cannot_be_joined_is_the_same_error_as_in_training(function: Any) -> None:
+    model, x, errors = piped(Plain(function), ["two"], chunks=4), torch.randn(8, 4), []
+    for training in (True, False):
+        with pytest.raises(ValueError, match="output") as caught:
+            model.train(training)(x)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1] and model.calls == [2] * 8
 
 
-def test_with_labels_no_cache_is_asked_for_and_microbatches_run() -> None:
-    plain = Net().eval()
-    model = piped(plain, ["two"]).eval()
-    x, labels = torch.randn(7, 4), torch.randn(7, 4)
-    found, expected = model(x, labels=labels), plain(x, labels=labels)
-    assert model.calls == [3, 3, 1] and found["cache"] is None
+LABELS = torch.zeros(7, 4)
+
+
+@pytest.mark.parametrize(("given", "training", "calls"), [
+    ({}, False, [7]), ({"use_cache": True}, False, [7]), ({"use_cache": None}, False, [7]),
+    ({"use_cache": False}, False, [3, 3, 1]), ({"use_cache": True, "labels": LABELS}, False, [7]),
+    ({"labels": LABELS}, False, [3, 3, 1]), ({"labels": LABELS}, True, [3, 3, 1]), ({}, True, [3, 3, 1]),
+])
+def test_what_keeps_a_cache_runs_in_one_microbatch(given: Any, training: bool, calls: list[int]) -> None:
+    plain = Net()
+    model, x = piped(plain, ["two"]).train(training), torch.randn(7, 4)
+    found, expected = model(x, **given), plain(x, **given)
+    assert model.calls == calls and (found["cache"] is None) is (calls != [7])
     assert_same([found["y"], found["loss"]], [expected["y"], expected["loss"]], "output")
-    model.calls.clear()
-    assert isinstance(model(x, labels=labels, use_cache=True)["cache"], Cache) and model.calls == [7]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_with_a_target_microbatches_run(schedule: str) -> None:
-    plain = Net().eval()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["two"], devices=["cpu"] * 2, chunks=2, schedule=schedule,
-                      loss_fn=nn.MSELoss()).eval()
-    x, target = torch.randn(6, 4), torch.randn(6, 4)
-    torch.testing.assert_close(model(x, target=target), nn.MSELoss()(plain(x), target))
-    assert model.calls == [3, 3]
+def test_a_cache_that_training_asks_for_is_an_error() -> None:
+    with pytest.raises(ValueError, match="a Cache and a Cache as .*use_cache=False"):
+        piped(Net(), ["two"])(torch.randn(7, 4), use_cache=True)
 
 
-def test_in_doubt_about_a_list_one_microbatch_runs() -> None:
-    def sums(self: Any, rows: list[Tensor]) -> Tensor:
-        return self.two(self.one(torch.stack([own.sum(0) for own in rows])))
+def telling(self: Any, x: Tensor, use_cache: bool = True) -> tuple[Tensor, bool]:
+    return self.two(self.one(x)), use_cache
 
-    plain, given = module_of(sums, **linears("one", "two")), [torch.randn(3, 4) for _ in range(5)]
-    model = piped(plain, ["two"]).eval()
-    assert_same(model(given), plain(given), "output")
-    with pytest.raises(ValueError, match="it could be 5 rows, one entry each, or a batch of 3 rows"):
-        model.train()(given)
+
+def deciding(self: Any, x: Tensor, use_cache: bool | None = None) -> tuple[Tensor, bool | None]:
+    return self.two(self.one(x)), use_cache
+
+
+@pytest.mark.parametrize(("forward", "inside", "expected"), [
+    (telling, False, [False, True, True]), (telling, True, [True, True, True]), (deciding, True, [False, True, None])])
+def test_a_module_that_keeps_a_cache_by_default_or_decides_itself_is_told_to_keep_none_in_training(
+    forward: Any, inside: bool, expected: list[Any]
+) -> None:
+    net, cuts = module_of(forward, **linears("one", "two")), ["two"]
+    if inside:
+        net, cuts = module_of(lambda self, x, *given: self.model(x, *given), model=net), ["model.two"]
+    model, x = piped(net, cuts, chunks=2), torch.randn(4, 4)
+    assert [model(x)[1], model(x, True)[1], model.eval()(x)[1]] == expected
+
+
+# Arguments
+
+
+def lengths(*args: Any, batched: Any = None, **kwargs: Any) -> list[Any]:
+    """The lengths of the arguments after the first, in each microbatch; rows are six."""
+    seen: list[Any] = []
+
+    def noting(self: Any, x: Tensor, *more: Any, mask: Any = None, **named: Any) -> Tensor:
+        leaves = torch.utils._pytree.tree_leaves([*more, mask, *named.values()])
+        seen.append([len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves])
+        return self.two(self.one(x))  # type: ignore[no-any-return]
+
+    model = piped(module_of(noting, **linears("one", "two")), ["two"], batched=batched)
+    assert model(torch.randn(6, 4), *args, **kwargs).shape == (6, 4)
+    return sorted(seen)
+
+
+def test_an_object_that_microbatches_can_not_share() -> None:
+    assert lengths(torch.randn(6, 2), cache=Cache()) == [[6, None, None]]
+    assert len(lengths(torch.randn(6, 2), function=torch.tanh)) == 3
+    assert len(lengths(torch.randn(6, 2), cache=Cache(), batched={"cache": False})) == 3
+
+
+def test_a_name_that_is_no_arguments_is_an_error() -> None:
+    net = module_of(lambda self, x, mask: self.two(self.one(x)), **linears("one", "two"))
+    with pytest.raises(ValueError, match="batched names 'maks', which the call doesn't have: expected .* 'x', 'mask'"):
+        piped(net, ["two"], batched={"maks": False})(torch.randn(6, 4), torch.randn(6, 2))

@@ -1,4 +1,4 @@
-"""A module with cuts, its batches and its threads go when nobody has them any more, without the garbage collector."""
+"""Modules, batches, graphs and threads go when nobody has them any more, without the garbage collector."""
 from __future__ import annotations
 
 import gc
@@ -10,8 +10,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitpipe import SplitPipe, attach
+from tests.helpers.scheduled import inside, loss_of
+from tests.helpers.twin import stages
+from tests.promise.layers import Apply
+
+OPTIONS = pytest.mark.parametrize("options", [
+    {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b"},
+    {"schedule": "zb-h1", "checkpoint": "always"}, {"backward": "autograd", "checkpoint": "always"},
+], ids=str)
+BY = pytest.mark.parametrize("by", ["balance", "cuts"])
+
+
+@pytest.fixture(autouse=True)
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Net(nn.Module):
@@ -30,24 +48,12 @@ class Net(nn.Module):
         return {"loss": y.square().mean(), "y": y}
 
 
-@pytest.fixture(autouse=True)
-def uncollected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-OPTIONS = [{}, {"checkpoint": "always"}, {"schedule": "1f1b"}, {"schedule": "zb-h1", "checkpoint": "always"}]
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_nothing_stays(options: dict[str, Any], in_place: bool) -> None:
+@pytest.mark.parametrize("make", [SplitPipe, attach])
+@OPTIONS
+def test_a_model_its_batches_and_its_threads_go(options: dict[str, Any], make: Any) -> None:
     others = {*threading.enumerate()}
     net = Net()
     parts = [weakref.ref(net), weakref.ref(net.layers[1]), weakref.ref(net.scale)]
-    make: Any = attach if in_place else SplitPipe
     model = make(net, cuts=["layers.1", "layers.2"], devices=["cpu"] * 3, chunks=2, **options)
     x = torch.randn(4, 4)
     model(x)["loss"].backward()
@@ -65,34 +71,37 @@ def test_nothing_stays(options: dict[str, Any], in_place: bool) -> None:
     assert not any(thread.is_alive() for thread in started), "threads are left behind"
 
 
-class Losing(nn.Module):
-    """Computes its own loss, and notes which of those before are still there."""
+def watched(by: str, options: dict[str, Any]) -> tuple[SplitPipe, list[weakref.ref[Tensor]]]:
+    """A pipeline, and references to what its layers save."""
+    alive: list[weakref.ref[Tensor]] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.losses: list[weakref.ref[Tensor]] = []
-        self.alive: list[int] = []
+    def watch(x: Tensor) -> Tensor:
+        y = x.tanh()
+        alive.append(weakref.ref(y))
+        return y * y  # Saved.
 
-    def noted(self, y: Tensor, labels: Tensor) -> Tensor:
-        self.alive.append(sum(loss() is not None for loss in self.losses))
-        loss = (y - labels).square().mean()
-        self.losses.append(weakref.ref(loss))
-        return loss
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        y = self.layers(x)
-        return y if labels is None else {"loss": self.noted(y, labels)}
+    layers = nn.Sequential(nn.Linear(4, 4), Apply(watch), nn.Linear(4, 4), Apply(watch))
+    module, where = stages(layers, [2, 2], by)
+    return SplitPipe(module, devices=["cpu"] * 2, chunks=2, **where, **inside(options)), alive
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_microbatchs_loss_goes_with_its_backward(own: bool) -> None:
-    net = Losing()
-    more: dict[str, Any] = {} if own else {"loss_fn": net.noted}
-    model = SplitPipe(net, cuts=["layers.1"], devices=["cpu"] * 2, chunks=6, schedule="1f1b", **more)
-    x, y = torch.randn(6, 4), torch.randn(6, 4)
-    for _ in range(2):
-        loss = model(x, labels=y)["loss"] if own else model(x, target=y)
-        loss.backward()
-        net.losses, net.alive, alive = [], [], net.alive
-    assert alive == [0] * 6
+@OPTIONS
+@BY
+def test_what_layers_save_goes_with_backward_though_the_loss_lives_on(by: str, options: dict[str, Any]) -> None:
+    model, alive = watched(by, options)
+    x = torch.randn(4, 4)
+    batch = StorageWeakRef(x.untyped_storage())
+    loss = loss_of(model, x * 1)
+    saved = sum(ref() is not None for ref in alive)
+    assert len(alive) >= 4 and saved == (4 if options == {"checkpoint": "never"} else 0)
+    loss.backward()
+    del x
+    assert not any(ref() is not None for ref in alive) and batch.expired()
+
+
+@OPTIONS
+@BY
+def test_a_call_that_is_dropped_is_freed(by: str, options: dict[str, Any]) -> None:
+    model, alive = watched(by, options)
+    loss_of(model, torch.randn(4, 4, requires_grad=True) * 1)
+    assert alive and not any(ref() is not None for ref in alive)

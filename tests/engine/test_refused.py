@@ -2,278 +2,226 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from splitpipe import SplitPipe, attach
-from tests.engine.models import piped
+from tests.helpers.covering import pairwise
 from tests.helpers.modules import linears, module_of
-from tests.helpers.twin import assert_same
-
-
-def three(forward: Callable[..., Any]) -> Any:
-    """Three layers, one a stage; what happens between them is a test's own."""
-    return module_of(forward, **linears("a", "b", "c"))
-
-
-def skip(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Keeps a hidden state in an attribute."""
-    net.skip = net.a(x)
-    y = net.c(net.b(net.skip) + net.skip)
-    return {"loss": y.square().mean(), "y": y}
-
-
-def masked(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Keeps a mask of its rows in an attribute."""
-    net.mask = x > 0
-    y = net.c(net.b(net.a(x)) * net.mask)
-    return {"loss": y.square().mean(), "y": y}
-
-
-def force(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Differentiates through what earlier stages have computed."""
-    h = net.a(x)
-    y = net.c(net.b(h).tanh() * h) + h
-    (force,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
-    return {"loss": (y - 0.1 * force).square().mean(), "y": y}
-
-
-def view(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Writes to a view of a hidden state, and uses the whole two stages on."""
-    h = net.a(x) * 1
-    view = h[:, :2]
-    y = net.b(x)
-    view.mul_(y[:, :2].sigmoid())
-    y = net.c(y) + view.sum(1, keepdim=True) + h
-    return {"loss": y.square().mean(), "y": y}
-
-
-def base(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Writes to a hidden state, and uses a view that was made before."""
-    h = net.a(x) * 1
-    view = h[:, :2]
-    y = net.b(x)
-    h.mul_(y.sigmoid())
-    y = net.c(y) + view.sum(1, keepdim=True)
-    return {"loss": y.square().mean(), "y": y}
-
-
-def statistic(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Gives a value that is another one for each microbatch, and has no rows."""
-    y = net.c(net.b(net.a(x)))
-    return {"loss": y.square().mean(), "largest": y.amax(0)}
-
-
-def contrast(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Compares each row with all others."""
-    y = net.c(net.b(net.a(x)))
-    return {"loss": y.square().mean(), "logits": y @ y.T}
-
-
-def made(net: nn.Module, **options: Any) -> SplitPipe:
-    return SplitPipe(net, cuts=["b", "c"], devices=["cpu"] * 3, chunks=2, **options)
-
-
-def sparse(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Makes a hidden state sparse, and uses it a stage on."""
-    h = net.a(x).to_sparse()
-    y = net.c(net.b(x)) + h.to_dense()
-    return {"loss": y.square().mean(), "y": y}
+from tests.helpers.scheduled import inside, loss_of
+from tests.helpers.twin import assert_same, stages
+from tests.promise.forwards import CUTS, Net, layered
+from tests.promise.layers import Apply
 
 
 @pytest.mark.parametrize(("module", "words"), [
     (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "module is a torch.jit.ScriptModule: expected"),
     (nn.ModuleDict({"b": torch.jit.ScriptModule()}), "'b' is a torch.jit.ScriptModule: expected modules whose forward"),
+    (nn.Sequential(nn.Linear(4, 4), nn.Sequential(torch.jit.ScriptModule())),
+     r"'1\.0' is a torch\.jit\.ScriptModule: expected modules whose forward"),
 ])
-def test_attach_refuses_torchscript_and_other_objects(module: Any, words: str) -> None:
+def test_torchscript_and_other_objects_are_no_modules(module: Any, words: str) -> None:
     for cuts in (["b"], None):
         with pytest.raises(TypeError, match=words):
             attach(module, cuts)
 
 
-def test_a_sequential_with_a_layer_of_torchscript_is_refused() -> None:
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(torch.jit.ScriptModule()))
-    with pytest.raises(TypeError, match=r"'1\.0' is a torch\.jit\.ScriptModule: expected modules whose forward"):
-        SplitPipe(layers, balance=[1, 1], devices=["cpu"] * 2)
+# Forwards
 
 
-def hooked(net: Any, x: Tensor) -> dict[str, Tensor]:
-    """Asks for facts of a hidden state that it has changed in place."""
-    h = net.a(x) * 1
-    y = net.b(x)
-    h.unsqueeze_(1).mul_(2)
-    assert h.dim() == 3 and h.shape[1] == 1
-    h.register_hook(lambda grad: 3 * grad)
-    y = net.c(y) + h.squeeze(1)
-    return {"loss": y.square().mean(), "y": y}
+def forces(net: Net, x: Tensor) -> Tensor:
+    """Differentiates through what earlier stages have computed."""
+    h = net.blocks[0](x).tanh()
+    y = h
+    for block in net.blocks[1:]:
+        y = block(y).tanh()
+    (force,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
+    return y + force
+
+
+def late(net: Net, x: Tensor) -> Tensor:
+    """The whole is used a stage after that which has written to a view of it."""
+    a, b, c, d, e = net.blocks
+    h = b(a(x)) * 1
+    view = h[:, :2]
+    y = d(c(x))
+    view.mul_(y[:, :2].sigmoid())
+    return e(y) + view.sum(1, keepdim=True) + h  # type: ignore[no-any-return]
+
+
+def remade(net: Net, x: Tensor) -> Tensor:
+    """Of a view autograd makes the node again when it is next asked for, in another stage here."""
+    a, b, c, d, e = net.blocks
+    h = b(a(x))
+    y = d(c(h + 1))
+    view = h[:, :2]
+    h.mul_(2)
+    return e(y) + view.sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+
+def replaced(net: Net, x: Tensor) -> Tensor:
+    """Calls a block with other weights."""
+    weights = {name: 2 * x for name, x in net.blocks[2].named_parameters()}
+    y = net.blocks[1](net.blocks[0](x))
+    y = torch.func.functional_call(net.blocks[2], weights, (y,))
+    return net.blocks[4](net.blocks[3](y))  # type: ignore[no-any-return]
+
+
+def overwritten(net: Net, x: Tensor) -> Tensor:
+    """Writes to what a checkpointed block was given."""
+    a, b, c, d, e = net.blocks
+    x = a(x) * 1
+    y = b(x)
+    x.mul_(2)
+    return e(d(c(y + x)))  # type: ignore[no-any-return]
+
+
+def penalised(net: Net, x: Tensor) -> Tensor:
+    """Differentiates through a block of the same stage."""
+    a, b, c, d, e = net.blocks
+    h = a(x) * 1
+    y = b(h)
+    [grad] = torch.autograd.grad(y.square().sum(), h, create_graph=True)
+    return e(d(c(y + grad)))  # type: ignore[no-any-return]
+
+
+#: A forward; the error and its words; whether its blocks are checkpointed.
+FORWARDS: dict[str, tuple[Callable[[Net, Tensor], Any], type[Exception], str, str]] = {
+    **{each.__name__: (each, RuntimeError, "was written to in place", "never")
+       for each in (late, remade)},
+    "forces": (forces, RuntimeError, "runs backward between blocks", "never"),
+    "replaced": (replaced, ValueError, "was called while other tensors replace its parameters", "never"),
+    "overwritten": (overwritten, RuntimeError, "was written to in place after its forward", "always"),
+    "penalised": (penalised, RuntimeError, "was run backward before its stage was.*checkpoint='never'", "always"),
+}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_questions_and_hooks_are_about_what_a_value_has_become(schedule: str) -> None:
-    plain, x = three(hooked).double(), torch.randn(8, 4, dtype=torch.float64)
-    model = made(copy.deepcopy(plain), schedule=schedule)
-    plain(x)["loss"].backward()
-    model(x)["loss"].backward()
-    for (name, one), other in zip(plain.named_parameters(), model.parameters()):
-        torch.testing.assert_close(other.grad, one.grad, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def two(net: Any, x: Tensor, use_cache: bool = False, **more: Any) -> Tensor:
-    """One layer is named as a cut and never called; takes any keyword, and a cache by its place."""
-    y: Tensor = net.c(net.a(x)) * (2 if use_cache else 1) * more.get("target", 1)
-    return y
-
-
-def test_a_cut_that_is_never_called_is_warned_of() -> None:
-    plain, x = three(two), torch.randn(8, 4)
-    model = made(copy.deepcopy(plain))
-    with pytest.warns(UserWarning, match="block 'b' .Linear.: named in cuts=, but not called"):
-        found = model(x, True, target=3)
-    torch.testing.assert_close(found, plain(x, True, target=3))
-
-
-def recurrent_net(keep: Any) -> Any:
-    """Keeps something of [layers, rows, width] in an attribute, as a recurrent state is."""
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y, state = self.rnn(x, self.state if keep == "state" else None)
-        self.state = tuple(s.detach() for s in state) if keep == "state" else keep(x.detach())
-        return self.head(y)  # type: ignore[no-any-return]
-
-    return module_of(forward, rnn=nn.LSTM(4, 4, 2, batch_first=True), head=nn.Linear(4, 4), state=None)
-
-
-@pytest.mark.parametrize("rows", [6, 8, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("keep", [
-    "state", lambda x: x.sum(1).t(), lambda x: [None, x[None]], lambda x: {"a": x.sum(2)},
-])
-def test_a_state_of_a_microbatchs_rows_is_warned_of(keep: Any, schedule: str, rows: int) -> None:
-    options = {} if schedule == "gpipe" else {"loss_fn": nn.MSELoss()}
-    model = piped(recurrent_net(keep), ["head"], schedule=schedule, **options)
-    x = torch.randn(rows, 5, 4)
-    with pytest.warns(UserWarning, match="the forward left 'state.*as a microbatch has, in an attribute"):
-        try:
-            model(x, target=torch.randn(rows, 5, 4)) if options else model(x)
-        except RuntimeError as error:  # The last microbatch has other rows than the state.
-            assert rows == 8 and keep == "state" and "Expected hidden" in str(error)
-
-
-@pytest.mark.parametrize("keep", [
-    lambda x: torch.zeros(5, 2, 4), lambda x: torch.zeros(2, 3), lambda x: torch.arange(x.shape[1]).view(1, -1, 1),
-])
-def test_a_table_of_that_size_by_chance_is_not(keep: Any) -> None:
-    piped(recurrent_net(keep), ["head"])(torch.randn(6, 2, 4))
-
-
-def conditioned(net: Any, x: Tensor) -> Tensor:
-    """Sets a condition for the layers, and takes it away afterwards."""
-    net.condition = net.a(x).tanh()
-    y: Tensor = net.c(net.b(x)) * net.condition
-    net.condition = None
-    return y
-
-
-def recurrent(net: Any, x: Tensor) -> Tensor:
-    """Keeps a pair of states for each layer."""
-    h = net.a(x)
-    net.states = [(h, h.tanh())]
-    y: Tensor = net.c(net.b(h)) * net.states[0][1]
-    return y
-
-
-@dataclass(slots=True)
-class State:
-    name: str
-    hidden: Tensor
-
-
-def recorded(net: Any, x: Tensor) -> Tensor:
-    """Keeps a state in a dataclass."""
-    net.state = State("hidden", net.a(x))
-    y: Tensor = net.c(net.b(net.state.hidden)) + net.state.hidden
-    return y
-
-
-def doubled(net: Any, x: Tensor) -> Tensor:
-    """Calls a layer with other weights."""
-    weights = {name: 2 * x for name, x in net.b.named_parameters()}
-    y: Tensor = net.c(torch.func.functional_call(net.b, weights, (net.a(x),)))
-    return y
-
-
-#: What no schedule can run, and what only those that go backward themselves can't.
-NEVER: list[tuple[Any, type[Exception], str]] = [
-    (skip, RuntimeError, "'skip', which was a tensor with a graph, is used by a later stage"),
-    (statistic, ValueError, "no dimension of the batch"),
-    (contrast, ValueError, "its second dimension is the batch too"),
-    (conditioned, RuntimeError, "'condition', which was a tensor with a graph, is used by a later stage"),
-    (recurrent, RuntimeError, "'states', which was a tensor with a graph, is used by a later stage"),
-    (recorded, RuntimeError, "'state', which was a tensor with a graph, is used by a later stage"),
-    (doubled, RuntimeError, "another tensor replaces the parameter 'b.weight'"),
-]
-BACKWARD: list[tuple[Any, type[Exception], str]] = [
-    (force, RuntimeError, "runs backward between blocks"), (view, RuntimeError, "written to in place"),
-    (base, RuntimeError, "written to in place"), (sparse, RuntimeError, "with a schedule, expected dense tensors"),
-]
-
-
-@pytest.mark.parametrize(("net", "error", "says", "schedule"), [
-    *[(*row, schedule) for row in NEVER for schedule in ("gpipe", "1f1b")], *[(*row, "1f1b") for row in BACKWARD]])
-def test_what_stages_would_mix_or_lose_is_an_error_each_time(
-    net: Any, error: type[Exception], says: str, schedule: str
-) -> None:
-    plain, own_loss = three(net), net not in (conditioned, recurrent, recorded, doubled)
-    more: dict[str, Any] = {} if own_loss or schedule == "gpipe" else {"loss_fn": nn.MSELoss()}
-    model, state = made(plain, schedule=schedule, **more), copy.deepcopy(plain.state_dict())
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_stages_would_mix_or_lose_is_an_error_each_time(name: str, schedule: str) -> None:
+    forward, error, words, checkpoint = FORWARDS[name]
+    model = SplitPipe(Net(forward), cuts=CUTS, devices=["cpu"] * 3, chunks=2,
+                      **inside({"schedule": schedule, "checkpoint": checkpoint}))
+    state = copy.deepcopy(model.state_dict())
     for _ in range(2):
-        with pytest.raises(error, match=says):
-            model(torch.randn(8, 4), **({"target": torch.randn(8, 4)} if more else {}))["loss"].backward()
-    assert_same(dict(plain.state_dict()), dict(state), "state")
+        with pytest.raises(error, match=words):
+            loss_of(model, torch.randn(8, 4)).backward()
+    assert_same(dict(model.state_dict()), dict(state), "state")
 
 
-def lengths(net: Any, x: Tensor) -> Tensor:
-    net.lengths = x.argmax(1).tolist()
-    y: Tensor = net.c(net.b(net.a(x)))
-    return y * torch.tensor(net.lengths)[:, None]
+#: A container of a tensor, and what a block does to it.
+CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], object]]] = {
+    "list": (lambda x: [x * 2], lambda kept, y: kept.append(y)),
+    "replaced": (lambda x: [x * 2], lambda kept, y: kept.__setitem__(0, kept[0] + y)),
+    "dict": (lambda x: {"inner": {"of": [(x, None)]}}, lambda names, y: names["inner"]["of"].append((y, None))),
+    "deque": (lambda x: deque([x, x * 2]), lambda given, y: given.append(y)),
+}
 
 
-def frozen(net: Any, x: Tensor) -> Tensor:
-    net.b.requires_grad_(False)
-    y = net.b(net.a(x))
-    net.b.requires_grad_(True)
-    return y + net.c(y)  # type: ignore[no-any-return]
+@pairwise(kind=[*CONTAINERS], schedule=["gpipe", "1f1b", "zb-h1"], checkpoint=["never", "always"])
+def test_a_block_that_changes_a_container_on_a_later_stage_or_checkpointed_is_an_error(
+    kind: str, schedule: str, checkpoint: str
+) -> None:
+    make, change = CONTAINERS[kind]
+
+    def changing(self: Any, x: Tensor, given: Any) -> Tensor:
+        y: Tensor = self.layer(x).tanh()
+        change(given, y)
+        return y
+
+    def giving(net: Net, x: Tensor) -> Tensor:
+        given = make(net.blocks[0].layer(x))  # type: ignore[union-attr, operator]
+        for block in net.blocks:
+            x = block(x, given)
+        return x
+
+    model = SplitPipe(Net(giving, layered(changing)), cuts=CUTS, devices=["cpu"] * 3, chunks=2,
+                      **inside({"schedule": schedule, "checkpoint": checkpoint}))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a block changed a list or dict that it was given"):
+            loss_of(model, torch.randn(6, 4))
 
 
-def evaluated(net: Any, x: Tensor) -> Tensor:
-    net.b.eval()
-    y = net.b(net.a(x))
-    net.b.train()
-    return y + net.c(y)  # type: ignore[no-any-return]
+@pytest.mark.parametrize("options", [
+    {}, {"chunks": 1}, {"backward": "autograd"}, {"schedule": "1f1b", "loss_fn": nn.MSELoss()},
+], ids=["split", "one microbatch", "autograd", "1f1b"])
+def test_a_write_to_memory_that_arguments_share_is_an_error(options: dict[str, Any]) -> None:
+    """Autograd would know of it; microbatches are tensors of their own."""
+    writes = [True]
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        if writes[0]:
+            x.mul_(2)
+        return self.two(self.one(x)) + y.sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+    def batch() -> Tensor:
+        return torch.randn(6, 4, requires_grad=True) * 1
+
+    model = SplitPipe(module_of(forward, **linears("one", "two")), cuts=["two"], devices=["cpu"] * 2,
+                      **{"chunks": 3, "checkpoint": "never", **options})
+    target = {"target": torch.randn(6, 4)} if "loss_fn" in options else {}
+    with pytest.raises(RuntimeError, match="an argument, was written to in place, and another value from there shares"):
+        model(x := batch(), x[:, :2], **target)
+    model(batch(), batch()[:, :2], **target).sum().backward()
+    writes[0] = False
+    model(x := batch(), x[:, :2], **target).sum().backward()
 
 
-@pytest.mark.parametrize(("net", "says"), [
-    (masked, "left 'mask', a tensor of 4 rows"),
-    (lengths, r"sets 'lengths' to \[0, 1, 2, 3\] in one microbatch and to \[3, 2, 1, 0\] in the next"),
-    (frozen, "changes 'b.bias.requires_grad', 'b.weight.requires_grad', and takes that back after a later stage"),
-    (evaluated, "changes 'b.training', and takes that back after a later stage has started"),
-])
-def test_attributes_set_for_one_microbatch_are_warned_of(net: Any, says: str) -> None:
-    model, x = made(three(net)), torch.cat([torch.eye(4), torch.eye(4).flip(0)])
-    with pytest.warns(UserWarning, match=says):
-        model(x)
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+@pytest.mark.filterwarnings("ignore:the forward left '1.loss'")
+def test_a_loss_that_a_layer_keeps_and_code_outside_adds_is_an_error(by: str, checkpoint: str) -> None:
+    def keeping(self: Any, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        kept.append(y.softmax(-1).square().mean())
+        return y.tanh()
+
+    kept: list[Tensor] = []
+    layers = nn.Sequential(nn.Linear(4, 4), module_of(keeping, **linears("layer")), nn.Linear(4, 4))
+    module, where = stages(layers, [1, 2], by)
+    model = SplitPipe(module, devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint, **where)
+    for _ in range(2):
+        kept.clear()
+        loss = model(torch.rand(4, 4)).sum() + sum(kept)
+        with pytest.raises(RuntimeError, match="a path that the pipeline doesn't know|through the graph a second time"):
+            loss.backward()
 
 
-def counted(net: Any, x: Tensor) -> Tensor:
-    net.calls, net.width, net.names = getattr(net, "calls", 0) + 1, x.shape[1], ["a", "b"]
-    y: Tensor = net.c(net.b(net.a(x)))
-    return y
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_weights_that_microbatches_have_in_common_are_an_error_that_names_the_way_out(by: str, schedule: str) -> None:
+    layers = nn.Sequential(*[parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(3)])
+    module, where = stages(layers, [2, 1], by)
+    model = SplitPipe(module, devices=["cpu"] * 2, chunks=2, **where, **inside({"schedule": schedule}))
+    loss_of(model, torch.rand(4, 4)).backward()
+    words = "share a part of a graph.*backward='autograd'|on a path that the pipeline doesn't know"
+    with parametrize.cached(), pytest.raises(RuntimeError, match=words):
+        loss_of(model, torch.rand(4, 4)).backward()
 
 
-@pytest.mark.filterwarnings("error")
-def test_attributes_that_are_equal_or_counters_are_not_warned_of() -> None:
-    made(three(counted))(torch.randn(8, 4))
+class Box:
+    """An object that pytree knows nothing of."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"checkpoint": "always"}, {"schedule": "zb-h1"}, {"schedule": "zb-h1", "checkpoint": "always"}], ids=str)
+def test_a_gradient_through_an_object_between_stages_is_an_error(options: dict[str, Any]) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: ((y := x * 2) * 1, Box(y))),
+                           Apply(lambda given: given[0] + given[1].x))
+    plain, x = copy.deepcopy(layers), torch.randn(6, 4)
+    model = SplitPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, **inside(options))
+    with pytest.raises(RuntimeError, match="a path that the pipeline doesn't know|microbatches share a part"):
+        loss_of(model, x).backward()
+    model.zero_grad()
+    for each in (nn.Sequential(*model), plain):
+        loss_of(each, x).backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], "gradients")

@@ -2,15 +2,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitPipe, attach, detach
+import splitpipe
+from splitpipe import SplitPipe, attach
 from tests.engine.models import SCHEDULES, Stack, batch, piped
 from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors
@@ -24,11 +25,11 @@ def placed(place: Any, module: nn.Module, **options: Any) -> Any:
 
 
 class Rich(Stack):
-    """Has methods and attributes of its own, and calls itself."""
+    """Has methods and attributes of its own, calls itself, changes what nn.Module's methods do, has no plain state."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.config = {"width": 4}
+        super().__init__(block=lambda: nn.BatchNorm1d(4))
+        self.config, self.scale, self.table = {"width": 4}, 1.0, torch.ones(1)
 
     def twice(self, x: Tensor) -> Tensor:
         return self(self(x)["y"])["y"]
@@ -42,12 +43,26 @@ class Rich(Stack):
     def __getitem__(self, index: int) -> nn.Module:
         return self.layers[index]
 
+    def train(self, mode: bool = True) -> Rich:
+        super().train(mode)
+        self.layers.eval()
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Rich:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.table = fn(self.table)
+        return self
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
 
 @PLACES
 def test_attributes_methods_and_the_signature_are_the_modules(place: Any) -> None:
-    import inspect
-
-    module = Rich()
+    module = Rich().train()
     model, x = placed(place, copy.deepcopy(module)), torch.randn(6, 4)
     assert model.config == {"width": 4} and len(model) == 4 and [*model] == [*model.layers]
     assert model[1] is model.layers[1]
@@ -56,15 +71,41 @@ def test_attributes_methods_and_the_signature_are_the_modules(place: Any) -> Non
     assert isinstance(model, Rich) is (place is attach)
     with pytest.raises(AttributeError, match="nothing"):
         model.nothing  # noqa: B018
+    plain = placed(place, Stack())
+    for asked in (len, list):
+        with pytest.raises(TypeError):
+            asked(plain)
+    assert plain
 
 
-def test_a_module_without_a_length_has_none() -> None:
-    model = piped(Stack(), CUTS)
-    assert model
-    with pytest.raises(TypeError):
-        len(model)
-    with pytest.raises(TypeError):
-        iter(model)
+@PLACES
+@pytest.mark.parametrize("inside", [False, True])
+def test_methods_that_its_class_has_changed_are_the_modules(place: Any, inside: bool) -> None:
+    model = placed(place, Rich())
+    module = model if place is attach else model.inner
+    outer = nn.ModuleDict({"model": model}) if inside else model
+    assert outer.eval().train() is outer and model.training and not module.layers[0].training
+    for part in model.modules():
+        part.training = True
+    module.eval()
+    assert not (model.training or model.layers[0].training)
+    state = outer.state_dict()
+    assert [*state] == [f"model.{name}" if inside else name for name in Rich().state_dict()]
+    module.scale = 2.0
+    outer.load_state_dict(state)
+    assert outer.double() is outer and (module.scale, module.table.dtype) == (1.0, torch.float64)
+
+
+@PLACES
+def test_an_attribute_that_the_module_has_is_set_there(place: Any) -> None:
+    model = placed(place, Rich())
+    module = model if place is attach else model.inner
+    model.scale, model.table, model.other = 3.0, None, 4.0
+    assert (module.scale, module.table, model.other) == (3.0, None, 4.0)
+    model.table = nn.Linear(4, 4)
+    assert module.table is model.table is model.get_submodule("table")
+    del module.scale, module.other, model.table
+    assert not any(hasattr(each, name) for each in (model, module) for name in ("scale", "table", "other"))
 
 
 class Whole(nn.Linear):
@@ -99,101 +140,22 @@ def test_copies_and_pickles_run_by_themselves(place: Any, schedule: str, way: An
 
 
 @PLACES
-def test_training_mode_is_one_however_it_is_set(place: Any) -> None:
-    model = placed(place, Stack())
-    inner = model if place is attach else model.inner
-    model.eval()
-    assert not (model.training or inner.training or model.layers[0].training)
-    for part in model.modules():
-        part.training = True
-    assert model.training and inner.training and model.layers[0].training
-    inner.eval()
-    assert not model.training
-
-
-class Frozen(Stack):
-    """Changes what nn.Module's methods do, and keeps a tensor and a number that aren't in its state."""
-
-    def __init__(self) -> None:
-        super().__init__(block=lambda: nn.BatchNorm1d(4))
-        self.scale, self.table = 1.0, torch.ones(1)
-
-    def train(self, mode: bool = True) -> Frozen:
-        super().train(mode)
-        self.layers.eval()
-        return self
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return self.last.parameters(recurse)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Frozen:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.table = fn(self.table)
-        return self
-
-    def get_extra_state(self) -> dict[str, float]:
-        return {"scale": self.scale}
-
-    def set_extra_state(self, state: dict[str, float]) -> None:
-        self.scale = state["scale"]
-
-
-@PLACES
-@pytest.mark.parametrize("inside", [False, True])
-def test_methods_that_its_class_has_changed_are_the_modules(place: Any, inside: bool) -> None:
-    model = placed(place, Frozen())
-    module = model if place is attach else model.inner
-    outer = nn.ModuleDict({"model": model}) if inside else model
-    assert outer.eval().train() is outer and model.training and not module.layers[0].training
-    state = outer.state_dict()
-    assert [*state] == [f"model.{name}" if inside else name for name in Frozen().state_dict()]
-    module.scale = 2.0
-    outer.load_state_dict(state)
-    assert outer.double() is outer and (module.scale, module.table.dtype) == (1.0, torch.float64)
-    assert [*model.parameters()] == [*model.last.parameters()]
-
-
-@PLACES
-def test_an_attribute_that_the_module_has_is_set_there(place: Any) -> None:
-    model = placed(place, Frozen())
-    module = model if place is attach else model.inner
-    model.scale, model.table, model.other = 3.0, None, 4.0
-    assert (module.scale, module.table, model.other) == (3.0, None, 4.0)
-    model.table = nn.Linear(4, 4)
-    assert module.table is model.table is model.get_submodule("table")
-    del model.scale, model.table, model.other
-    assert not any(hasattr(each, name) for each in (model, module) for name in ("scale", "table", "other"))
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_report_names_parameters_as_the_module_does(schedule: str) -> None:
-    model = piped(Stack(), CUTS, schedule=schedule)
-    assert {row.why for row in model.deferral_report()} == {"not known yet: run a step first"}
+def test_the_report_names_parameters_as_the_module_does(place: Any, schedule: str) -> None:
+    model = placed(place, Stack(), schedule=schedule)
+    assert {row.why for row in splitpipe.deferral_report(model)} == {"not known yet: no step has used it"}
     model(**batch())["loss"].backward()
-    rows = {row.parameter: row for row in model.deferral_report()}
+    rows = {row.parameter: row for row in splitpipe.deferral_report(model)}
     assert [*rows] == [name for name, _ in model.named_parameters()]
     assert [rows[f"layers.{k}.weight"].stage for k in range(4)] == [0, 1, 1, 2]
-    why = "the schedule has no W for it" if schedule == "1f1b" else "Linear"
-    assert {(row.deferred, row.why) for row in rows.values()} == {(schedule != "1f1b", why)}
+    assert {(row.deferred, row.why) for row in rows.values()} == {(True, "linear")}
 
 
-def test_replacing_the_pipelines_forward_warns_once() -> None:
-    module, given = Stack(), batch()
-    expected = module(**given)["y"]
-    model = attach(module, CUTS, devices=["cpu"] * 3, chunks=3)
-    model.forward = MethodType(Stack.forward, model)  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="Stack didn't run as a pipeline, because its forward was replaced") as told:
-        torch.testing.assert_close(model(**given)["y"], expected)
-        model(**given)
-    assert len(told) == 1 and told[0].filename == __file__
-
-
-def test_a_forward_that_wraps_the_pipelines_gives_no_warning() -> None:
-    model = attach(Stack(), CUTS, devices=["cpu"] * 3, chunks=3)
-    inner = model.forward
-    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)["y"]  # type: ignore[method-assign]
-    assert model(**batch()).shape[0] == len(batch()["x"])
-    model.forward = inner  # type: ignore[method-assign]
-    model(**batch())
-    detach(model)
-    model(**batch())
+def test_a_pipeline_is_no_module_to_wrap_and_what_is_none_has_no_report() -> None:
+    model = piped(Stack(), CUTS)
+    for place in SplitPipe, attach:
+        with pytest.raises(TypeError, match="module is a SplitPipe: expected the module that it was made from"):
+            placed(place, model)
+    for function in splitpipe.record, splitpipe.deferral_report:
+        with pytest.raises(TypeError, match="model is a ModuleDict, not a pipeline: .*'model' inside it is one"):
+            function(nn.ModuleDict({"model": model}))

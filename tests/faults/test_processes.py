@@ -51,7 +51,7 @@ def made(do=lambda: None):
     where = {"cuts": ["2"]} if CUTS else {"balance": [2, 2]}
     return SplitPipe(layers, **where, devices=["cpu"] * 2, chunks=2, **OPTIONS)
 
-def forward(model):
+def forward(model, x=x):
     return model(x, target=x) if OPTIONS else F.mse_loss(model(x), x)
 
 def step(model):
@@ -137,32 +137,14 @@ CASES = {
         model = made()
         model.__dict__["me"] = [model, forward(model)]
         """),
-    "ends with a worker in an endless call": Case("""
-        inside, worker._GRACE = threading.Event(), 0.01
-        pool = worker.Pool(["one"])
-        outcome = pool.submit(0, lambda: [(inside.set(), threading.Event().wait(0.01)) for _ in iter(int, 1)])
-        inside.wait()
-        """),
     "ends in a layer of a daemon's step": Case("""
         inside = threading.Event()
         model = made(lambda: (inside.set(), threading.main_thread().join(), said("ended"), 1 / 0))
         thread(lambda: fails(model))
         inside.wait()
         """, out="ended\n"),
-    "ends in a layer of a thread's step": Case("""
-        inside = threading.Event()
-        model = made(lambda: (inside.set(), threading.main_thread().join()))
-        thread(lambda: said(right(model)), daemon=False)
-        inside.wait()
-        """, out="True\n"),
     "ends by SIGINT in a layer": Case(
         "step(made(lambda: os.kill(os.getpid(), signal.SIGINT)))", -signal.SIGINT, err=INTERRUPTED),
-    "ends with exit handlers before and after the first step": Case("""
-        model = made()
-        atexit.register(lambda: said("older", right(model)))
-        step(model)
-        atexit.register(lambda: said("newer", right(model)))
-        """, out="newer True\nolder True\n"),
     "ends with a destructor that uses the model": Case("""
         class Owner:
             def __del__(self):
@@ -182,7 +164,8 @@ CASES = {
         inside, ended, fired = threading.Event(), threading.Event(), []
         model = made(lambda: (inside.set(), ended.wait()))
         model[0].weight.register_hook(lambda _: fired.append(1))
-        other = thread(lambda: step(model))
+        # Of one microbatch: no other op runs, which might hold a lock of torch's when the process forks.
+        other = thread(lambda: forward(model, x[:1]).backward())
         inside.wait()
         pid = os.fork()
         if not pid:
@@ -195,15 +178,6 @@ CASES = {
         other.join()
         said(right(model))
         """), out="1\nTrue True\n7\nTrue\n"),
-    "forks in a layer that ends the child": Case("""
-        def fork():
-            pids.append(os.fork())
-            if not pids[0]:
-                os._exit(7)
-        pids, model = [], made(fork)
-        step(model)
-        said(status(pids[0]), right(model))
-        """, out="7 True\n"),
     "forks by a DataLoader whose workers use the model": Case("""
         class Data(torch.utils.data.Dataset):
             def __len__(self):
@@ -221,7 +195,7 @@ CASES = {
 }
 #: How workers end that are idle, busy and stopped by a signal, and what a child has of the model: in all ways.
 ALWAYS = (
-    "ends with the graph alive and the model in a cycle", "ends with a worker in an endless call",
+    "ends with the graph alive and the model in a cycle",
     "ends in a layer of a daemon's step", "ends by SIGINT in a layer", "ends with a destructor that uses the model",
     "forks after a step", "forks during another thread's step",
 )

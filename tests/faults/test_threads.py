@@ -1,4 +1,4 @@
-"""Threads of the user's that meet in one model: they train, evaluate and copy it at once."""
+"""Threads of the user's that meet in one model, and copies made at any moment: they train as the original does."""
 from __future__ import annotations
 
 import copy
@@ -17,19 +17,23 @@ from tests.helpers import scheduled
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 KINDS = pytest.mark.parametrize("kind", [None, "zb-v"])
-BATCH = torch.linspace(-1, 1, 15).reshape(5, 3)
+BATCH = torch.linspace(-1, 1, 21).reshape(7, 3)
 
 
 def layers(*between: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), *between, nn.Linear(3, 3), nn.Linear(3, 3))
+    """With buffers, a frozen parameter, and one that two stages have."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval(), *between, nn.Linear(3, 3), nn.Linear(3, 3))
+    module[-1].weight = module[0].weight
+    module[-2].bias.requires_grad_(False)
+    return module
 
 
 def piped(module: nn.Sequential, kind: str | None, **options: Any) -> SplitPipe:
     stages = 4 if kind == "zb-v" else 2
-    balance = [1] * (stages - 1) + [len(module) - stages + 1]
     if kind is not None:
-        options.update(schedule=kind, loss_fn=F.mse_loss)
-    return SplitPipe(module, balance, devices=["cpu"] * 2, chunks=3, **options)
+        options |= {"schedule": kind, "loss_fn": F.mse_loss}
+    balance = [1] * (stages - 1) + [len(module) - stages + 1]
+    return SplitPipe(module, **{"balance": balance, "devices": ["cpu"] * 2, "chunks": 3, **options})
 
 
 def loss_of(model: nn.Module, x: Tensor = BATCH) -> Tensor:
@@ -95,22 +99,40 @@ class Meeting(nn.Module):
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "layers": lambda model: copy.deepcopy(nn.Sequential(*model)),
 }
 
 
+def storages(model: nn.Module) -> set[int]:
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
 @pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("amid", [True, False], ids=["amid a call", "with a graph and gradients"])
 @KINDS
-def test_a_copy_made_in_the_midst_of_a_call_is_a_copy_of_the_model(kind: str | None, how: str) -> None:
+def test_a_copy_made_at_any_moment_trains_as_the_model_and_shares_nothing_with_it(
+    kind: str | None, how: str, amid: bool
+) -> None:
     module = layers(meeting := Meeting())
-    module[-1].weight = module[0].weight  # In different stages.
     expected = gradients(copy.deepcopy(module))
     model = piped(module, kind)
-    found, copied = at_once(lambda: gradients(model), meeting.amid(lambda: COPIES[how](model)))
-    assert_same(found, expected, "gradients")
-    assert copied[0].weight is copied[len(copied) - 1].weight is not model[0].weight
+    if amid:
+        found, copied = at_once(lambda: gradients(model), meeting.amid(lambda: COPIES[how](model)))
+        assert_same(found, expected, "gradients")
+    else:
+        meeting.inside[0].set()
+        loss_of(model).backward()
+        loss = loss_of(model)
+        copied = COPIES[how](model)
+        assert how == "layers" or all(parameter.grad is None for parameter in copied.parameters()), "as of any module"
+        loss.backward()
+        model.zero_grad()
+        copied.zero_grad()
+    assert not storages(model) & storages(copied)
+    assert copied[0].weight is copied[len(copied) - 1].weight and not copied[len(copied) - 2].bias.requires_grad
     assert_same(gradients(copied), expected, "gradients of the copy")
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same(gradients(model), expected, "gradients of the model")
 
 
 def test_one_thread_goes_forward_while_another_goes_backward() -> None:
@@ -123,22 +145,3 @@ def test_one_thread_goes_forward_while_another_goes_backward() -> None:
     loss.backward()
     (loss_of(other) + loss_of(other, 2 * BATCH)).backward()
     assert_same_tensors(model, other)
-
-
-@KINDS
-def test_one_thread_evaluates_without_gradients_while_another_trains(kind: str | None) -> None:
-    plain = layers()
-    expected, outputs = gradients(plain), plain(BATCH).detach()
-    model, barrier = piped(plain, kind), threading.Barrier(2, timeout=60)
-
-    def evaluated() -> Tensor:
-        with torch.no_grad():
-            output: Tensor = model(BATCH)
-        return output
-
-    def repeated(call: Callable[[], Any]) -> Callable[[], list[Any]]:
-        return lambda: [(barrier.wait(), call())[1] for _ in range(20)]
-
-    trained, found = at_once(repeated(lambda: gradients(model)), repeated(evaluated))
-    assert_same(trained, [expected] * 20, "gradients")
-    assert_same(found, [outputs] * 20, "outputs")

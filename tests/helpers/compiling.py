@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from splitpipe.compiled.backend import Backend
-from splitpipe.compiled.layers import Code
 
 #: Runs graphs as they are.
 EAGER = {"backend": "aot_eager"}
+
 
 @pytest.fixture
 def nothing_compiled() -> Iterator[None]:
@@ -22,20 +22,6 @@ def nothing_compiled() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def codes(monkeypatch: pytest.MonkeyPatch) -> list[Code]:
-    """What is compiled, one for equal layers."""
-    found: list[Code] = []
-    init = Code.__init__
-
-    def noted(self: Code, *given: object) -> None:
-        init(self, *given)  # type: ignore[arg-type]
-        found.append(self)
-
-    monkeypatch.setattr(Code, "__init__", noted)
-    return found
 
 
 @pytest.fixture

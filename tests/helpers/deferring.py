@@ -1,4 +1,4 @@
-"""A pipeline that defers: made of any function and its parameters, equal to its module, with a report to look at."""
+"""A pipeline whose weight gradients wait: made of a function and its parameters, equal to its module; its report."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitPipe
-from splitpipe.deferral.convolution import Convolution
-from splitpipe.deferral.function import SplitFunction
+from splitpipe import SplitFunction, deferral_report
+from splitpipe.backward import rules
 from tests.helpers import scheduled
 from tests.helpers.twin import assert_transparent
 
-#: Drop-in: held back for Flush; nothing held back; computed with the microbatch that was run again.
+#: Drop-in: W of all microbatches at once; W after each B; recomputed.
 WAYS: dict[str, dict[str, Any]] = {
-    "held back": {"checkpoint": "never"}, "not held back": {"checkpoint": "never", "stash_limit": 0},
+    "merged": {"checkpoint": "never"}, "at once": {"checkpoint": "never", "stash_limit": 0},
     "checkpointed": {"checkpoint": "except_last"},
 }
 #: For ``trained``, by a schedule, too.
@@ -25,9 +24,9 @@ ALL: dict[str, dict[str, Any]] = {
 }
 
 
-def _ways(ways: dict[str, dict[str, Any]], essence: set[str]) -> pytest.MarkDecorator:
+def _ways(ways: dict[str, dict[str, Any]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("way", [
-        pytest.param(way, id=name, marks=[] if name in essence else pytest.mark.thorough) for name, way in ways.items()
+        pytest.param(way, id=name, marks=[] if name == "merged" else pytest.mark.thorough) for name, way in ways.items()
     ])
 
 
@@ -36,15 +35,15 @@ def tried(names: Iterable[str], few: Iterable[str] = ()) -> pytest.MarkDecorator
     names = [*names]
     few = {*few} or {*names[:2]}
     return pytest.mark.parametrize(("name", "way"), [
-        pytest.param(name, way, id=f"{name}-{which}", marks=[] if which == "held back" or name in few and which in (
+        pytest.param(name, way, id=f"{name}-{which}", marks=[] if which == "merged" or name in few and which in (
             "checkpointed", "zb-h1") else pytest.mark.thorough)
-        for name in names for which, way in ALL.items() if which in ("held back", "zb-h1") or name in few
+        for name in names for which, way in ALL.items() if which in ("merged", "zb-h1") or name in few
     ])
 
 
 #: For what does not depend on when products are computed.
-in_more_ways = _ways(ALL, {"held back"})
-drop_in = _ways(WAYS, {"held back"})
+in_more_ways = _ways(ALL)
+drop_in = _ways(WAYS)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +58,7 @@ def double() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits convolutions that are too small to gain by it, too."""
-    monkeypatch.setattr(Convolution, "pays", SplitFunction.pays)
+    monkeypatch.setattr(rules, "_MANY", 0)
 
 
 class Call(nn.Module):
@@ -93,6 +92,11 @@ class Scale(SplitFunction):
         return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
 
 
+def scale(width: int, function: type[SplitFunction] = Scale, **options: Any) -> Call:
+    """A layer that calls the function."""
+    return Call(lambda x, w: function.apply(x, w, **options), weight=torch.rand(width))
+
+
 class Unruled(nn.Module):
     """A layer whose parameter no rule will ever take: what it is used for has no input."""
 
@@ -104,17 +108,17 @@ class Unruled(nn.Module):
         return x + self.weight.sin()
 
 
-def deferred(model: SplitPipe) -> dict[str, str]:
+def deferred(model: nn.Module) -> dict[str, str]:
     """The parameters that the report says are deferred, and how."""
-    return {row.parameter: row.why for row in model.deferral_report() if row.deferred}
+    return {row.parameter: row.why for row in deferral_report(model) if row.deferred}
 
 
-def left(model: SplitPipe) -> dict[str, str]:
-    """The parameters that the report says are left to autograd, and why."""
-    return {row.parameter: row.why for row in model.deferral_report() if not row.deferred}
+def fused(model: nn.Module) -> dict[str, str]:
+    """The parameters whose gradients B computes, and why."""
+    return {row.parameter: row.why for row in deferral_report(model) if not row.deferred}
 
 
-def trained(layer: nn.Module, value: Any, **options: Any) -> SplitPipe:
+def trained(layer: nn.Module, value: Any, **options: Any) -> nn.Module:
     """The layer, between two stages of no parameters, as a pipeline that is its module: three uneven microbatches."""
     layers = nn.Sequential(nn.Identity(), layer, nn.Tanh())
     options = {"chunks": 3, **options}

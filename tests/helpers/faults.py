@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import is_recomputing
-from splitpipe.deferral.function import SplitFunction
+from splitpipe.backward.split_function import SplitFunction
 from splitpipe.skip import pop, skippable, stash
 
 

@@ -1,41 +1,146 @@
-"""Random models: the module that a layer's description stands for. Any may follow any other, so that cases shrink."""
+"""Random modules: a Sequential of layers with skips, or a forward of its own that takes one statement after another.
+
+Any layer or statement may follow any other, so that cases shrink.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-from splitpipe.skip import Namespace, skippable
-from tests.helpers.randomized_layers import (
-    PACKS,
-    WIDTH,
-    Checkpointed,
-    Closing,
-    Embed,
-    Handing,
-    Inside,
-    Lifted,
-    Own,
-    Parallel,
-    Residual,
-    Skipping,
-    Total,
-    Weight,
-    merged,
-)
+from splitpipe.skip import pop, skippable, stash
 from tests.promise.layers import Apply, Cube, First
 
+WIDTH = 4
+
+
+class ByMicrobatch(nn.BatchNorm1d):
+    """What a pipeline promises of BatchNorm, for a whole batch: microbatches normalised apart."""
+
+    def __init__(self, chunks: int, deferred: bool) -> None:
+        super().__init__(WIDTH)
+        self.chunks, self.deferred = chunks, deferred
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        if not self.deferred:
+            return torch.cat([super(ByMicrobatch, self).forward(part) for part in x.chunk(self.chunks)])
+        with torch.no_grad():
+            super().forward(x)
+        return torch.cat([F.batch_norm(part, None, None, self.weight, self.bias, True, 0.0, self.eps)
+                          for part in x.chunk(self.chunks)])
+
+
+class Own(nn.Module):
+    """Parameters of its own in torch's functions."""
+
+    def __init__(self, function: Callable[..., Tensor], *parameters: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.parts = nn.ParameterList(parameters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.parts)
+
+
+class Total(nn.Module):
+    """Sums up in buffers what has passed: in place, and by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("total", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("shift", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += len(x)
+        self.total = self.total + x.detach().double().reshape(-1, WIDTH).sum(0)
+        return x + self.shift
+
+
+class Residual(nn.Module):
+    """A layer and what goes past it; ``again``: inside torch.utils.checkpoint."""
+
+    def __init__(self, layer: nn.Module, again: bool = False) -> None:
+        super().__init__()
+        self.layer, self.again = layer, again
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x * 1, use_reentrant=False) if self.again else self.inner(x * 1)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+def main(value: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The first tensor of a nesting, and what puts another into its place."""
+    leaves, spec = tree_flatten(value)
+    place = next(k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    return leaves[place], lambda x: tree_unflatten([*leaves[:place], x, *leaves[place + 1 :]], spec)
+
+
+def merged(value: Any) -> Tensor:
+    """One tensor of all those in a nesting."""
+    first, *others = (x for x in tree_leaves(value) if isinstance(x, Tensor))
+    for other in others:
+        if other.is_floating_point():
+            first = first + 0.5 * other.mean(-1, keepdim=True)
+        else:
+            first = first * (1 + other.to(first.dtype).reshape(-1, *[1] * (first.dim() - 1)))
+    return first
+
+
+class Inside(nn.Module):
+    """A layer on the first tensor of a nesting; the rest passes by."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: Any) -> Any:
+        x, put = main(value)
+        return put(self.layer(x))
+
+
+class Skipping(nn.Module):
+    """Adds what it pops to its input, and stashes its output, under several names."""
+
+    def __init__(self, layer: nn.Module, stashed: list[str], popped: list[str], copied: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.stashed, self.popped, self.copied = stashed, popped, copied
+
+    def forward(self, value: Any) -> Any:
+        x, put = main(value)
+        for name in self.popped:
+            skip = yield pop(name)
+            x = x + skip["scale"] * skip["x"]
+        value = self.layer(put(x))
+        for number, name in enumerate(self.stashed):
+            kept, _ = main(value)
+            yield stash(name, {"x": kept * 1 if self.copied or number else kept, "none": None, "scale": 0.5})
+        return value
+
+
+#: What gives a nesting, of any value.
+PACKS: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda x: (x.tanh(), x * 2),
+    "dict": lambda x: {"a": x * 1.5, "b": [x.sin(), None], "c": 3},
+    "integers": lambda x: {"x": x * 1, "numbers": x.detach().reshape(len(x), -1)[:, 0].gt(0).long()},
+    "detached": lambda x: [x.detach() * 2, x * 1],
+    "twice": lambda x: (x, x),
+    "views": lambda x: (x, x[..., :2]),
+}
 IN_PLACE = ("relu_", "mul_")
 #: Not for torch.utils.checkpoint: what counts would count twice, and what unpacks twice is an error there.
-NOT_TWICE = ("batchnorm", "total", "spectral norm", "cube")
-#: These hand a tensor on that is no part of the batch, which no output of a model may be.
-HANDING = ("hand weight", "hand tied", "hand buffer")
-#: Inputs of which a part goes whole.
-WHOLE = ("whole", "whole dict", "whole on")
+NOT_TWICE = ("batchnorm", "total", "cube")
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -46,85 +151,49 @@ class Builder:
     """Makes the modules of one model.
 
     Args:
-        flat: rows are vectors, else sequences of them.
-        norm: makes a BatchNorm layer of so many features.
-        one: whether no batch gives more than one microbatch.
+        layers: descriptions of all its layers.
+        norm: makes a BatchNorm layer.
         plain: without torch.utils.checkpoint.
     """
 
-    def __init__(
-        self, flat: bool, norm: Callable[[int], nn.Module], one: bool, plain: bool = False
-    ) -> None:
-        self.flat = flat
-        self.plain = plain
-        self.copied = False
-        self.norm = norm
-        self.one = one
-        self._shared: dict[Any, Any] = {}
+    def __init__(self, layers: Sequence[Any], norm: Callable[[], nn.Module], plain: bool = False) -> None:
+        self.layers, self.norm, self.plain = layers, norm, plain
+        self.copied = bool(kinds(layers) & {*IN_PLACE})
+        self._shared: dict[str, Any] = {}
 
     def shared(self, kind: str, make: Callable[[], Any]) -> Any:
         """The same module or parameter for all that ask for it."""
         return self._shared.setdefault(kind, make())
 
-    def lifted(self, layer: nn.Module, *shape: int) -> nn.Module:
-        return Lifted(layer, shape) if self.flat else layer
-
-    def layer(self, kind: str, inside: Sequence[Any] = ()) -> nn.Module:
-        """A layer that takes and gives a tensor of the same shape."""
-        parts = [self.made(part) for part in inside]
+    def layer(self, part: Any) -> nn.Module:
+        """A layer that takes and gives a tensor of the same shape, frozen as its description says."""
+        parts = [self.layer(inner) for inner in part.inside]
         containers: dict[str, Callable[[], nn.Module]] = {
             "nested": lambda: nn.Sequential(*parts),
             "residual": lambda: Residual(nn.Sequential(*parts)),
-            "list": lambda: Parallel([*parts, nn.Identity()]),
-            "checkpointed": lambda: Checkpointed(nn.Sequential(*parts), False, self.plain),
-            "reentrant": lambda: Checkpointed(nn.Sequential(*parts), True, self.plain),
+            "checkpointed": lambda: Residual(nn.Sequential(*parts), again=not self.plain),
         }
-        return (containers.get(kind) or LEAVES[kind])(*() if kind in containers else (self,))
-
-    def made(self, part: Any) -> nn.Module:
-        """The module of a description, frozen as it says."""
-        layer = self.layer(part.kind, part.inside)
-        parameters = list(layer.parameters())
-        for parameter in {"all": parameters, "first": parameters[:1], "rest": parameters[1:], "": []}[part.frozen]:
+        layer = containers[part.kind]() if part.kind in containers else LEAVES[part.kind](self)
+        parameters = [*layer.parameters()]
+        for parameter in {"all": parameters, "first": parameters[:1], "": []}[part.frozen]:
             parameter.requires_grad_(False)
         return layer
 
-    def model(self, parts: Sequence[Any], skips: Sequence[Any], merge: bool = False) -> nn.Sequential:
-        """The whole model: layers, and skips between them; its output may be made one tensor."""
-        copied = self.copied = any(kind in IN_PLACE for kind in kinds(parts))
-        merge = merge or bool(kinds(parts) & {*HANDING, *WHOLE})
-        layers = []
-        for number, part in enumerate(parts):
+    def sequential(self, skips: Sequence[Any]) -> nn.Sequential:
+        """The layers one after the other, with skips between them."""
+        layers: list[nn.Module] = []
+        for part in self.layers:
             if part.kind in PACKS:
-                pack = PACKS["tuple" if copied and part.kind in ("twice", "views") else part.kind]
-                made: nn.Module = Apply(lambda value, pack=pack: pack(merged(value)))
-            elif part.kind == "merge":
-                made = Apply(merged)
-            elif number == 0 and part.kind in FRONT or part.kind in HANDING:
-                made = self.made(part)
+                pack = PACKS["tuple" if self.copied and part.kind in ("twice", "views") else part.kind]
+                layers.append(Apply(lambda value, pack=pack: pack(merged(value))))
             else:
-                made = Inside(self.made(part))
-            layers.append(made if number < len(parts) - 1 or not merge else nn.Sequential(made, Apply(merged)))
-        names = _names(skips)
+                layers.append(Apply(merged) if part.kind == "merge" else Inside(self.layer(part)))
         for number, layer in enumerate(layers):
-            stashed = {name: k for k, (skip, name) in enumerate(zip(skips, names)) if skip.start == number}
-            popped = {name: k for k, (skip, name) in enumerate(zip(skips, names)) if skip.end == number}
+            stashed = [f"skip {k}" for k, skip in enumerate(skips) if skip.start == number]
+            popped = [f"skip {k}" for k, skip in enumerate(skips) if skip.end == number]
             if stashed or popped:
-                make = skippable(stash=[*stashed], pop=[*popped])(Skipping)
-                layers[number] = made = make(layer, [*stashed], [*popped], copied)
-                for name, k in (*stashed.items(), *popped.items()):
-                    if k:  # The first one is in none.
-                        made.isolate(self._shared.setdefault(k, Namespace()), only=[name])
+                layers[number] = skippable(stash=stashed, pop=popped)(Skipping)(layer, stashed, popped, self.copied)
         return nn.Sequential(*layers)
-
-
-def _names(skips: Sequence[Any]) -> list[str]:
-    """Names of skips, equal where no layer has both: their namespaces tell them apart."""
-    names: list[str] = []
-    for skip in skips:
-        taken = {name for other, name in zip(skips, names) if {other.start, other.end} & {skip.start, skip.end}}
-        names.append(next(name for name in "abcdefgh" if name not in taken))
-    return names
 
 
 def kinds(parts: Sequence[Any]) -> set[str]:
@@ -132,48 +201,21 @@ def kinds(parts: Sequence[Any]) -> set[str]:
     return {part.kind for part in parts} | {kind for part in parts for kind in kinds(part.inside)}
 
 
-def _spectral(b: Builder) -> nn.Module:
-    # Each call in training changes its buffers.
-    layer = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-    return layer if b.one else layer.eval()
-
-
 def _queries(b: Builder) -> nn.Module:
     # A view of a parameter that requires grad may not be written to.
-    if b.copied:
-        return Own(lambda x, w: w.expand_as(x).clone(), _parameter(WIDTH))
-    return Own(lambda x, w: w.expand_as(x), _parameter(WIDTH))
-
-
-def _whole(x: Tensor, mask: Tensor) -> Tensor:
-    return F.linear(x, torch.tanh(mask)) + x
-
-
-def _whole_dict(d: dict[str, Any]) -> dict[str, Any]:
-    masked = d["mask"].masked_fill(d["flags"], 0)
-    return {"x": _whole(d["x"], masked), "rest": [Weight(masked), d["factor"]]}
+    return Own(lambda x, w: w.expand_as(x).clone() if b.copied else w.expand_as(x), _parameter(WIDTH))
 
 
 LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "linear": lambda b: nn.Linear(WIDTH, WIDTH),
     "tanh": lambda b: nn.Tanh(),
-    "no bias": lambda b: nn.Linear(WIDTH, WIDTH, bias=False),
     "layernorm": lambda b: nn.LayerNorm(WIDTH),
-    "groupnorm": lambda b: nn.GroupNorm(1 if b.flat else 2, WIDTH),
-    "batchnorm": lambda b: b.lifted(b.norm(2 if b.flat else WIDTH), 2, 2),
-    "conv1d": lambda b: b.lifted(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), WIDTH, 1),
-    "conv2d": lambda b: Lifted(nn.Conv2d(1, 1, 3, padding=1), (1, 2, 2) if b.flat else (1, WIDTH, WIDTH)),
-    "grouped": lambda b: Lifted(nn.Conv2d(2, 2, 1, groups=2), (2, 2, 1) if b.flat else (2, 2, WIDTH)),
-    "transposed": lambda b: b.lifted(nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1), WIDTH, 1),
-    "transposed2d": lambda b: Lifted(nn.ConvTranspose2d(2, 2, 1), (2, 2, 1) if b.flat else (2, 2, WIDTH)),
-    "lstm": lambda b: b.lifted(First(nn.LSTM(WIDTH, WIDTH, batch_first=True)), 1, WIDTH),
-    "gru": lambda b: b.lifted(First(nn.GRU(WIDTH, 2, 2, batch_first=True, bidirectional=True)), 1, WIDTH),
-    "attention": lambda b: b.lifted(First(nn.MultiheadAttention(WIDTH, 2, batch_first=True), 3), 1, WIDTH),
-    "transformer": lambda b: b.lifted(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True), 1, WIDTH),
+    "batchnorm": lambda b: b.norm(),
+    "conv1d": lambda b: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
+    "lstm": lambda b: First(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "attention": lambda b: First(nn.MultiheadAttention(WIDTH, 2, batch_first=True), 3),
     "relu_": lambda b: nn.ReLU(inplace=True),
     "mul_": lambda b: Apply(lambda x: x.mul_(1.5)),
-    "flatten": lambda b: nn.Sequential(nn.Flatten(), nn.Unflatten(1, (WIDTH,) if b.flat else (WIDTH, WIDTH))),
-    "own": lambda b: Own(F.linear, _parameter(WIDTH, WIDTH), _parameter(WIDTH)),
     "matmul": lambda b: Own(lambda x, w, v: x @ w + x @ v.t(), _parameter(WIDTH, WIDTH), _parameter(WIDTH, WIDTH)),
     "scale": lambda b: Own(lambda x, w: x * w, _parameter(WIDTH)),
     "both": lambda b: Own(lambda x, w: F.linear(x, w) * w.sum(), _parameter(WIDTH, WIDTH)),
@@ -185,24 +227,194 @@ LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "detach": lambda b: Apply(lambda x: x.detach() * 2),
     "identity": lambda b: nn.Identity(),
     "total": lambda b: Total(),
-    "weight norm": lambda b: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-    "spectral norm": _spectral,
     "cube": lambda b: Apply(lambda x: Cube.apply(x.tanh())),
     "queries": _queries,
-    "queries own": lambda b: Own(lambda x, w, v: F.linear(v.expand_as(x), w) + v, _parameter(WIDTH, WIDTH),
-                                 _parameter(WIDTH)),
-    "closure": lambda b: Closing(torch.rand(WIDTH, requires_grad=True)),
     "dropout": lambda b: nn.Dropout(0.3),
-    "embedding": lambda b: Embed(b.flat),
-    "open": lambda b: Apply(lambda d: d["x"] * d["factor"] + d["rest"][0].sin() * d["zero"]),
-    "whole": lambda b: Apply(lambda pair: _whole(*pair)),
-    "whole dict": lambda b: Apply(_whole_dict),
-    "whole on": lambda b: Apply(lambda pair: (_whole(*pair), Weight(pair[1]))),
-    "hand weight": lambda b: Handing(_parameter(WIDTH, WIDTH)),
-    "hand tied": lambda b: Handing(b.shared("tied", lambda: _parameter(WIDTH, WIDTH))),
-    "hand buffer": lambda b: Handing(torch.randn(WIDTH, WIDTH)),
 }
-CONTAINERS = ("nested", "residual", "list", "checkpointed", "reentrant")
-#: At the front alone, since they take what is no tensor of a model's shape; not by chance.
-FRONT = ("embedding", "open", *WHOLE)
-SIMPLE = (*[kind for kind in LEAVES if kind not in (*FRONT, *HANDING, "dropout")], *["tied", "same"] * 2)
+CONTAINERS = ("nested", "residual", "checkpointed")
+#: What draws nothing.
+SIMPLE = tuple(kind for kind in LEAVES if kind != "dropout")
+
+
+@dataclass
+class Hidden:
+    """A block's output, in a class that pytree doesn't know."""
+
+    y: Tensor
+
+
+@dataclass
+class Result:
+    """An output with its loss."""
+
+    loss: Tensor | None
+    y: Tensor
+    hidden: tuple[Tensor, ...]
+    numbers: Tensor
+
+
+@dataclass
+class Frame:
+    """Where a forward stands: its value, one of those kept, which one, all of them, and what it has by name."""
+
+    h: Tensor
+    one: Tensor
+    which: int
+    kept: list[Tensor]
+    names: dict[str, Any]
+
+
+class Block(nn.Module):
+    """A layer, with arguments besides its input, and an output of some nesting."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, extra: Tensor | None = None, *, style: str = "", factor: float = 1.0) -> Any:
+        y = self.layer(x * factor if extra is None else x + factor * extra)
+        return {"dict": {"y": y, "n": 3}, "dataclass": Hidden(y)}.get(style, y)
+
+
+def loss_over(kind: str, each: Tensor, labels: Tensor) -> Tensor:
+    """The loss of that kind, of the rows' losses: their mean, or that of those that count."""
+    counted = labels > 0
+    return each.mean() if kind == "mean" else (each * counted).sum() / counted.sum().clamp(min=1)
+
+
+class Part(nn.Module):
+    """Blocks in a module of their own, which keeps what each of them gives in a list of its caller's."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return x
+
+
+class Scripted(nn.Module):
+    """A module whose forward does what its statements say.
+
+    Args:
+        blocks: that it calls.
+        acts: the statements.
+        output: the class of what it gives.
+        loss: a kind of ``loss_over``.
+        chunks: into how many parts its batch is cut where it stands for a pipeline.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], acts: Sequence[Any], output: str, loss: str, chunks: int = 1
+    ) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(map(Block, blocks))
+        self.part = Part([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)])
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.register_buffer("shift", torch.rand(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("sums", torch.zeros(WIDTH))
+        self.acts, self.output, self.loss, self.chunks = [*acts], output, loss, chunks
+
+    def forward(self, x: Tensor, rows: Tensor, *, mask: Tensor, labels: Tensor | None = None) -> Any:
+        h, kept, loss = self.first(x), list[Tensor](), None
+        names: dict[str, Any] = {"rows": rows, "mask": mask, "derived": self.scale.tanh()}
+        names["out"] = h.new_zeros(len(h), 3, *h.shape[1:])
+        for act in self.acts:
+            h = self._act(act, h, kept, names)
+        h = self.last(h + names["out"].sum(1))
+        if labels is not None:
+            loss = loss_over(self.loss, (h - labels[:, None, None]).square().flatten(1).mean(1), labels)
+        if self.output == "tuple":
+            return h, tuple(kept), rows + 1
+        if self.output == "dict":
+            return {"loss": loss, "y": h, "hidden": tuple(kept), "numbers": rows + 1, "text": "same"}
+        return Result(loss, h, tuple(kept), rows + 1)
+
+    def _act(self, act: Any, h: Tensor, kept: list[Tensor], names: dict[str, Any]) -> Tensor:
+        block = self.blocks[act.which % len(self.blocks)]
+        one = kept[act.which % len(kept)] if kept else h
+        if act.kind == "call dict":
+            return block(h, style="dict")["y"]
+        if act.kind == "call dataclass":
+            return block(h, style="dataclass").y
+        if act.kind in CALLED:
+            return CALLED[act.kind](self, block, h, one)
+        if act.kind == "part":
+            return self.part(h, kept)
+        if act.kind == "sometimes":
+            return self._sometimes(block, h, names["rows"])
+        return BETWEEN[act.kind](self, Frame(h, one, act.which, kept, names))
+
+    def _sometimes(self, block: nn.Module, h: Tensor, rows: Tensor) -> Tensor:
+        """Calls a block in some microbatches; outside of training in one, if rows of its first depend on others."""
+        if not self.training:
+            return block(h * 1)
+        pairs = zip(h.chunk(self.chunks), rows.chunk(self.chunks)) if self.chunks > 1 else [(h, rows)]
+        return torch.cat([block(part * 1) if int(own[0]) % 3 else part for part, own in pairs])
+
+
+def _no_grad(block: nn.Module, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        extra = block(h * 1)
+    return h + extra
+
+
+#: Statements that call a block: of the module, the block, the value, one of those kept.
+CALLED: dict[str, Callable[[Any, nn.Module, Tensor, Tensor], Tensor]] = {
+    "call": lambda m, block, h, one: block(h),
+    "call keyword": lambda m, block, h, one: block(x=h, factor=0.5, extra=one),
+    "no grad": lambda m, block, h, one: _no_grad(block, h),
+    "checkpoint": lambda m, block, h, one: checkpoint(block, h * 1, use_reentrant=False),
+    "in training": lambda m, block, h, one: block(h) if m.training else h,
+}
+
+
+def _set(x: Tensor, function: Callable[[], object]) -> Tensor:
+    """The tensor, after something was done."""
+    function()
+    return x
+
+
+def _write_view(h: Tensor) -> Tensor:
+    h = h.clone()
+    h[..., :2] = h[..., 2:] * 2
+    return h
+
+
+#: Statements that call no block: what they make of the value, and do besides.
+BETWEEN: dict[str, Callable[[Any, Frame], Tensor]] = {
+    "keep": lambda m, f: _set(f.h, lambda: f.kept.append(f.h)),
+    "keep view": lambda m, f: _set(f.h, lambda: f.kept.append(f.h.view_as(f.h))),
+    "add": lambda m, f: f.h + f.one,
+    "pop": lambda m, f: f.h + f.kept.pop() if f.kept else f.h,
+    "stack": lambda m, f: f.h + torch.stack([*f.kept, f.h]).mean(0),
+    "name": lambda m, f: _set(f.h, lambda: f.names.update(name={"of": [f.h, None]})),
+    "use name": lambda m, f: f.h + f.names["name"]["of"][0] if "name" in f.names else f.h,
+    "close": lambda m, f: _set(f.h, lambda: f.names.update(closure=lambda x, y=f.h: x + y.sin())),
+    "use closure": lambda m, f: f.names["closure"](f.h) if "closure" in f.names else f.h,
+    "parameter": lambda m, f: f.h * m.scale,
+    "buffer": lambda m, f: f.h + m.shift,
+    "derive": lambda m, f: _set(f.h, lambda: f.names.update(derived=f.names["derived"] * m.scale)),
+    "use derived": lambda m, f: f.h * f.names["derived"],
+    "tied": lambda m, f: F.linear(f.h, m.first.weight, m.first.bias),
+    "count": lambda m, f: _set(f.h, lambda: m.count.add_(len(f.h))),
+    "total": lambda m, f: _set(f.h, lambda: setattr(m, "sums", m.sums + f.h.detach().reshape(-1, WIDTH).sum(0))),
+    "write": lambda m, f: (f.h * 1).mul_(1.5),
+    "write kept": lambda m, f: _set(f.h, lambda: f.one.add_(0.5)),
+    "write view": lambda m, f: _write_view(f.h),
+    "fill": lambda m, f: _set(f.h, lambda: f.names["out"].__setitem__((slice(None), f.which % 3), f.h)),
+    "detach": lambda m, f: f.h.detach() * 0.5 + f.h,
+    "rows": lambda m, f: f.h * (1 + f.names["rows"].to(f.h.dtype)[:, None, None]),
+    "mask": lambda m, f: f.h * f.names["mask"],
+    "read": lambda m, f: f.h * (2.0 if f.one.detach().abs().max().item() >= 0 and len(f.one) == len(f.h) else 3.0),
+}
+#: Those that call a block for every microbatch and mode, and those that do so for some.
+CALLS = ("call", "call keyword", "call dict", "call dataclass", "no grad", "checkpoint")
+SOMETIMES = ("sometimes", "in training")

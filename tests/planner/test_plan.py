@@ -21,7 +21,7 @@ from tests.helpers.planned import MIB, emulated
 
 @cache
 def made(**options: object) -> Plan:
-    found = chosen([emulated(0, **options)], ["1f1b", "zb-h1"], nn.functional.mse_loss)  # type: ignore[arg-type]
+    found = chosen(emulated(0, **options), ["1f1b", "zb-h1"], nn.functional.mse_loss)  # type: ignore[arg-type]
     return replace(found, devices=("cpu",) * len(found.devices))
 
 
@@ -39,28 +39,13 @@ def test_it_is_applied() -> None:
     model(x, target=x).backward()
 
 
-def test_a_schedule_with_a_name_is_named() -> None:
-    found = made()
-    assert found.arguments()["schedule"] == found.schedule.name
-    variant = replace(found, schedule=build("1f1b", 3, found.chunks, split=True))
-    assert variant.arguments()["schedule"] == variant.schedule
-
-
-@pytest.mark.thorough
-def test_a_plan_for_the_drop_in_has_no_schedule() -> None:
-    found = chosen([emulated(0)])
-    found = replace(found, devices=("cpu",) * len(found.devices))
-    assert "schedule" not in found.arguments() and "loss_fn" not in found.arguments()
-    assert found.apply(layers())(torch.randn(8, 3)).shape == (8, 3)
-
-
 def test_another_module_is_refused() -> None:
-    with pytest.raises(ValueError, match="the module has 7 layers, and the plan was made for 8"):
+    with pytest.raises(ValueError, match=r"balance \[3, 3, 2\] sums to 8, but the module has 7 layers"):
         made().apply(layers(7))
 
 
 def test_it_is_written_and_read(tmp_path: Path) -> None:
-    for found in made(), made(memory=200 * MIB), chosen([emulated(1)]), replace(made(), compile={"dynamic": False}):
+    for found in made(), made(memory=200 * MIB), chosen(emulated(1)), replace(made(), compile={"dynamic": False}):
         found.to_json(tmp_path / "plan.json")
         again = Plan.from_json(tmp_path / "plan.json")
         assert again == found and str(again) == str(found)
@@ -69,7 +54,7 @@ def test_it_is_written_and_read(tmp_path: Path) -> None:
 def test_a_plan_that_was_read_wants_a_loss(tmp_path: Path) -> None:
     made().to_json(tmp_path / "plan.json")
     again = Plan.from_json(tmp_path / "plan.json")
-    with pytest.raises(ValueError, match=r"expected plan\.arguments\(loss_fn=criterion\)"):
+    with pytest.raises(ValueError, match=r"expected arguments\(loss_fn=criterion\)"):
         again.arguments()
     assert again.apply(layers(), nn.functional.mse_loss).chunks == again.chunks
 
@@ -77,17 +62,13 @@ def test_a_plan_that_was_read_wants_a_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"splitpipe plan": 1}, "its format is 1, but this version reads 3"),
-        ({"balance": None}, "doesn't contain a plan"),
-        ({"balance": [8]}, "found 1 stage and"),
-        ({"balance": [1, 1, 1]}, "doesn't sum to 8 layers"),
+        ({"splitpipe plan": 1}, "another version wrote it"),
+        ({"balance": None}, "TypeError"),
         ({"costs": {**asdict(Costs()), "forward": -1}}, "forward=-1"),
-        ({"costs": {"forwards": 1}}, "doesn't contain a plan"),
-        ({"schedule": {"name": "", "rows": ["0F0 0X0"], "placement": [0]}}, "an invalid op"),
-        ({"schedule": {"name": "", "rows": ["0BW0 0F0"], "placement": [0]}}, "doesn't contain a plan"),
-        ({"way": ...}, "'way' is missing"),
-        ({"dropin": "false"}, "dropin is 'false': expected true or false"),
-        ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes': expected one of always"),
+        ({"costs": {"forwards": 1}}, "forwards"),
+        ({"schedule": {"name": "", "rows": [[["X", 0, 0]]], "placement": [0]}}, "has no plan"),
+        ({"schedule": {"name": "", "rows": [[["BW", 0, 0], ["F", 0, 0]]], "placement": [0]}}, "has no plan"),
+        ({"way": ...}, "'way'"),
     ],
 )
 def test_what_is_no_plan_is_not_read(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -98,20 +79,8 @@ def test_what_is_no_plan_is_not_read(tmp_path: Path, change: dict[str, object], 
     with pytest.raises(ValueError, match=message):
         Plan.from_json(path)
     path.write_text("[]")
-    with pytest.raises(ValueError, match="doesn't contain a plan"):
+    with pytest.raises(ValueError, match="has no plan"):
         Plan.from_json(path)
-
-
-@pytest.mark.thorough
-def test_it_prints_what_it_is_made_of() -> None:
-    found = made(memory=300 * MIB)
-    text = str(found)
-    assert text.startswith(f"{found.way} on 3 devices: {found.step_time:.4g} ms per step predicted")
-    for stage, count in enumerate(found.balance):
-        assert f"({count})" in text.splitlines()[4 + stage]
-    for device in found.devices:
-        assert device in text
-    assert "300 MiB" in text and "slower" in text
 
 
 def planned(schedule: Schedule, dropin: bool) -> Plan:
@@ -152,21 +121,8 @@ def test_runners_up_are_slower_or_do_not_fit() -> None:
     found = made(memory=110 * MIB)
     assert found.runners_up
     for other in found.runners_up:
-        if other.step_time < found.step_time:
-            assert max(other.peak_bytes) > 110 * MIB and "but lacks" in other.why
-        else:
-            assert "slower" in other.why or other.step_time == found.step_time
-
-
-def test_the_bubble_is_what_the_devices_are_idle() -> None:
-    found = made()
-    assert found.bubble == pytest.approx(found.timeline.bubble)
-    assert found.placement == found.schedule.placement
-
-
-def test_a_page_is_drawn(tmp_path: Path) -> None:
-    made().to_html(tmp_path / "plan.html")
-    assert "<html" in (tmp_path / "plan.html").read_text().lower()
+        assert ("but lacks" in other.why) is (max(other.peak_bytes) > 110 * MIB)
+        assert other.why.startswith("-") is (other.step_time < found.step_time)
 
 
 def recorded(found: Plan, factor: float) -> Recording:
@@ -207,4 +163,4 @@ def test_a_model_that_fits_nowhere_says_what_is_missing_where() -> None:
 
 def test_too_few_layers_for_the_schedules_are_an_error() -> None:
     with pytest.raises(ValueError, match="none of the schedules supports 3 layers"):
-        chosen([emulated(0, layers=3, speeds=(1, 1, 1), own_compute=False)], ["v-half"], print)
+        chosen(emulated(0, layers=3, devices=3, own_compute=False), ["v-half"], print)

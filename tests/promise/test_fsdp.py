@@ -72,28 +72,21 @@ def test_a_pipeline_that_fsdp_was_given_afterwards_refuses_to_run(rank: int, sch
     for each in model:
         each.register_forward_hook(lambda module, given, output: calls.append(module))
     refused = REFUSED.format("the module itself" if itself else "'0', '1', '2' and 2 more")
-    for target in y, None:
+    for training, target in (True, y), (True, None), (False, None):
         with pytest.raises(TypeError, match=refused):
-            model(x, target=target)
-    with pytest.raises(TypeError, match=refused):
-        model.eval()(x)
+            model.train(training)(x, target=target)
     assert not calls and all(parameter.grad is None for parameter in model.parameters())
 
 
 @both
-def test_the_older_fsdp_is_refused_too(rank: int) -> None:
+def test_the_older_fsdp_is_refused_and_a_pipeline_over_processes_refuses_both(rank: int) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    wrapped = FullyShardedDataParallel(nn.Linear(6, 6).double(), device_id=torch.device("cpu"))
-    module = nn.Sequential(nn.Linear(6, 6).double(), wrapped)
-    with pytest.raises(TypeError, match=REFUSED.format("'1'")):
-        SplitPipe(module, [1, 1], devices=["cpu"] * 2)
-
-
-@both
-def test_a_pipeline_over_processes_refuses_it_too(rank: int) -> None:
     from splitpipe.distributed import Pipeline
 
+    wrapped = FullyShardedDataParallel(nn.Linear(6, 6).double(), device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match=REFUSED.format("'1'")):
+        SplitPipe(nn.Sequential(nn.Linear(6, 6).double(), wrapped), [1, 1], devices=["cpu"] * 2)
     module = layers()
     shard(module[2])
     with pytest.raises(TypeError, match=r"FSDP \(fully_shard\) has '2': expected modules with whole parameters"):

@@ -10,107 +10,117 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from splitpipe.backward.leaf_hooks import LeafHooks
+from splitpipe.engine.rows import OpRun
+from splitpipe.engine.step import StepRun
 from tests.helpers import scheduled, twin
 from tests.helpers.covering import few
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.helpers.scheduled import loss_of, mlp
-from tests.helpers.twin import assert_same, assert_same_tensors
+from tests.helpers.twin import Nothing, assert_same, assert_same_tensors
+from tests.promise.layers import Apply
 
-Way = tuple[str | None, int, dict[str, Any]]
-WAYS = pytest.mark.parametrize(
-    "way",
-    few(3, [
-        (None, 2, {"checkpoint": "never"}),
-        ("v-half", 2, {"backward": "autograd"}),
-        ("zb-h1", 2, {"checkpoint": "always", "by": "cuts"}),
-        (None, 2, {"checkpoint": "except_last", "stash_limit": 0}),
-        (None, 2, {"checkpoint": "always", "backward": "autograd"}),
-        (None, 2, {"checkpoint": "never", "by": "cuts"}),
-        ("1f1b", 2, {}),
-        ("zb-v", 2, {"checkpoint": "always"}),
-    ]),
-    ids=["drop-in", "v-half, autograd", "zb-h1, cuts", "not held back", "drop-in, autograd", "drop-in, cuts", "1f1b",
-         "zb-v, checkpointed"],
-)
+Way = tuple[str | None, dict[str, Any]]
+WAYS: dict[str, Way] = {
+    "drop-in": (None, {"checkpoint": "never"}),
+    "v-half, autograd": ("v-half", {"backward": "autograd"}),
+    "zb-h1, cuts": ("zb-h1", {"checkpoint": "always", "by": "cuts"}),
+    "not held back": (None, {"checkpoint": "except_last", "stash_limit": 0}),
+    "drop-in, autograd": (None, {"checkpoint": "always", "backward": "autograd"}),
+    "drop-in, cuts": (None, {"checkpoint": "always", "by": "cuts"}),
+    "1f1b": ("1f1b", {}),
+    "zb-v, checkpointed": ("zb-v", {"checkpoint": "always"}),
+}
+ways = pytest.mark.parametrize("way", few(3, WAYS))
 
 
-def twins(module: nn.Sequential, way: Way, **more: Any) -> tuple[nn.Sequential, SplitPipe]:
-    name, devices, options = way
-    options = {**options, **more}
-    return twin.twins(module, **options) if name is None else scheduled.twins(module, name, devices, **options)
+def twins(module: nn.Sequential, way: str, **more: Any) -> tuple[nn.Sequential, SplitPipe]:
+    name, options = WAYS[way]
+    options = {"chunks": 3, **options, **more}
+    return twin.twins(module, **options) if name is None else scheduled.twins(module, name, 2, **options)
 
 
-def pair(way: Way) -> tuple[nn.Sequential, SplitPipe]:
-    return twins(mlp(5), way, chunks=3)
+def losses(models: tuple[nn.Sequential, SplitPipe], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of the module and of the pipeline."""
+    return loss_of(models[0], x), loss_of(models[1], x)
 
 
-def losses(plain: nn.Module, model: SplitPipe, x: Tensor) -> tuple[Tensor, Tensor]:
-    return loss_of(plain, x), loss_of(model, x)
-
-
-def hooked(model: nn.Module) -> dict[str, list[Tensor]]:
-    """What tensor hooks of the parameters see; each makes the gradient three times as large."""
+def watched(model: nn.Module) -> dict[str, list[Tensor]]:
+    """What hooks of the parameters see; tensor hooks make the gradient three times as large."""
     log: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
 
-        def hook(grad: Tensor, name: str = name) -> Tensor:
-            log.setdefault(name, []).append(grad.clone())
+        def before(grad: Tensor, name: str = name) -> Tensor:
+            log.setdefault(f"{name}, hook", []).append(grad.clone())
             return grad * 3
 
-        parameter.register_hook(hook)
+        def after(parameter: Any, name: str = name) -> None:
+            log.setdefault(f"{name}, after", []).append(parameter.grad.clone())
+
+        parameter.register_hook(before)
+        parameter.register_post_accumulate_grad_hook(after)
     return log
 
 
-@WAYS
-def test_tensor_hooks_of_parameters_fire_once_and_may_change_the_gradient(way: Way) -> None:
-    models = pair(way)
-    logs = [hooked(model) for model in models]
-    found = losses(*models, torch.randn(7, 4))
-    assert logs == [{}, {}]
-    for loss in found:
-        loss.backward()
-    assert_same(dict(sorted(logs[1].items())), dict(sorted(logs[0].items())), "what hooks saw")
-    assert set(map(len, logs[1].values())) == {1}
-    assert_same_tensors(models[1], models[0])
-
-
-@WAYS
-def test_hooks_of_parameters_that_nobody_asks_for_stay_silent(way: Way) -> None:
-    fired: list[str] = []
-    _, model = pair(way)
-    for key, parameter in model.named_parameters():
-        parameter.register_hook(lambda _, key=key: fired.append(key))
-    torch.autograd.grad(loss_of(model, torch.randn(7, 4)), model[2].weight)
-    assert fired == ["2.weight"]
-
-
-@WAYS
-def test_post_accumulate_hooks_fire_once_with_the_whole_gradient(way: Way) -> None:
-    models = pair(way)
-    fired: list[Counter[str]] = [Counter(), Counter()]
-    for model, counts in zip(models, fired):
-        for key, parameter in model.named_parameters():
-
-            def step(parameter: Tensor, key: str = key, counts: Counter[str] = counts) -> None:
-                counts[key] += 1
-                with torch.no_grad():
-                    parameter -= 0.1 * parameter.grad
-
-            parameter.register_post_accumulate_grad_hook(step)
-    for _ in range(2):
-        for model in models:
-            model.zero_grad()
-        found, before = losses(*models, torch.randn(7, 4)), [*map(Counter, fired)]
-        assert fired == before
+@ways
+def test_hooks_of_parameters_fire_once_with_the_whole_gradient_and_may_change_it(way: str) -> None:
+    models = twins(mlp(5), way)
+    logs = [watched(model) for model in models]
+    for _ in range(2):  # The second step's gradients are added.
+        found = losses(models, torch.randn(7, 4))
+        assert logs == [{}, {}], "a hook fired in the forward"
         for loss in found:
             loss.backward()
-    assert fired[1] == fired[0] and set(fired[1].values()) == {2}
-    assert_same_tensors(models[1], models[0])
+        assert_same(dict(sorted(logs[1].items())), dict(sorted(logs[0].items())), "what hooks saw")
+        assert set(map(len, logs[1].values())) == {1}
+        assert_same_tensors(models[1], models[0])
+        for log in logs:
+            log.clear()
 
 
-@WAYS
-def test_hooks_of_accumulate_grad_nodes_fire_once(way: Way) -> None:
-    models = pair(way)
+def sparing(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Uses parameters for rows with a large number, for an output that nothing uses, and never."""
+    y: Tensor = self.layer(x)
+    y = torch.cat([y[k : k + 1] + self.spare(x[k]) if x.detach()[k].max() > 100 else y[k : k + 1]
+                   for k in range(len(x))])
+    return y, self.head(y)
+
+
+@ways
+@pytest.mark.parametrize("large", [[], [0], [3], [6]])
+@pytest.mark.parametrize("use", [lambda pair: pair[0], lambda pair: pair[0] + Nothing.apply(pair[1])])
+def test_what_a_loss_does_not_use_has_no_gradient_and_its_hooks_are_silent(
+    use: Callable[[Any], Tensor], large: list[int], way: str
+) -> None:
+    first = module_of(sparing, **linears("layer", "spare", "head", "never"))
+    plain, model = models = twins(nn.Sequential(first, Apply(use), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), way)
+    fired: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: fired.update([name]))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
+    x = torch.randn(7, 4)
+    x[large] = 200.0
+    for loss in losses(models, x):
+        loss.backward()
+    assert_same_tensors(model, plain)
+    used = [name for name, parameter in plain.named_parameters() if parameter.grad is not None]
+    if way == "drop-in, autograd":  # In one graph, autograd calls the hooks of the head with None, as in a module.
+        fired = Counter({name: count for name, count in fired.items() if "head" not in name})
+    assert len(used) == (8 if large else 6) and fired == Counter(2 * used)
+
+
+@ways
+def test_hooks_of_parameters_that_nobody_asks_for_stay_silent(way: str) -> None:
+    _, model = twins(mlp(5), way)
+    log = watched(model)
+    torch.autograd.grad(loss_of(model, torch.randn(7, 4)), model[2].weight)
+    assert [*log] == ["2.weight, hook"]
+
+
+@ways
+def test_hooks_of_accumulate_grad_nodes_fire_once(way: str) -> None:
+    models = twins(mlp(5), way)
     counts: list[Counter[str]] = [Counter(), Counter()]
     nodes = []  # They live as long as someone holds them.
     for model, count in zip(models, counts):
@@ -118,21 +128,39 @@ def test_hooks_of_accumulate_grad_nodes_fire_once(way: Way) -> None:
             node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
             node.register_hook(lambda *_, key=key, count=count: count.update([key]))
             nodes.append(node)
-    for loss in losses(*models, torch.randn(7, 4)):
+    for loss in losses(models, torch.randn(7, 4)):
         loss.backward()
     assert counts[1] == counts[0] and set(counts[1].values()) == {1}
 
 
-@WAYS
-def test_module_hooks_fire_once_a_microbatch(way: Way) -> None:
-    plain, model = pair(way)
+@ways
+def test_a_hook_after_accumulation_may_take_the_optimizers_step(way: str) -> None:
+    models = twins(mlp(5), way)
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for model in models:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        for loss in losses(models, torch.randn(7, 4)):
+            loss.backward()
+    assert_same_tensors(models[1], models[0])
+
+
+@ways
+def test_module_hooks_fire_once_a_microbatch(way: str) -> None:
+    plain, model = models = twins(mlp(5), way)
     logs: list[list[Any]] = [[], []]
-    for m, log in zip((plain, model), logs):
+    for m, log in zip(models, logs):
         m[2].register_full_backward_hook(lambda _, inputs, outputs, log=log: log.append((inputs[0], outputs[0])))
         m[2].register_full_backward_pre_hook(lambda _, outputs: (outputs[0] * 2,))
     forward: list[int] = []
     model[2].register_forward_hook(lambda m, given, output: forward.append(len(output)))
-    for loss in losses(plain, model, torch.randn(7, 4, requires_grad=True)):
+    for loss in losses(models, torch.randn(7, 4, requires_grad=True)):
         loss.backward()
     again = {"never": [], "except_last": [3, 3], "always": [3, 3, 1]}[model.checkpoint]
     assert sorted(forward) == sorted([3, 3, 1, *again])
@@ -146,50 +174,40 @@ def test_module_hooks_fire_once_a_microbatch(way: Way) -> None:
 
 def test_hooks_of_the_whole_model_see_the_batch_and_the_loss() -> None:
     seen: list[tuple[int, torch.Size]] = []
-    _, model = pair(("1f1b", 2, {}))
+    _, model = twins(mlp(5), "1f1b")
     model.register_forward_hook(lambda m, given, loss: seen.append((len(given[0]), loss.shape)))
     model(torch.randn(7, 4), target=0.25)
     assert seen == [(7, torch.Size([]))]
 
 
-@WAYS
-def test_the_input_may_retain_its_gradient_and_have_hooks(way: Way) -> None:
-    plain, model = pair(way)
-    leaf = torch.randn(7, 4, requires_grad=True)
-    found = []
-    for module in (plain, model):
+@ways
+def test_the_input_and_the_loss_may_retain_their_gradients_and_have_hooks(way: str) -> None:
+    models, leaf, found = twins(mlp(5), way), torch.randn(7, 4, requires_grad=True), []
+    for module in models:
         seen: list[Tensor] = []
         x = leaf * 2
         x.retain_grad()
         x.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
         leaf.grad = None
-        loss_of(module, x).backward()
-        assert len(seen) == 1
-        found.append((seen[0], x.grad, leaf.grad))
-    assert_same(found[1], found[0], "gradients of the input")
-
-
-def test_the_loss_may_retain_its_gradient_and_have_hooks() -> None:
-    plain, model = pair(("zb-h1", 2, {}))
-    for loss in losses(plain, model, torch.randn(7, 4)):
+        loss = loss_of(module, x)
         loss.retain_grad()
         loss.register_hook(lambda grad: grad * 2)
         (loss * 5).backward()
-        assert loss.grad == 10
-    assert_same_tensors(model, plain)
+        assert len(seen) == 1 and loss.grad == 10
+        found.append((seen[0], x.grad, leaf.grad))
+    assert_same(found[1], found[0], "gradients of the input")
+    assert_same_tensors(models[1], models[0])
 
 
-@WAYS
-def test_gradients_accumulate_in_place_over_backwards(way: Way) -> None:
-    plain, model = pair(way)
-    for _ in range(2):
-        for loss in losses(plain, model, torch.randn(7, 4)):
-            loss.backward()
-    assert_same_tensors(model, plain)
+@ways
+def test_gradients_accumulate_in_place_over_backwards(way: str) -> None:
+    plain, model = models = twins(mlp(5), way)
+    for loss in losses(models, torch.randn(7, 4)):
+        loss.backward()
     kept = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for m in (plain, model):
+    for m in models:
         m.zero_grad(set_to_none=False)
-    for loss in losses(plain, model, torch.randn(7, 4)):
+    for loss in losses(models, torch.randn(7, 4)):
         loss.backward()
     assert all(parameter.grad is kept[name] for name, parameter in model.named_parameters())
     assert_same_tensors(model, plain)
@@ -209,12 +227,7 @@ class Touching(nn.Module):
         return x * self.weight
 
 
-def hook_once(layer: Any) -> None:
-    if not hasattr(layer, "handle"):
-        layer.handle = layer.weight.register_hook(lambda grad: layer.seen.append(grad.clone()))
-
-
-def hook_and_remove(layer: Any) -> None:
+def hook_again(layer: Any) -> None:
     if hasattr(layer, "handle"):
         layer.handle.remove()
     layer.handle = layer.weight.register_hook(lambda grad: layer.seen.append(grad.clone()))
@@ -238,17 +251,78 @@ def replace(layer: Any) -> None:
         layer.weight = nn.Parameter(layer.weight.detach() * 2)
 
 
-@WAYS
-@pytest.mark.parametrize("touch", [hook_once, hook_and_remove, freeze, read_grad, mark, replace])
-def test_what_a_layer_does_to_its_parameter_in_forward(touch: Callable[[Any], None], way: Way) -> None:
+@ways
+@pytest.mark.parametrize("touch", [hook_again, freeze, read_grad, mark, replace])
+def test_what_a_layer_does_to_its_parameter_in_forward(touch: Callable[[Any], None], way: str) -> None:
     """One microbatch, so that the unwrapped module's forward runs as often."""
     module = nn.Sequential(nn.Linear(4, 4), Touching(touch), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
-    plain, model = twins(module, way, chunks=1, checkpoint="never")
+    plain, model = models = twins(module, way, chunks=1, checkpoint="never")
     for _ in range(3):  # The gradients of all accumulate.
-        x = torch.randn(7, 4)
-        for loss in losses(plain, model, x):
+        for loss in losses(models, torch.randn(7, 4)):
             loss.backward()
     assert_same(model[1].seen, plain[1].seen, "what the layer saw")
     assert_same_tensors(model, plain)
     assert vars(model[1].weight) == vars(plain[1].weight)
     assert model[1].weight.requires_grad is plain[1].weight.requires_grad
+
+
+class Block(nn.Module):
+    """A linear layer, whose output has a hook that makes its gradient twice as large."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.linear, self.at = nn.Linear(4, 4), at
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.at == "tensor":
+            y.register_hook(lambda grad: grad * 2)
+        elif self.at == "node":
+            y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))  # type: ignore[union-attr]
+        return y.tanh()
+
+
+@ways
+@pytest.mark.parametrize("at", ["tensor", "node", "hook of the module"])
+def test_hooks_of_a_linear_layers_output_change_its_gradients(at: str, way: str) -> None:
+    """W would have the gradient before the hook, in silence."""
+    plain, model = twins(nn.Sequential(*[Block(at) for _ in range(4)]), way)
+    if at == "hook of the module":
+        for each in (plain, model):
+            each[1].linear.register_forward_hook(lambda module, given, y: y.register_hook(lambda g: g * 2) and None)
+    scheduled.assert_steps(plain, model, lambda: torch.randn(6, 4), 2)
+
+
+# In the package, hooks of parameters are parked while B computes the gradients of microbatches.
+
+
+def test_hooks_that_two_calls_park_are_back_after_both() -> None:
+    weight, seen = nn.Parameter(torch.ones(2)), list[Tensor]()
+    weight.register_hook(seen.append)
+    weight.register_hook(lambda grad: grad * 2)
+    one, other = LeafHooks(), LeafHooks()
+    for hooks in (one, other):
+        hooks.park([weight])
+    one.restore()
+    other.restore()
+    weight.sum().backward()
+    assert len(seen) == 1 and weight.grad is not None and weight.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("way", ["drop-in", "1f1b"])
+def test_hooks_are_back_after_an_interrupt(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = twins(mlp(4), way)
+    x, log, run = torch.randn(4, 4), watched(model), StepRun.run
+
+    def interrupted(self: StepRun, op: OpRun) -> None:
+        if op.kind != "F":
+            raise KeyboardInterrupt
+        run(self, op)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepRun, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, x).backward()
+    assert not log
+    loss_of(model, x).backward()
+    assert len(log) == 2 * len([*model.parameters()])

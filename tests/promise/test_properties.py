@@ -11,13 +11,29 @@ from functools import partial
 import pytest
 from hypothesis import HealthCheck, example, given, reject, settings
 
-from tests.helpers.randomized import SOMETIMES, Act, Case, Layer, Skip, Step, chains, forwards
-from tests.helpers.randomized_runs import Reference, Side, pipeline_of, sound, writes
+from tests.helpers.randomized import (
+    Act,
+    Case,
+    Layer,
+    Reference,
+    Side,
+    Skip,
+    Step,
+    chains,
+    forwards,
+    pipeline_of,
+    sound,
+    writes,
+)
 
+# What a step that is thrown away is told of.
+pytestmark = pytest.mark.filterwarnings("ignore:the loss of the last call was dropped")
+#: Of blocks that change lists of their caller, on a later stage or checkpointed.
+CHANGED = "a block changed a list or dict"
 #: What a write to a kept value may be refused with: another has the same memory, or a block is run again with it.
 REFUSED = "another value from there shares its memory", "was modified in place between the forward and its recomputat"
 #: Two blocks, called by a forward.
-called = partial(Case, (Layer("linear"), Layer("linear")), chunks=2, flat=True)
+called = partial(Case, (Layer("linear"), Layer("linear")), chunks=2)
 
 
 def share(percent: int) -> settings:
@@ -33,20 +49,15 @@ def share(percent: int) -> settings:
 @example(Case(layers=(Layer("batchnorm"), Layer("checkpointed", inside=(Layer("linear"),))), balance=(1, 1), chunks=2,
               steps=(Step("eval grad"), Step("no grad", 3), Step()), deferred=True, schedule="zb-v", input_grad=True))
 @example(Case(layers=(Layer("dict"), Layer("linear"), Layer("relu_"), Layer("integers")), balance=(1, 1, 1, 1),
-              skips=(Skip(0, 2), Skip(1, 3), Skip(1, 2)), schedule="v-half", chunks=3, hooks="change"))
-@example(Case(layers=(Layer("hand tied"), Layer("tied")), balance=(1, 1), checkpoint="always"))
+              skips=(Skip(0, 2), Skip(1, 3), Skip(1, 2)), schedule="v-half", chunks=3, hooks=True))
+@example(Case(layers=(Layer("linear"), Layer("linear")), balance=(1, 1), schedule="1f1b", chunks=2,
+              steps=(Step("retained"),)))
+@example(Case(layers=(Layer("total"), Layer("linear"), Layer("batchnorm"), Layer("linear")), balance=(2, 2), chunks=2,
+              checkpoint="always"))
 @example(Case(layers=(Layer("queries"),), balance=(1,), chunks=2, steps=(Step("no grad", 2),)))
 @example(Case(layers=(Layer("tuple"), Layer("queries")), balance=(2,), chunks=2, steps=(Step(rows=2),)))
-@example(Case(layers=(Layer("whole dict"), Layer("mul_")), balance=(1, 1), chunks=2))
-@example(Case(layers=(Layer("closure"), Layer("queries"), Layer("linear")), balance=(2, 1), schedule="v-min", chunks=3,
-              hooks="change", loss="classes"))
-@example(Case(layers=(Layer("whole dict"), Layer("hand weight"), Layer("tied")), balance=(1, 1, 1), chunks=4,
-              skips=(Skip(0, 1), Skip(0, 2)), input_grad=True))
-@example(Case(layers=(Layer("whole on"), Layer("linear")), balance=(1, 1), schedule="eager-1f1b", chunks=4,
-              loss="classes sum", input_grad=True))
 @example(Case(layers=(Layer("twice"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
 @example(Case(layers=(Layer("views"),), balance=(1,), steps=(Step("eval", 1),), input_grad=True))
-@example(Case(layers=(Layer("open"),), balance=(1,), chunks=2, steps=(Step(rows=2),)))
 def test_a_random_sequential_is_its_module(case: Case) -> None:
     if not sound(case):
         reject()
@@ -56,12 +67,11 @@ def test_a_random_sequential_is_its_module(case: Case) -> None:
 @share(100)
 @given(forwards())
 @example(called(acts=(Act("part"),), cuts=("part.blocks.1",)))
-@example(called(acts=(Act("call list"), Act("call nested", 1), Act("stack")), cuts=("blocks.1",), checkpoint="always"))
 @example(called(acts=(Act("call dataclass"), Act("call dataclass", 1)), cuts=("blocks.1",), schedule="1f1b",
                 checkpoint="always"))
 @example(called(acts=(Act("call"), Act("sometimes", 1)), cuts=("blocks.0", "blocks.1"), schedule="1f1b",
                 output="dataclass"))
-@example(called(acts=(Act("checkpoint"), Act("checkpoint", 1)), cuts=("blocks.1",), schedule="zb-h1", flat=False))
+@example(called(acts=(Act("checkpoint"), Act("checkpoint", 1)), cuts=("blocks.1",), schedule="zb-h1"))
 @example(called(acts=(Act("call"), Act("in training", 1)), steps=(Step("eval"), Step())))
 def test_a_random_forward_is_its_module(case: Case) -> None:
     if not sound(case):
@@ -69,19 +79,17 @@ def test_a_random_forward_is_its_module(case: Case) -> None:
     try:
         Reference(case).check(Side(case, pipeline_of(case)))
     except RuntimeError as error:
-        if writes(case) and any(words in str(error) for words in REFUSED):
-            reject()
-        raise
-    except UserWarning as warning:
-        if any(act.kind in SOMETIMES for act in case.acts) and "not called by the forward" in str(warning):
+        if CHANGED in str(error) or writes(case) and any(words in str(error) for words in REFUSED):
             reject()
         raise
 
 
+@pytest.mark.draws
 @share(57)
 @given(chains(more=("dropout",) * 12) | forwards(more=("dropout",) * 12))
 @example(Case(layers=(Layer("checkpointed", inside=(Layer("linear"), Layer("dropout"), Layer("scale"))),) * 4,
               balance=(1, 1, 1, 1), schedule="zb-v", chunks=8, steps=(Step(rows=16),) * 4, checkpoint="never"))
+@example(Case(layers=(Layer("dropout"), Layer("linear")), balance=(1, 1), chunks=2, checkpoint="always"))
 @example(Case(layers=(Layer("dropout"),), acts=(Act("call"), Act("part"), Act("call keyword", 1)), chunks=2,
               cuts=("blocks.0", "part.blocks.0"), steps=(Step("no grad", 1), Step(rows=6))))
 @pytest.mark.thorough

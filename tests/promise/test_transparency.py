@@ -2,6 +2,7 @@
 drop-in, by every schedule and compiled, whether it is cut by balance or by names."""
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from splitpipe import schedule
-from splitpipe.compiled.layers import Code
+from splitpipe import SplitPipe, schedule
 from tests.helpers import scheduled
 from tests.helpers.compiling import EAGER
-from tests.helpers.compiling import codes as codes
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.covering import graded, pairs, pairwise
 from tests.helpers.deferring import double as double
+from tests.helpers.scheduled import inside
 from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent, twins
+from tests.promise.forwards import CUTS, FORWARDS
 from tests.promise.layers import LAYERS, ON_THE_CPU, batched_of
+
+#: A layer in two places may be the first one and a cut.
+pytestmark = pytest.mark.filterwarnings("ignore:stage 0 calls no module:UserWarning")
 
 AXES: dict[str, list[Any]] = {
     "name": [*LAYERS, *ON_THE_CPU],
@@ -28,11 +32,6 @@ AXES: dict[str, list[Any]] = {
     "checkpoint": ["always", "except_last", "never"],
     "backward": ["split", "autograd"],
 }
-
-
-def possible(name: str, way: Any, **_: Any) -> bool:
-    """With a schedule, reentrant checkpoints are refused."""
-    return way == "drop-in" or not name.endswith("reentrant")
 
 
 def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **options: Any) -> None:
@@ -47,7 +46,6 @@ def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **optio
 @graded(
     AXES, essence=[["name"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
     thorough=[["name", "by"], ["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"]],
-    allowed=possible,
 )
 def test_a_pipeline_is_its_module(
     name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str, backward: str
@@ -55,21 +53,42 @@ def test_a_pipeline_is_its_module(
     assert_promise(name, by, way, sizes, checkpoint=checkpoint, backward=backward)
 
 
-COMPILED = {**AXES, "name": AXES["name"][::2], "sizes": [(4, 2), (5, 2), (3, 8)], "checkpoint": ["always", "never"]}
+BY_NAMES: dict[str, list[Any]] = {
+    "name": [*FORWARDS], "way": ["gpipe", "1f1b", "zb-h1"], "checkpoint": AXES["checkpoint"],
+    "backward": AXES["backward"], "more": [{"chunks": 3}, {"chunks": 1}, {"chunks": 2, "stash_limit": 0}],
+}
+
+
+@graded(BY_NAMES, essence=[["name"], ["way", "checkpoint"]], thorough=[
+    ["name", "way"], ["name", "checkpoint"], ["name", "backward"], ["name", "more"], ["way", "checkpoint", "backward"],
+], allowed=lambda name, more, **_: name != "gathered" or more["chunks"] == 1)
+def test_a_module_that_is_cut_by_names_is_itself(
+    name: str, way: str, checkpoint: str, backward: str, more: dict[str, Any]
+) -> None:
+    plain = FORWARDS[name]().double()
+    options = inside({"schedule": way, "checkpoint": checkpoint, "backward": backward, **more})
+    model = SplitPipe(copy.deepcopy(plain), cuts=CUTS, devices=["cpu"] * 3, **options)
+    scheduled.assert_steps(plain, model, lambda: torch.randn(6, 4), 2)
+
+
+#: All but what torch refuses: a second derivative.
+COMPILED = {
+    **AXES, "name": [name for name in AXES["name"][::2] if name != "gradient inside forward"],
+    "sizes": [(4, 2), (5, 2), (3, 8)], "checkpoint": ["always", "never"],
+}
 del COMPILED["backward"]
-#: What torch does not compile as one graph, and so runs as it is.
-WHOLE = {"lstm", "gru", "time first", "gradient inside forward"}
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Torch's, which it hides from users.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated")  # The compiler's own.
 @graded(
-    COMPILED, essence=[["way"]], thorough=[["name"], *pairs(["by", "way", "sizes", "checkpoint"])], allowed=possible
+    COMPILED, essence=[["way"]], thorough=[["name"], *pairs(["by", "way", "sizes", "checkpoint"])]
 )
 def test_a_compiled_pipeline_is_its_module(
-    name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str, codes: list[Code]
+    name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str
 ) -> None:
     assert_promise(name, by, way, sizes, checkpoint=checkpoint, compile=EAGER)
-    assert [code.why for code in codes if code.why] == [] or name in WHOLE
 
 
 SCHEDULES: dict[str, list[Any]] = {
@@ -101,34 +120,34 @@ def test_any_number_of_stages(by: str, balance: list[int], checkpoint: str, back
                        backward=backward)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-def test_eval_and_no_grad(by: str, training: bool, grad: bool) -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Linear(6, 2)), by=by)
+@pairwise(by=AXES["by"], training=[True, False], mode=[torch.enable_grad, torch.no_grad, torch.inference_mode],
+          backward=AXES["backward"])
+def test_eval_mode_and_modes_without_gradients(by: str, training: bool, mode: Any, backward: str) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Linear(6, 2))
+    plain, model = twins(layers, by=by, backward=backward)
     for module in (plain, model):
         module.train(training)
-    model[1].eval()
-    plain[1].eval()
+        module[1].eval()
     x = torch.randn(5, 6)
-    with torch.set_grad_enabled(grad):
+    with mode():
         y, expected = model(x), plain(x)
-    assert_same(y, expected, "output")
+        assert_same(y, expected, "output")
     assert y.requires_grad == expected.requires_grad
 
 
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-def test_microbatches_normalised_apart_are_microbatches_run_one_after_the_other(by: str) -> None:
+@pairwise(by=AXES["by"], checkpoint=AXES["checkpoint"], backward=AXES["backward"])
+def test_microbatches_normalised_apart_are_microbatches_run_one_after_the_other(
+    by: str, checkpoint: str, backward: str
+) -> None:
     """Without deferral BatchNorm sees microbatches: the pipeline equals a loop over them, in buffers too."""
-    for checkpoint in ("always", "except_last", "never"):
-        plain, model = twins(
-            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)),
-            by=by, chunks=3, checkpoint=checkpoint)
-        x = torch.randn(8, 3, 5, 5)
-        for _ in range(3):
-            y = model(x)
-            expected = torch.cat([plain(part) for part in x.chunk(3)])
-            assert_same(y, expected, "output")
-            y.square().mean().backward()
-            expected.square().mean().backward()
-            assert_same_tensors(model, plain)
+    plain, model = twins(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)),
+        by=by, chunks=3, checkpoint=checkpoint, backward=backward)
+    x = torch.randn(8, 3, 5, 5)
+    for _ in range(3):
+        y = model(x)
+        expected = torch.cat([plain(part) for part in x.chunk(3)])
+        assert_same(y, expected, "output")
+        y.square().mean().backward()
+        expected.square().mean().backward()
+        assert_same_tensors(model, plain)

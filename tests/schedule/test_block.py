@@ -74,27 +74,17 @@ def test_a_pass_that_collides_or_comes_too_early_is_refused_with_both(block: Bui
         block.repeat(2)
 
 
-def test_between_stages_of_one_device_there_is_no_copy() -> None:
-    BuildingBlock(two_stages(1), [0, 0], 9, Costs([1, 1], [1, 1], [1, 1], copy=0.5)).repeat(1)
-
-
 def test_what_a_float_loses_is_no_collision() -> None:
     tenths = [BlockOp("F", 0, 0.1 + 0.2), BlockOp("B", 0, 0.4), BlockOp("W", 0, 0.5)]
     check(BuildingBlock(tenths, [0], 0.3, Costs(0.1, 0.1, 0.1)).repeat(5))
 
 
-@pytest.mark.parametrize(
-    ("ops", "message"),
-    [
-        ([BlockOp("F", 0, 0), BlockOp("B", 0, 1)], "0W0 is missing on device 0"),
-        ([BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 4)], "0F0 is on device 0 as op"),
-        (
-            [BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 3, 2), BlockOp("BW", 0, 4, 2)],
-            "are missing on device 0",
-        ),
-        ([], "no ops"),
-    ],
-)
+@pytest.mark.parametrize(("ops", "message"), [
+    ([BlockOp("F", 0, 0), BlockOp("B", 0, 1)], "0W0 is missing on device 0"),
+    ([BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 4)], "0F0 is on device 0 as op"),
+    ([BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 3, 2), BlockOp("BW", 0, 4, 2)], "missing on device 0"),
+    ([], "no ops"),
+])
 def test_a_block_that_is_no_whole_is_refused(ops: list[BlockOp], message: str) -> None:
     block = BuildingBlock(ops, [0], interval=9)
     with pytest.raises(ValueError, match=message):
@@ -103,24 +93,11 @@ def test_a_block_that_is_no_whole_is_refused(ops: list[BlockOp], message: str) -
         _ = block.peak_activations
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
-def test_of_a_block_of_two_microbatches_the_surplus_is_dropped(m: int) -> None:
-    ops = [BlockOp("F", 0, 0), BlockOp("F", 0, 1, 1), BlockOp("BW", 0, 2), BlockOp("BW", 0, 4, 1)]
-    tiling = BuildingBlock(ops, [0], interval=6).repeat(m)
-    check(tiling)
-    assert tiling.microbatches == m
-
-
 def test_lifespans_of_all_microbatches_and_stages_count() -> None:
     ops = [BlockOp("F", 0, 0), BlockOp("F", 0, 1, 1), BlockOp("BW", 0, 2), BlockOp("BW", 0, 4, 1)]
     assert BuildingBlock(ops, [0], interval=6).peak_activations == (2,)
     two = [BlockOp("F", 0, 0), BlockOp("F", 1, 1), BlockOp("BW", 1, 2), BlockOp("BW", 0, 10)]
     assert BuildingBlock(two, [0, 0], interval=6).peak_activations == (1.5,)
-
-
-def test_a_lifespan_of_just_an_interval_counts_once() -> None:
-    block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 0.1)], [0], 0.1 + 0.2, Costs(0.1, 0.1, 0.1))
-    assert block.peak_activations == (1,)
 
 
 @pytest.mark.thorough
@@ -134,3 +111,20 @@ def test_any_block_keeps_what_it_says(block: BuildingBlock, m: int) -> None:
     assert squeezed.rows == tiling.rows and squeezed.makespan <= tiling.makespan
     timeline = simulate(squeezed, block.costs)
     assert timeline.makespan == squeezed.makespan and timeline.peak_activations == squeezed.peak_activations
+
+
+def test_between_stages_of_one_device_there_is_no_copy() -> None:
+    BuildingBlock(two_stages(1), [0, 0], 9, Costs([1, 1], [1, 1], [1, 1], copy=0.5)).repeat(1)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
+def test_of_a_block_of_two_microbatches_the_surplus_is_dropped(m: int) -> None:
+    ops = [BlockOp("F", 0, 0), BlockOp("F", 0, 1, 1), BlockOp("BW", 0, 2), BlockOp("BW", 0, 4, 1)]
+    tiling = BuildingBlock(ops, [0], interval=6).repeat(m)
+    check(tiling)
+    assert tiling.microbatches == m
+
+
+def test_a_lifespan_of_just_an_interval_counts_once() -> None:
+    block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 0.1)], [0], 0.1 + 0.2, Costs(0.1, 0.1, 0.1))
+    assert block.peak_activations == (1,)

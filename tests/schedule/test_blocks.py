@@ -81,17 +81,6 @@ def test_smaller_groups_take_less_memory_and_more_time(p: int, v: int) -> None:
         assert max(timeline.idle) == pytest.approx((2 * (p - 1) + (v - 1) * (p - g)) / v)
 
 
-@pytest.mark.parametrize("m", [1, 5, 8, 9])
-def test_without_a_group_all_devices_are_one(m: int) -> None:
-    assert build("interleaved-low-memory", 4, m) == build("interleaved-low-memory", 4, m, group=4)
-
-
-@pytest.mark.parametrize(("p", "m", "g"), [(4, 9, 4), (8, 21, 5), (5, 13, 3)])
-def test_a_last_group_may_be_smaller(p: int, m: int, g: int) -> None:
-    timeline = simulate(build("interleaved-low-memory", p, m, group=g))
-    assert max(timeline.peak_activations) <= (g + p) / 2
-
-
 @pytest.mark.parametrize(("p", "g", "expected"), [(8, 3, "4 to 8"), (8, 9, "4 to 8"), (5, 2, "3 to 5")])
 def test_other_groups_are_refused_with_the_range(p: int, g: int, expected: str) -> None:
     with pytest.raises(ValueError, match=f"group={g} with {p} devices: expected {expected}"):

@@ -1,7 +1,6 @@
 """The command line of schedules: each option does what it says, and each error is one line."""
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from splitpipe import __main__
 from splitpipe.schedule import Costs, Schedule, build, command, from_csv, names, simulate
 from splitpipe.schedule.construct.library import options
-from splitpipe.schedule.draw import html, svg, text, trace
+from splitpipe.schedule.draw import html, svg, text
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the command line does where nothing of torch can be imported.
@@ -79,20 +78,14 @@ def test_the_width_is_the_terminals_or_as_said(run: Any, monkeypatch: pytest.Mon
     assert run("zb-h1 --width 90").out == drawn(build("zb-h1", 4, 8), width=90)
 
 
-def test_a_terminal_gets_colour(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert run("zb-h1").out == text.draw([simulate(build("zb-h1", 4, 8))], 100, colour=True) + "\n"
-
-
 def test_every_file_is_written_and_nothing_printed(run: Any, tmp_path: Path) -> None:
     found = run("zb-h1 --compare 1f1b --costs 3 4 2 1", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html",
-                "--trace", tmp_path / "a.json", "--csv", tmp_path / "a.csv")
+                "--csv", tmp_path / "a.csv")
     assert found == Ran(code=0, out="", err="")
     timelines = [simulate(build(name, 4, 8), Costs(3, 4, 2, 1)) for name in ("zb-h1", "1f1b")]
     written = {path.suffix: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert written[".svg"] == svg.draw(timelines)
     assert written[".html"] == html.draw(timelines)
-    assert written[".json"] == trace.draw(timelines) and json.loads(written[".json"])
     assert from_csv(tmp_path / "a.csv") == build("zb-h1", 4, 8)
 
 
@@ -112,8 +105,7 @@ def test_a_search_gets_its_numbers(run: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(command, "search", search)
     found = run("--search --memory 6 --devices 2 --chunks 3 --costs 3 4 2 1 --stages-per-device 2")
-    expected = {"memory": 6.0, "stages_per_device": 2, "span": "makespan"}
-    assert asked == [(2, 3, Costs(3.0, 4.0, 2.0, 1.0), expected)]
+    assert asked == [(2, 3, Costs(3.0, 4.0, 2.0, 1.0), 6.0, 2, {"span": "makespan"})]
     assert found.code == 0 and "2 devices, 3 microbatches" in found.out
 
 
@@ -137,14 +129,6 @@ def test_each_option_of_a_schedule_is_passed_on(name: str, run: Any, monkeypatch
     found = run(name, *" ".join(flags).split())
     assert found.code == 0, f"{found.err.strip()}: add it to parser() in schedule/command.py"
     assert asked == {option: option == "split" or 3 for option in options(name)}
-
-
-def test_help_shows_every_option_and_an_example(run: Any) -> None:
-    found = run("--help")
-    assert found.code == 0 and "python -m splitpipe schedule zb-h1 --devices 4 --chunks 8" in found.out
-    for option in ("list", "search", "from-csv", "devices", "chunks", "costs", "split", "stages-per-device", "group",
-                   "memory", "compare", "width", "svg", "html", "trace", "csv"):
-        assert f"  --{option} " in found.out
 
 
 def test_the_examples_of_the_help_are_understood() -> None:
@@ -177,28 +161,26 @@ def test_an_unknown_command_is_an_error_in_one_line(word: str, capsys: pytest.Ca
         ("zb-h1 --bogus", "unrecognized arguments: --bogus"),
         ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
         ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
-        (f"zb-h1 --devices {10**30}", "expected no more than"),
+        (f"zb-h1 --devices {10**30}", "expected at most"),
         ("zb-h1 --devices 0", "devices=0: expected"),
         ("zb-h1 --costs 1 1 1", "argument --costs: expected 4 arguments"),
         ("zb-h1 --costs 1 1 1 x", "argument --costs: invalid float value: 'x'"),
         ("zb-h1 --costs -1 1 1 0", "forward=-1.0: expected"),
-        ("zb-h1 --costs 1e308 1e308 1e308 0", "the makespan is inf"),
+        ("zb-h1 --costs 1e308 1e308 1e308 0", "the makespan of inf has no scale"),
         ("zb-h1 --split", "zb-h1 has no option 'split'"),
-        ("zb-h1 --memory 4", "--memory goes with --search"),
-        ("zb-h1 --span longest", "--span goes with --search"),
+        ("zb-h1 --memory 4", "--memory doesn't go with NAME"),
+        ("zb-h1 --span longest", "--span doesn't go with NAME"),
         ("--search --span both", "argument --span: invalid choice: 'both'"),
         ("zb-h1 --svg one --html one", "two outputs are written to"),
-        ("--from-csv one --svg one", "'one' is both read and written"),
-        ("looped-bfs --stages-per-device 100000", "expected no more than"),
-        ("zb-h1 --width 0", "--width 0: expected"),
-        ("--search --group 2", "--group is an option of some named schedules"),
+        ("looped-bfs --stages-per-device 1000000", "expected at most"),
+        ("--search --group 2", "--group doesn't go with --search"),
         ("--search --memory -1", "memory=-1.0"),
-        ("--search --chunks 1000000000", "expected no more than"),
+        ("--search --chunks 1000000000", "expected at most"),
         ("--compare zb-h1", "found no schedule"),
-        ("--from-csv absent.csv", "'absent.csv': No such file or directory"),
-        ("--from-csv absent.csv --devices 4", "--devices and --chunks don't go with --from-csv"),
-        ("zb-h1 --svg absent/a.svg", "'absent/a.svg': No such file or directory"),
-        ("zb-h1 --html .", "'.': Is a directory"),
+        ("--from-csv absent.csv", "No such file or directory: 'absent.csv'"),
+        ("--from-csv absent.csv --devices 4", "--devices doesn't go with --from-csv"),
+        ("zb-h1 --svg absent/a.svg", "No such file or directory: 'absent/a.svg'"),
+        ("zb-h1 --html .", "Is a directory: '.'"),
         ("--from-csv .", "Is a directory"),
     ],
 )
@@ -211,15 +193,8 @@ def test_an_error_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert found.err.count("\n") == 1 and found.err.endswith("\n") and not [*tmp_path.iterdir()]
 
 
-def test_a_file_that_is_no_schedule_is_one_line(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "junk.csv").write_text("0F0,what\n")
-    found = run("--from-csv", tmp_path / "junk.csv")
-    assert found.code == 2 and "line 1, cell 2: 'what' isn't an op" in found.err and found.err.count("\n") == 1
-
-
 @pytest.mark.parametrize(("error", "code", "said"), [
     (MemoryError(), 2, "splitpipe schedule: the numbers are too big.\n"),
-    (OverflowError("long"), 2, "splitpipe schedule: the numbers are too big.\n"),
     (KeyboardInterrupt(), 130, ""),
 ])
 def test_numbers_beyond_the_machine_and_control_c_end_it(
@@ -257,13 +232,4 @@ def test_nobody_reading_is_no_error(arguments: list[str]) -> None:
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full, process("schedule", "zb-h1", stdout=full) as done:
         _, err = done.communicate()
-    assert (done.returncode, err) == (2, "splitpipe schedule: No space left on device\n")
-
-
-@pytest.mark.thorough
-def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
-    build("1f1b", 2, 2).to_csv(tmp_path / "é.csv")
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    with process("schedule", "--from-csv", str(tmp_path / "é.csv"), stdout=subprocess.PIPE, env=environment) as done:
-        out, err = done.communicate()
-    assert (done.returncode, err) == (0, "") and out.startswith(r"\xe9.csv: 2 devices")
+    assert (done.returncode, err) == (2, "splitpipe schedule: [Errno 28] No space left on device\n")

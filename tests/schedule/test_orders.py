@@ -53,14 +53,6 @@ def test_idle_of_each_order_is_its_formula(p: int, m: int, costs: Costs) -> None
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p])
-def test_zb_h2_has_no_bubble_within_a_device(p: int, m: int) -> None:
-    for f, b, w in ((1, 1, 1), (3, 4, 2)):
-        timeline = simulate(build("zb-h2", p, m), Costs(f, b, w))
-        assert timeline.longest == pytest.approx(m * (f + b + w) + (p - 1) * (f + b - 2 * w))
-        assert timeline.peak_activations == (2 * p - 1,) * p
-
-
-@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p])
 def test_peaks_are_the_published_ones(p: int, m: int) -> None:
     def peaks(name: str, **options: int) -> list[float]:
         return list(simulate(build(name, p, m, **options)).peak_activations)
@@ -101,10 +93,6 @@ TWO_BP = [
 def test_two_bp_has_its_bubbles(name, chunks, fused, split, p: int) -> None:  # type: ignore[no-untyped-def]
     assert simulate(build(name, p, chunks(p))).bubble == pytest.approx(fused(p))
     assert simulate(build(name, p, chunks(p), split=True)).bubble == pytest.approx(split(p))
-
-
-def test_eager_1f1b_split_fills_its_holes_too() -> None:
-    assert simulate(build("eager-1f1b", 4, 8, split=True)).makespan < simulate(build("eager-1f1b", 4, 8)).makespan
 
 
 #: The zero bubble paper's table 5: times in ms, and its bubbles for 1f1b, zb-h1 and zb-h2.

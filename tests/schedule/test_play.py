@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from splitpipe.schedule import Costs, Op, Schedule
 from splitpipe.schedule.op import given, needed
-from splitpipe.schedule.play import OpOrder, Times, play
+from splitpipe.schedule.play import OpOrder, Times
 
 Rows = list[list[float]]
 
@@ -42,14 +42,3 @@ def test_where_devices_wait_for_each_other_it_has_the_ops_before() -> None:
     order = OpOrder(schedule)
     assert order.reached == [1, 0]
     assert order.play(Costs(2).times(schedule)) == ([[0.0], []], [[2.0], []])
-
-
-def test_an_op_before_what_it_needs_of_its_own_stage_is_never_reached() -> None:
-    rows = [[Op("F", 0, 0), Op("W", 0, 0), Op("B", 0, 0)]]
-    assert OpOrder(Schedule(rows, [0])).reached == [1]
-
-
-def test_no_ops_take_no_time() -> None:
-    schedule = Schedule([[], []], [0, 1])
-    assert play(schedule, Costs().times(schedule)) == ([[], []], [[], []])
-    assert OpOrder(schedule).makespan(Costs().times(schedule)) == 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitpipe.schedule import Bytes, Costs, Op, Recording, Schedule, Step, Timeline, build, names, simulate
+from splitpipe.schedule import Costs, Op, Recording, Schedule, Step, Timeline, build, names, simulate
 from splitpipe.schedule.timed import Span
 from tests.helpers.recording import hops, near, played, recorded, step
 
@@ -28,35 +28,10 @@ def test_a_recording_is_a_timeline_with_the_spans_of_its_step() -> None:
     assert recording.curve(1) == timeline.curve(1)
 
 
-@pytest.mark.thorough
-@settings(max_examples=30)
-@given(st.data(), st.sampled_from(names()))
-def test_no_bound_is_above_the_makespan_whatever_ops_took(data: st.DataObject, name: str) -> None:
-    schedule = build(name, 2, 3)
-    rows, times = [], st.floats(0.001, 20)
-    for row in schedule.rows:
-        now, spans = 0.0, []
-        for op in row:
-            start = now + data.draw(times)
-            now = start + data.draw(times)
-            spans.append(Span(op, start, now))
-        rows.append(tuple(spans))
-    recording = Recording(schedule)
-    recording.add(Step(tuple(rows), ((0, 3.0),), (None, None)))
-    assert max(recording.bounds.values()) <= recording.makespan
-    assert sum(recording.losses.values()) == near(fmean(recording.idle))
-    assert min(recording.losses.values()) >= 0
-    assert str(recording)
-
-
 def test_the_time_before_the_first_op_is_part_of_the_step() -> None:
     recording = Recording(played().schedule)
     recording.add(step(played(), late=2))
     assert (recording.makespan, recording.longest) == (35, 33)
-
-
-def test_utilisation_is_what_each_device_computes_of_the_step() -> None:
-    assert recorded(played("1f1b", 2, 2, Costs(1, 1, [0, 1]))).utilisation == near((4 / 8, 6 / 8))
 
 
 def test_memory_is_the_most_of_any_step() -> None:
@@ -64,13 +39,6 @@ def test_memory_is_the_most_of_any_step() -> None:
     for memory in ((5, None, 1), (3, None, 2), (4, None, None)):
         recording.add(step(played("1f1b", 3, 3), memory))
     assert recording.memory == (5, None, 2)
-
-
-def test_bytes_that_were_measured_give_the_peak() -> None:
-    recording = recorded(played("1f1b", 2, 4))
-    assert recording.peak_bytes is None
-    recording.held = Bytes([10, 1], [4, 1], [6, 0])
-    assert recording.peak_bytes == recording.plan.peak_bytes == (20, 1)
 
 
 # Costs.
@@ -130,29 +98,20 @@ def test_a_short_step_is_not_shown_but_counts_for_costs() -> None:
     recording = recorded(played(), short(3, Costs(7, 7, 7)), short(2, Costs(7, 7, 7)), short(3, Costs(7, 7, 7)))
     assert (recording.steps, recording.makespan) == (4, 33)
     assert recording.costs().forward == (4,) * 4  # 8 ops of 1, as many of 7.
-    assert "4 steps were recorded, 3 of them with fewer microbatches" in str(recording)
-
-
-def test_where_all_steps_are_short_the_schedule_is_that_of_their_ops() -> None:
-    recording = Recording(build("1f1b", 4, 8))
-    recording.add(step(short(3)))
-    assert recording.schedule == short(3).schedule
-    assert recording.plan.spans == short(3).spans
-    assert str(recording).startswith("1f1b, recorded (ms): 4 devices, 3 microbatches\n")
+    assert "4 steps were recorded; this is the one with the median makespan of 1; the others" in str(recording)
 
 
 # None.
 
 QUESTIONS: dict[str, Callable[[Recording], object]] = {
     **{name: attrgetter(name) for name in (
-        *MEASURES, "peak_bytes", "bounds", "spans", "plan", "utilisation", "memory", "losses", "remarks")},
+        *MEASURES, "bounds", "spans", "plan", "utilisation", "memory", "losses", "remarks")},
     "costs()": Recording.costs,
     "curve()": lambda recording: recording.curve(0),
     "str": str,
     "html": lambda recording: recording.to_html("never.html"),
     "html beside": lambda recording: recording.to_html("never.html", played()),
     "svg": lambda recording: recording.to_svg("never.svg"),
-    "trace": lambda recording: recording.to_chrome_trace("never.json"),
 }
 
 
@@ -170,7 +129,7 @@ def test_without_a_step_it_is_known_what_will_be_recorded() -> None:
 
 
 def test_each_device_has_a_name() -> None:
-    with pytest.raises(ValueError, match=r"found 2 names, cpu, cuda:0: expected one for each of the .* 3 devices"):
+    with pytest.raises(ValueError, match="'cpu', 'cuda:0'.: expected 3 names"):
         Recording(build("1f1b", 3, 3), ("cpu", "cuda:0"))
 
 
@@ -178,7 +137,7 @@ def test_each_device_has_a_name() -> None:
     (((Span(Op("F", 0, 0), math.nan, 1),),), (), "0F0 goes from nan to 1"),
     (((Span(Op("F", 0, 0), 0, math.inf),),), (), "0F0 goes from 0 to inf"),
     (((Span(Op("F", 0, 0), 2, 1),),), (), "0F0 goes from 2 to 1: expected times in order"),
-    (((Span(Op("F", 0, 0), 0, 1), Span(Op("F", 0, 0), 1, 2)),), (), "the step has 1 op twice"),
+    (((Span(Op("F", 0, 0), 0, 1), Span(Op("F", 0, 0), 1, 2)),), (), "the step has an op twice"),
     (((Span(Op("F", 0, 0), 0, 1),),), ((-1, 1.0),), "copies has"),
     (((Span(Op("F", 0, 0), 0, 1),),), ((0, math.nan),), "copies has"),
 ])
@@ -187,3 +146,32 @@ def test_a_step_that_can_not_have_been_is_refused(rows: Any, copies: Any, text: 
     with pytest.raises(ValueError, match=text):
         recording.add(Step(rows, copies, (None,)))
     assert recording.steps == 0
+
+
+@pytest.mark.thorough
+@settings(max_examples=30)
+@given(st.data(), st.sampled_from(names()))
+def test_no_bound_is_above_the_makespan_whatever_ops_took(data: st.DataObject, name: str) -> None:
+    schedule = build(name, 2, 3)
+    rows, times = [], st.floats(0.001, 20)
+    for row in schedule.rows:
+        now, spans = 0.0, []
+        for op in row:
+            start = now + data.draw(times)
+            now = start + data.draw(times)
+            spans.append(Span(op, start, now))
+        rows.append(tuple(spans))
+    recording = Recording(schedule)
+    recording.add(Step(tuple(rows), ((0, 3.0),), (None, None)))
+    assert max(recording.bounds.values()) <= recording.makespan
+    assert sum(recording.losses.values()) == near(fmean(recording.idle))
+    assert min(recording.losses.values()) >= 0
+    assert str(recording)
+
+
+def test_where_all_steps_are_short_the_schedule_is_that_of_their_ops() -> None:
+    recording = Recording(build("1f1b", 4, 8))
+    recording.add(step(short(3)))
+    assert recording.schedule == short(3).schedule
+    assert recording.plan.spans == short(3).spans
+    assert str(recording).startswith("1f1b, recorded (ms): 4 devices, 3 microbatches\n")

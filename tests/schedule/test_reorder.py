@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Op, Schedule, Tiling, build, check, simulate
 from splitpipe.schedule.construct.orders import v_placement
-from splitpipe.schedule.construct.reorder import reordered
+from splitpipe.schedule.construct.reorder import reorder
 from splitpipe.schedule.op import Kind
 
 
@@ -48,7 +48,7 @@ def test_idle_time_goes_that_neither_order_nor_memory_needs(p: int, squeezed: fl
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (4, 8), (6, 9)])
 def test_weights_go_into_holes(p: int, m: int) -> None:
     late, costs = late_weights(p, m), Costs()
-    found = simulate(reordered(late, costs), costs)
+    found = simulate(reorder(late, costs), costs)
     assert found.makespan <= simulate(build("1f1b", p, m, split=True), costs).makespan
     assert found.makespan < simulate(late, costs).makespan
 
@@ -61,7 +61,7 @@ def test_unequal_times_are_taken_as_they_are(costs: Costs, idle: float) -> None:
 
 def test_what_can_not_get_better_stays_as_it_is() -> None:
     schedule = build("1f1b", 4, 8)
-    assert reordered(schedule, Costs()) is schedule
+    assert reorder(schedule, Costs()) is schedule
 
 
 def test_memory_that_is_offered_is_taken_up_to_there() -> None:
@@ -78,7 +78,7 @@ def test_memory_that_is_offered_is_taken_up_to_there() -> None:
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "interleaved-1f1b", "gpipe"])
 def test_ops_that_take_nothing_keep_an_order_that_can_run(name: str, costs: Costs) -> None:
     schedule = build(name, 4, 6)
-    found = reordered(schedule, costs)
+    found = reorder(schedule, costs)
     check(found)
     assert simulate(found, costs).makespan <= simulate(schedule, costs).makespan
 
@@ -88,7 +88,7 @@ def test_from_any_order_it_gets_no_worse(p: int, m: int, data: st.DataObject) ->
     schedule = late_weights(p, m)
     each = st.lists(st.sampled_from([0, 0.5, 1, 3]), min_size=p, max_size=p)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each), data.draw(st.sampled_from([0, 0.7])))
-    before, found = simulate(schedule, costs), reordered(schedule, costs)
+    before, found = simulate(schedule, costs), reorder(schedule, costs)
     after = simulate(found, costs)
     assert after.makespan <= before.makespan
     assert all(one <= other for one, other in zip(after.peak_activations, before.peak_activations))

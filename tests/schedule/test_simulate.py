@@ -26,12 +26,6 @@ def test_an_op_starts_when_its_device_is_free_and_its_input_has_arrived() -> Non
     assert timeline.bubble == 1 - 12 / 19
 
 
-def test_a_timeline_knows_the_costs_it_was_played_with() -> None:
-    costs = Costs(3, 4, 2, copy=0.5)
-    assert simulate(build("zb-v", 2, 3), costs).costs() is costs
-    assert simulate(build("zb-v", 2, 3)).costs() == Costs()
-
-
 def test_copies_lie_between_devices_alone_and_each_may_take_its_own_time() -> None:
     alone = one(Op("F", 0, 0), Op("F", 1, 0), Op("BW", 1, 0), Op("BW", 0, 0), placement=[0, 0])
     assert simulate(alone, Costs(copy=100)).makespan == 3
@@ -64,13 +58,6 @@ def test_a_number_is_a_whole_devices_share_and_a_sequence_has_one_a_stage() -> N
     assert uneven.work == (2, 3, 4)
 
 
-def test_the_bubble_is_the_average_of_unequal_devices() -> None:
-    timeline = simulate(build("1f1b", 2, 1), Costs(forward=[1, 3], backward_input=[1, 3], backward_weight=0))
-    assert timeline.work == (2, 6)
-    assert timeline.bubble == 1 - (2 + 6) / 2 / 8
-    assert simulate(build("1f1b", 2, 2), Costs(0, 0, 0)).bubble == 0
-
-
 def test_a_device_without_ops_is_idle() -> None:
     timeline = simulate(Schedule([[Op("F", 0, 0), Op("BW", 0, 0)], []], [0]))
     assert timeline.idle == (0, 3)
@@ -95,16 +82,13 @@ def test_bytes_are_freed_in_part_by_b() -> None:
     assert simulate(schedule).peak_bytes is None
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Costs(copy=[1, -2]), "copy=.*expected a time"),
-        (lambda: simulate(build("1f1b", 4, 4), Costs(copy=[1, 2])), "copy has 2 numbers: .* each of 3 hops"),
-        (lambda: simulate(build("1f1b", 4, 4), Costs(forward=[1, 2, 3])), "forward has 3 numbers: expected one"),
-        (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes(10, 5, 4)), "stage 0 takes 10 bytes at F and frees 5 at B"),
-        (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes([1], 1, 0)), "forward has 1 number:"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Costs(copy=[1, -2]), "copy=.*expected a time"),
+    (lambda: simulate(build("1f1b", 4, 4), Costs(copy=[1, 2])), "copy has 2 numbers: .* each of 3 hops"),
+    (lambda: simulate(build("1f1b", 4, 4), Costs(forward=[1, 2, 3])), "forward has 3 numbers: expected one"),
+    (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes(10, 5, 4)), "stage 0 takes 10 bytes at F and frees 5 at B"),
+    (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes([1], 1, 0)), "forward has 1 number:"),
+])
 def test_costs_and_bytes_that_make_no_sense_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         make()
@@ -116,10 +100,6 @@ def test_numbers_of_any_sort_are_times() -> None:
     assert costs == Costs(0.5, [0, 1], [0.5, 3], 0.25)
 
 
-def test_ops_may_be_written_as_tuples() -> None:
-    assert Schedule([[("F", 0, 0), ("BW", 0, 0)]], [0]) == build("gpipe", 1, 1)  # type: ignore[list-item]
-
-
 def test_bounds_are_reached_where_they_can_be() -> None:
     assert simulate(build("1f1b", 4, 8)).bounds["head + work + tail"] == 33
     assert simulate(build("1f1b", 4, 1)).bounds["chain"] == simulate(build("1f1b", 4, 1)).makespan == 12
@@ -128,6 +108,13 @@ def test_bounds_are_reached_where_they_can_be() -> None:
     alone = simulate(build("1f1b", 4, 8)).bounds
     assert alone["memory"] == 24
     assert alone["ramp"] == 33
+
+
+def test_the_bubble_is_the_average_of_unequal_devices() -> None:
+    timeline = simulate(build("1f1b", 2, 1), Costs(forward=[1, 3], backward_input=[1, 3], backward_weight=0))
+    assert timeline.work == (2, 6)
+    assert timeline.bubble == 1 - (2 + 6) / 2 / 8
+    assert simulate(build("1f1b", 2, 2), Costs(0, 0, 0)).bubble == 0
 
 
 @pytest.mark.parametrize("p", [2, 4, 7])

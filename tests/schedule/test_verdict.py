@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from splitpipe.schedule import Costs, Recording, Schedule, Step, Timeline, build, simulate
-from splitpipe.schedule.draw import html, measures
+from splitpipe.schedule import Costs, Recording, Step, Timeline, build
 from tests.helpers.recording import near, played, recorded, step
 from tests.schedule.test_draw import page_data
 
@@ -100,20 +99,6 @@ def test_a_line_a_stage_has_medians_of_what_was_recorded() -> None:
     ]
 
 
-def test_a_kind_that_never_ran_has_no_column_and_a_stage_without_hops_no_copy() -> None:
-    stages, _ = tables(recorded(played("gpipe", 1, 2), devices=("cpu",)))
-    assert stages == [["stage", "device", "F", "ms", "BW", "ms", "copy", "ms"], ["0", "cpu", "1.000", "2.000", "-"]]
-
-
-def test_a_line_a_stage_has_the_medians_of_its_own_ops_and_hops() -> None:
-    recording = Recording(build("1f1b", 2, 2))
-    for k, there, back in ((9, 1.0, 8.0), (1, 2.0, 7.0), (2, 6.0, 9.0)):
-        one = played("1f1b", 2, 2, Costs(k, k, k))
-        recording.add(Step(one.spans, ((0, there), (1, back)), (None, None)))
-    first, second = tables(recording)[0][1:]
-    assert (first[-3:], second[-3:]) == (["2.000", "4.000", "2.000"], ["2.000", "4.000", "8.000"])
-
-
 def test_a_line_a_device_has_its_bubble_and_its_memory() -> None:
     recording = Recording(build("1f1b", 2, 2), ("cuda:0", "cpu"))
     recording.add(step(played("1f1b", 2, 2, Costs(1, 1, [0, 1])), (3 * 2**30, None)))
@@ -131,10 +116,6 @@ def test_a_device_named_twice_has_its_number() -> None:
 
 # Pictures.
 
-def test_printed_it_starts_as_other_timelines_do() -> None:
-    timeline = played("zb-h1")
-    assert str(recorded(timeline)).split("\n")[1:12] == str(timeline).split("\n")[1:12]
-
 
 def titles(page: str) -> list[str]:
     return [each["title"] for each in page_data(page)["schedules"]]
@@ -149,26 +130,9 @@ def test_a_page_has_the_step_above_the_plan_with_its_remarks(tmp_path: Path) -> 
     assert "<p>Stages 1 and 2 on device 1 are the bottleneck: " in page
 
 
-def test_a_simulated_page_has_no_remarks() -> None:
-    assert '<div class="remarks"></div>' in html.draw([played()])
-
-
 @pytest.mark.parametrize("write", ["to_html", "to_svg"])
 def test_others_stand_in_the_place_of_the_plan(write: str, tmp_path: Path) -> None:
     recording, path = recorded(played("zb-h1")), tmp_path / "file"
     getattr(recording, write)(path, played("1f1b"))
     text = path.read_text(encoding="utf-8")
     assert "1f1b" in text and "recorded" in text and "planned" not in text
-
-
-def test_a_picture_has_the_step_above_the_plan_with_its_remarks(tmp_path: Path) -> None:
-    recording = recorded(played("1f1b", 2, 8, Costs([1, 2])))
-    recording.to_svg(tmp_path / "picture.svg")
-    text = (tmp_path / "picture.svg").read_text(encoding="utf-8")
-    assert text.index("1f1b, recorded (ms)") < text.index("Stage 1 on device 1 is the bottleneck")
-    assert text.index("is the bottleneck") < text.rindex("1f1b, planned (ms)")
-
-
-def test_a_schedule_without_a_name_is_called_one() -> None:
-    timeline = simulate(Schedule(build("1f1b", 2, 2).rows, [0, 1]))
-    assert measures.title(recorded(timeline)).startswith("schedule, recorded (ms): ")

@@ -20,7 +20,6 @@ FOUR = {**WATCHED, "SOFTCUDA_DEVICES": "4", "SOFTCUDA_PEERS": "2"}
 WITHOUT = {
     **{f"tests/gpu/test_checks_cuda.py::test_ddp_around_a_pipeline_takes_the_mean[{where}-each-nccl-{backward}]":
        "NCCL needs hardware" for where in ("one", "two") for backward in ("split", "autograd")},
-    "tests/training/test_cuda.py::test_the_stream_of_a_green_context_is_a_device": "the driver's functions are stubs",
 }
 #: For pytest, wherever it is started.
 DESELECTED = {"PYTEST_ADDOPTS": " ".join(f"--deselect={test}" for test in WITHOUT)}
@@ -42,7 +41,8 @@ def parts() -> dict[str, Part]:
     tests = ("-m", "pytest", "-m", "cuda", "-p", "no:randomly", *cuda_files())
     return {
         "tests": Part("pytest, all that is marked cuda", tests, {**DESELECTED, **FOUR}, skipped=WITHOUT),
-        "gpu": Part("python -m tests.gpu, all its parts", ("-m", "tests.gpu"), DESELECTED, skipped=WITHOUT),
+        "gpu": Part("python -m tests.gpu, all its parts", ("-m", "tests.gpu", "--steps", "20"), DESELECTED,
+                    skipped=WITHOUT),
         "hazards": Part(
             "of these, training in all ways; no two accesses to memory without an order", (*tests[:6], "tests/devices"),
             FOUR,

@@ -1,91 +1,105 @@
 """Buffers that forward writes to are written to once, though a checkpointed stage runs twice."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from splitpipe import SplitPipe
 from tests.helpers.twin import assert_same_tensors, twins
 
+WAYS = [{"checkpoint": "always"}, {"checkpoint": "except_last"}, {"checkpoint": "always", "schedule": "1f1b"}]
 
-def assert_step(plain: nn.Module, model: SplitPipe) -> None:
+
+def pair(*layers: nn.Module, **options: Any) -> tuple[nn.Sequential, SplitPipe]:
+    """A module and its pipeline, of which the last layer is the second stage."""
+    if "schedule" in options:
+        options["loss_fn"] = lambda y, _: y.square().mean()
+    return twins(nn.Sequential(*layers), [len(layers) - 1, 1], **{"checkpoint": "always", "chunks": 2, **options})
+
+
+def step(model: SplitPipe, x: Tensor) -> None:
+    model.zero_grad()
+    (model(x, target=torch.zeros(8)) if model.schedule.name != "gpipe" else model(x).square().mean()).backward()
+
+
+def assert_step(plain: nn.Module, model: SplitPipe, given: Tensor | None = None) -> None:
     """A step of the model is that of the module on each of two microbatches."""
-    x = torch.randn(8, 6)
-    scheduled = model.schedule.name != "gpipe"
+    x = torch.randn(8, 6) if given is None else given
+    plain.zero_grad()
     torch.stack([plain(rows).square().mean() for rows in x.chunk(2)]).mean().backward()
-    (model(x, target=torch.zeros(8)) if scheduled else model(x).square().mean()).backward()
+    step(model, x)
     assert_same_tensors(model, plain)
 
 
 class Reads(nn.Module):
     """Makes something of the output of a BatchNorm, and of its statistics."""
 
-    def __init__(self, read: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm, self.read = nn.BatchNorm1d(6), read
+        self.norm = nn.BatchNorm1d(6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.read(self.norm, self.norm(x))
+        y = self.norm(x)
+        assert self.norm.running_mean is not None and self.norm.running_var is not None
+        return y * (1 + self.norm.running_mean) / (1.0 + self.norm.running_var.sum()) / float(
+            self.norm.num_batches_tracked)  # type: ignore[arg-type]
 
 
-class Renorm(nn.BatchNorm1d):
-    """Normalises by the statistics that it has, in training, too."""
+class Codebook(nn.Module):
+    """Averages its inputs and counts its calls through ``.data``, which makes no new versions."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        super().forward(x.detach())
-        return (x - self.running_mean) / self.running_var.clone().sqrt()  # type: ignore[operator, union-attr]
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        self.calls.data.add_(1)
+        return (x - self.mean.clone()) * int(self.calls)
 
 
-def hooked() -> nn.Module:
-    norm = nn.BatchNorm1d(6)
-    norm.register_forward_hook(look_at)
-    return norm
+class Average(nn.Module):
+    """Divides by a buffer, an average of what passes, after it has written to the buffer or replaced it."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(6))
+        self.replaces = replaces
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().abs().mean(0)
+        if self.replaces:
+            self.average = 0.9 * self.average + 0.1 * mean
+        else:
+            self.average.lerp_(mean, 0.1)
+        return x / self.average.clone()
 
 
-def look_at(norm: Any, _: Any, y: Tensor) -> Tensor:
-    return y * norm.running_var.clone()
-
-
-def parametrised() -> nn.Module:
-    linear = nn.Linear(6, 6)
-    parametrize.register_parametrization(linear, "weight", nn.Sequential(nn.BatchNorm1d(6)))
-    return linear
-
-
-OTHERS: dict[str, Callable[[], nn.Module]] = {
+LAYERS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.BatchNorm1d(6),
-    "momentum None": lambda: nn.BatchNorm1d(6, momentum=None),
-    "no statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
-    "SyncBatchNorm": lambda: nn.SyncBatchNorm(6),
-    "instance norm": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
-    "a subclass": lambda: Renorm(6),
-    "a layer that reads": lambda: Reads(lambda norm, y: y * (1 + norm.running_mean) / (1.0 + norm.running_var.sum())),
-    "a layer that adds": lambda: Reads(lambda norm, y: (y * 2).add_(norm.running_mean).square() * (
-        1 + norm.running_var.data) / float(norm.num_batches_tracked)),
-    "a hook that reads": hooked,
-    "in a parametrised layer": parametrised,
-    "behind spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
-    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
-    "half in eval": lambda: nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(6, momentum=None),
+    "a layer that reads": Reads,
+    "written through .data": Codebook,
+    "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
+    "an average": lambda: Average(False),
+    "a replaced average": lambda: Average(True),
 }
 
 
-@pytest.mark.parametrize(
-    ("schedule", "checkpoint"), [("gpipe", "always"), ("gpipe", "except_last"), ("1f1b", "always")]
-)
-@pytest.mark.parametrize("name", OTHERS)
-def test_norms_of_every_kind_count_once_and_are_recomputed(name: str, schedule: Any, checkpoint: Any) -> None:
-    options: dict[str, Any] = {"checkpoint": checkpoint}
-    if schedule != "gpipe":
-        options |= {"schedule": schedule, "loss_fn": lambda y, _: y.square().mean()}
-    layers = nn.Sequential(nn.Linear(6, 6), OTHERS[name](), nn.Tanh(), nn.Linear(6, 6))
-    plain, model = twins(layers, [3, 1], chunks=2, **options)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_buffers_of_every_kind_are_written_once_and_their_layers_recomputed(name: str, way: dict[str, Any]) -> None:
+    plain, model = pair(nn.Linear(6, 6), LAYERS[name](), nn.Tanh(), nn.Linear(6, 6), **way)
     for _ in range(3):
         if name == "half in eval":
             plain[1][1].eval()
@@ -93,28 +107,77 @@ def test_norms_of_every_kind_count_once_and_are_recomputed(name: str, schedule: 
         assert_step(plain, model)
 
 
-def test_a_lazy_batch_norm_counts_once() -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(6, 6)), [1])
-    plain.append(nn.BatchNorm1d(6))
-    lazy = SplitPipe(nn.Sequential(model[0], nn.LazyBatchNorm1d()), [2], devices=["cpu"], chunks=2, checkpoint="always")
-    for _ in range(2):
-        assert_step(plain, lazy)
+class Building(nn.Module):
+    """Builds a layer in its first forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "layer"):
+            self.layer = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).to(x.dtype)
+        return self.layer(x)
 
 
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_sparse_buffer_is_put_back_and_counts_once(writes: bool) -> None:
-    class Multiplying(nn.Module):
+class Cache(nn.Module):
+    """A table that grows with its input, as rotary embeddings have; an attribute says how far it reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(6))
+        self.reach = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (needed := int(x.detach().abs().sum())) > self.reach:
+            self.reach = needed
+            self.table = torch.linspace(1, needed, 6)
+        return x * self.table
+
+
+@pytest.mark.parametrize("way", WAYS[::2], ids=str)
+@pytest.mark.parametrize("make", [nn.LazyBatchNorm1d, Building, Cache])
+def test_a_layer_that_changes_itself_is_right_or_says_to_repeat_the_step(
+    make: Callable[[], nn.Module], way: dict[str, Any]
+) -> None:
+    options = {"loss_fn": lambda y, _: y.square().mean()} if "schedule" in way else {}
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 2)), [2, 1], devices=["cpu"] * 2, chunks=2,
+                      **way, **options)
+    for size in (1.0, 1.0, 5.0):
+        x = torch.randn(8, 6) * size
+        try:
+            step(model, x)
+        except RuntimeError as error:
+            assert "Repeat the step" in str(error)
+        assert_step(copy.deepcopy(nn.Sequential(*model)), model, x)
+
+
+def test_a_layer_that_begins_to_write_to_a_buffer_is_an_error_once() -> None:
+    class Later(nn.Module):
+        begun = False
+
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("matrix", torch.eye(6).to_sparse())
+            self.register_buffer("scale", torch.ones(6))
 
         def forward(self, x: Tensor) -> Tensor:
-            matrix: Any = self.matrix.mul_(2.0).clone() if writes else self.matrix  # type: ignore[operator]
-            return torch.mm(matrix, x.t()).t().tanh()
+            if self.begun:
+                self.scale.mul_(2)
+            return x * self.scale.clone()
 
-    plain, model = twins(nn.Sequential(nn.Linear(6, 6), Multiplying()), [1, 1], chunks=2, checkpoint="always")
-    x = torch.randn(8, 6)
-    torch.cat([plain(rows) for rows in x.chunk(2)]).square().sum().backward()
-    model(x).square().sum().backward()
-    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
-    torch.testing.assert_close(model[1].matrix.to_dense(), plain[1].matrix.to_dense())
+    plain, model = pair(nn.Linear(6, 6), Later())
+    assert_step(plain, model)
+    plain[1].begun = model[1].begun = True
+    with pytest.raises(RuntimeError, match=r"stage 1 \(cpu\) wrote to buffer 'scale'.*Repeat the step"):
+        step(model, torch.randn(8, 6))
+    plain.load_state_dict(model.state_dict())
+    assert_step(plain, model)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_buffer_that_backward_reads_and_a_later_microbatch_writes_is_torchs_error(checkpoint: str) -> None:
+    class Moving(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.running_var
+            self.running_var.mul_(0.9)  # type: ignore[union-attr]
+            return y
+
+    _, model = pair(nn.Linear(6, 6), Moving(6), checkpoint=checkpoint)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(model, torch.randn(8, 6))

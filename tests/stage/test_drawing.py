@@ -1,79 +1,131 @@
-"""Stages that draw random numbers: masks agree with recomputation, and seeded runs repeat."""
+"""Random numbers: masks agree with recomputation, seeded steps repeat to the last bit, and generators go on."""
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from splitpipe.core.rng import RngMode
+from tests.helpers.covering import pairwise
+from tests.helpers.twin import Looped
+from tests.promise.layers import Apply
 
-modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-
-
-def piped(*layers: nn.Module, checkpoint: Any = "always", chunks: int = 3, **options: Any) -> SplitPipe:
-    return SplitPipe(
-        nn.Sequential(*layers), [1] * len(layers), devices=["cpu"] * len(layers), chunks=chunks, checkpoint=checkpoint,
-        **options,
-    )
+pytestmark = pytest.mark.draws
+CHECKPOINTS = ["always", "except_last", "never"]
 
 
-def rng_modes(model: SplitPipe) -> list[RngMode]:
-    return [facts.rng for cache in model._runtime._resources.caches for facts in cache.facts.values()]
+def piped(*layers: nn.Module, by: str = "balance", schedule: str = "gpipe", **options: Any) -> SplitPipe:
+    """A layer a stage; between layers by cuts code may draw, too."""
+    if schedule != "gpipe":
+        options |= {"schedule": schedule, "loss_fn": lambda y, _: y.mean()}
+    options = {"devices": ["cpu"] * len(layers), "chunks": 3, "checkpoint": "always", **options}
+    if by == "balance":
+        return SplitPipe(nn.Sequential(*layers), [1] * len(layers), **options)
+    module = Between(*layers) if by == "between" else Looped(*layers)
+    return SplitPipe(module, cuts=[str(k) for k in range(1, len(layers))], **options)
 
 
-def steps(model: SplitPipe, count: int, value: Tensor = torch.ones(6, 32)) -> list[Tensor]:  # noqa: B008
-    """Outputs of some steps, each of which has the gradient that its own mask gives."""
-    found = []
-    for _ in range(count):
-        x = value.clone().requires_grad_()
-        y = model(x)
-        y.sum().backward()
-        torch.testing.assert_close(x.grad * value, y.detach())  # type: ignore[operator]
-        found.append(y.detach())
-    return found
+class Between(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = F.dropout(layer(x), 0.1)
+        return x
 
 
-def assert_repeats(run: Callable[[], list[Any]]) -> None:
-    """Two runs give the same from one seed, and leave the generator alike."""
+def gradient(model: SplitPipe, x: Tensor) -> Tensor:
+    """That of the input of a step."""
+    x = x.clone().requires_grad_()
+    (model(x, target=torch.zeros(len(x))) if model.schedule.name != "gpipe" else model(x).mean()).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def repeated(run: Callable[[], list[Tensor]]) -> None:
+    """What a run from one seed gives is twice the same to the last bit, with the generator after it."""
     runs = []
     for _ in range(2):
         torch.manual_seed(1)
         runs.append([*run(), torch.rand(3)])
-    assert all(map(torch.equal, *runs))
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@modes
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_one_of_two_workers_draws_and_both_recompute(schedule: Any, checkpoint: Any) -> None:
-    options = {"schedule": schedule, "loss_fn": lambda y, _: y.mean()} if schedule != "gpipe" else {}
+@pairwise(by=["balance", "cuts", "between"], schedule=["gpipe", "1f1b", "zb-h1"], backward=["split", "autograd"])
+def test_the_step_of_any_checkpoint_mode_is_that_of_another_the_first_one_too(
+    by: str, schedule: str, backward: str
+) -> None:
+    """A linear function: the gradient of an entry, times the entry, is what became of it, whatever the masks are."""
+    x, found = torch.ones(6, 32), []
+    for checkpoint in CHECKPOINTS:
+        model = piped(nn.Dropout(0.5), nn.Dropout(0.3), nn.Dropout(0.2), by=by, checkpoint=checkpoint,
+                      schedule=schedule, backward=backward)
+        for _ in range(2):
+            torch.manual_seed(3)
+            found.append(gradient(model, x))
+            torch.manual_seed(3)
+            with torch.no_grad():
+                y = model(x)
+            torch.testing.assert_close(found[-1] * x.numel(), y)
+    assert all(found[0].equal(grad) for grad in found)
+    assert (found[0] == 0).any() and len({*map(str, found[0].chunk(3))}) == 3, "microbatches draw different masks"
 
-    def run() -> list[Any]:
-        model, found = piped(nn.Dropout(0.5), nn.Tanh(), checkpoint=checkpoint, chunks=4, **options), []
-        for _ in range(4):
-            x = torch.ones(8, 16, requires_grad=True)
-            (model(x, target=torch.zeros(8)) if options else model(x).mean()).backward()
-            # 0 where the mask is, else the gradient of tanh(2).
-            right = 2 * (1 - torch.tanh(torch.tensor(2.0)) ** 2) / x.numel()
-            assert all(value == 0 or abs(value - right) < 1e-6 for value in x.grad.flatten().tolist())  # type: ignore
-            found.append(x.grad)
-        assert rng_modes(model) == [RngMode.EXCLUSIVE, RngMode.NONE]
-        return found
 
-    assert_repeats(run)
+@pairwise(schedule=["gpipe", "1f1b", "zb-h1"], checkpoint=CHECKPOINTS, drawing=["first", "last", "both"])
+def test_masks_agree_and_steps_from_one_seed_are_equal_to_the_last_bit(
+    schedule: str, checkpoint: str, drawing: str
+) -> None:
+    def run() -> list[Tensor]:
+        first = nn.Identity() if drawing == "last" else nn.Dropout(0.5)
+        last = nn.Identity() if drawing == "first" else nn.Dropout(0.5)
+        model, x = piped(first, nn.Tanh(), last, checkpoint=checkpoint, chunks=4, schedule=schedule), torch.ones(8, 16)
+        grads = [gradient(model, x) for _ in range(3)]
+        # Zero where a mask is, or else that of the two tanhs' inputs.
+        dropped, scale = torch.tensor(1.0 if drawing == "last" else 2.0), 1.0 if drawing == "first" else 2.0
+        right = dropped * scale * (1 - torch.tanh(dropped) ** 2) / x.numel()
+        for grad in grads:
+            assert bool(((grad == 0) | ((grad - right).abs() < 1e-6)).all()) and 0 < (grad == 0).sum() < x.numel()
+        assert not grads[0].equal(grads[1])
+        return grads
+
+    repeated(run)
 
 
-def test_a_stage_that_does_not_draw_is_not_watched() -> None:
-    seen: list[int] = []
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_layer_that_begins_to_draw_is_an_error_once(schedule: str) -> None:
+    begun: list[bool] = []
+    later = Apply(lambda x: F.dropout(x, 0.5) if begun else x * 1)
+    model, x = piped(later, nn.Tanh(), schedule=schedule), torch.ones(6, 32)
+    gradient(model, x)
+    begun.append(True)
+    with pytest.raises(RuntimeError, match="drew random numbers.*Repeat the step"):
+        gradient(model, x)
+    # The gradient of each entry is that of its own mask.
+    grad = gradient(model, x)
+    right = 2 * (1 - torch.tanh(torch.tensor(2.0)) ** 2) / x.numel()
+    torch.testing.assert_close(grad, right * (grad != 0))
 
-    class Watched(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(torch._C._len_torch_function_stack())
-            return x.exp()
 
-    model = piped(Watched(), nn.Identity(), backward="autograd")
-    steps(model, 2)
-    assert seen == [1] + [0] * 11
+def test_a_model_that_draws_in_training_only_goes_back_and_forth() -> None:
+    model, x = piped(nn.Dropout(0.5), nn.Tanh()), torch.ones(6, 32)
+    for training in (False, True, False, True):
+        model.train(training)
+        state = torch.default_generator.get_state()
+        grad = gradient(model, x)
+        assert bool((grad == 0).any()) is training
+        assert torch.default_generator.get_state().equal(state) is not training
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_ops_of_a_model_that_draws_run_one_after_another_and_others_beside_each_other(draws: bool) -> None:
+    threads: set[threading.Thread] = set()
+    layer = Apply(lambda x: (threads.add(threading.current_thread()), F.dropout(x, 0.5) if draws else x * 1)[1])
+    model = piped(layer, layer, checkpoint="never", chunks=4)
+    for _ in range(2):
+        threads.clear()
+        gradient(model, torch.ones(8, 4))
+    assert threads == {threading.current_thread()} if draws else len(threads) == 2

@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: The environment variable that names a folder, with a file of each process that was measured.
 FOLDER = "SPLITPIPE_COVERAGE"
+#: What the compiler traces around a layer.
+OMITTED = "*/splitpipe/compiled/layer_call.py"
 #: Percent of branches.
 LEAST = 97
 
@@ -48,7 +50,7 @@ def measured() -> Iterator[None]:
 
     measuring = slipcover.Slipcover(immediate=True, branch=True, source=["splitpipe"])
     try:
-        with slipcover.ImportManager(measuring, slipcover.FileMatcher(sources=["splitpipe"])):
+        with slipcover.ImportManager(measuring, slipcover.FileMatcher(sources=["splitpipe"], omit=[OMITTED])):
             yield
     finally:
         measuring.source = None  # Of files that it has not imported, others know what there is to take.
@@ -61,7 +63,8 @@ def measuring(words: Sequence[str], folder: str | None = None) -> list[str]:
     file = _file(folder)
     if file is None:
         return [*words]
-    return ["-m", "slipcover", "--immediate", "--branch", "--source", "splitpipe", "--json", "--out", file, *words]
+    what = ["--branch", "--source", "splitpipe", "--omit", OMITTED]
+    return ["-m", "slipcover", "--immediate", *what, "--json", "--out", file, *words]
 
 
 def main() -> int:

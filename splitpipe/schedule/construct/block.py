@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import NamedTuple
 
 from splitpipe.schedule.check import check
@@ -53,9 +52,8 @@ class BlockOp(NamedTuple):
 
 
 def _is_block_op(value: object) -> bool:
-    if not isinstance(value, BlockOp) or type(value.stage) is not int or type(value.microbatch) is not int:
-        return False
-    return isinstance(value.kind, str) and isinstance(value.start, Real) and not isinstance(value.start, bool)
+    return (isinstance(value, BlockOp) and isinstance(value.kind, str)
+            and type(value.stage) is type(value.microbatch) is int and not math.isnan(real(value.start)))
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,7 @@ class BuildingBlock:
     def __post_init__(self) -> None:
         ops = None if isinstance(self.ops, BlockOp) else listed(self.ops)
         if ops is None or not all(map(_is_block_op, ops)):
-            raise TypeError(
-                f"ops is {self.ops!r}: expected a list of BlockOps, such as BlockOp('F', stage=0, start=0), with ints."
-            )
+            raise TypeError(f"ops is {self.ops!r}: expected BlockOps, such as BlockOp('F', stage=0, start=0).")
         object.__setattr__(self, "ops", tuple(ops))
         object.__setattr__(self, "placement", placed(self.placement))
         if self.costs is not None:
@@ -120,14 +116,11 @@ class BuildingBlock:
         if not all(0 <= device < _DEVICES for device in self.placement):
             raise ValueError(f"placement={self.placement}: expected devices counted from 0, below {_DEVICES:,}.")
         for one in self.ops:
-            if one.microbatch < 0:
-                raise ValueError(f"{one} is of microbatch {one.microbatch}: expected numbers from 0.")
-            if not math.isfinite(real(one.start)):
-                raise ValueError(f"{one} starts at {one.start}: expected a finite time.")
-            if not 0 <= one.stage < len(self.placement) or one.kind not in RANK:
+            is_known = one.kind in RANK and 0 <= one.stage < len(self.placement)
+            if not is_known or one.microbatch < 0 or math.isinf(one.start):
                 raise ValueError(
-                    f"{one} is an op of the block: expected F, B, W or BW of a stage below {len(self.placement)}, "
-                    "which has a device in the placement."
+                    f"{one!r} is an op of the block: expected F, B, W or BW of a stage below {len(self.placement)}, a "
+                    "microbatch from 0, and a finite start."
                 )
 
     @cached_property
@@ -173,10 +166,11 @@ class BuildingBlock:
         self._verify_needs()
         self._verify_apart()
         rows: list[list[tuple[float, Op]]] = [[] for _ in self._one.rows]
-        for device, row in enumerate(rows):
-            for kind, stage, start, k in self._on(device):
-                blocks = range(-((k - chunks) // self.microbatches))
-                row += [(start + n * self.interval, Op(kind, stage, k + n * self.microbatches)) for n in blocks]
+        for kind, stage, start, k in self.ops:
+            for n in range(-((k - chunks) // self.microbatches)):
+                op = Op(kind, stage, k + n * self.microbatches)
+                rows[self.placement[stage]].append((start + n * self.interval, op))
+        for row in rows:
             row.sort(key=lambda each: (each[0], *self._turn(each[1])))
         starts = [[start for start, _ in row] for row in rows]
         return Tiling([[op for _, op in row] for row in rows], self.placement, starts, self._costs)
@@ -198,11 +192,6 @@ class BuildingBlock:
     def _times(self) -> dict[Kind, list[float]]:
         return self._costs.times(self._one)
 
-    def _on(self, device: int) -> list[BlockOp]:
-        """A device's ops, in order of their starts."""
-        own = [one for one in self.ops if self.placement[one.stage] == device]
-        return sorted(own, key=lambda one: (one.start, RANK[one.kind]))
-
     def _turn(self, op: Op) -> tuple[bool, int, int, int]:
         """A sort key for ops that start at the same time: those without duration first, in an order that can run."""
         kind, stage, k = op
@@ -212,21 +201,23 @@ class BuildingBlock:
         return one.start + self._times[one.kind][one.stage]
 
     def _verify_needs(self) -> None:
-        given_by = {given(one.op): one for one in self.ops}
+        sources = {given(one.op): one for one in self.ops}
         for one in self.ops:
             for need in needed(one.op, len(self.placement)):
-                other = given_by[need]
+                other = sources[need]
                 hop = self._costs.hop if self.placement[other.stage] != self.placement[one.stage] else 0.0
-                if one.start < self._end(other) + hop - NEAR * self.interval:
+                end = self._end(other)
+                if one.start < end + hop - NEAR * self.interval:
+                    copied = f" and is copied until {end + hop:g}" if hop else ""
                     raise ValueError(
-                        f"{one} starts at {one.start:g}, and {other}, which it needs, ends at {self._end(other):g}"
-                        f"{f' and is copied until {self._end(other) + hop:g}' if hop else ''}: expected it to start "
-                        "no earlier. Start it later, or the other earlier."
+                        f"{one} starts at {one.start:g}, and {other}, which it needs, ends at {end:g}{copied}: "
+                        "expected it to start no earlier."
                     )
 
     def _verify_apart(self) -> None:
         for device in range(self._one.devices):
-            own = sorted((one.start % self.interval, self._end(one) - one.start, one) for one in self._on(device))
+            mine = [one for one in self.ops if self.placement[one.stage] == device]
+            own = sorted((one.start % self.interval, self._end(one) - one.start, one) for one in mine)
             for place, (at, time, one) in enumerate(own):
                 last = place + 1 == len(own)
                 slot, _, other = own[0] if last else own[place + 1]
@@ -234,5 +225,5 @@ class BuildingBlock:
                     raise ValueError(
                         f"{one}, which starts at {one.start:g} and takes {time:g}, collides with {other}, which starts "
                         f"at {other.start:g}: device {device} would run both in slot {slot:g} modulo the interval of "
-                        f"{self.interval:g}. Start one of them at another time, or lengthen the interval."
+                        f"{self.interval:g}. Start one at another time."
                     )

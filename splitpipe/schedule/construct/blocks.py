@@ -41,7 +41,7 @@ def v_zb(p: int, m: int) -> Schedule:
 def _v(p: int, m: int, hops: Sequence[int], turns: Sequence[int]) -> Schedule:
     forwards = list(_walk("F", p, hops[:2], turns[0]))
     backwards = _walk("B", p, hops[2:], turns[2], forwards[-1].start + turns[1])
-    return _built(_weighed([*forwards, *backwards], v_placement(p)), v_placement(p), PERIOD, m)
+    return _build(_with_weights([*forwards, *backwards], v_placement(p)), v_placement(p), PERIOD, m)
 
 
 def _walk(kind: Kind, p: int, hops: Sequence[int], turn: int, start: float = 0) -> Iterator[BlockOp]:
@@ -69,7 +69,7 @@ def one_f_one_b_v(p: int, m: int) -> Schedule:
         own.remove(now % PERIOD)
         ops.append(BlockOp("BW", stage, now))
         now += 2
-    return _built(ops, v_placement(p), PERIOD, m)
+    return _build(ops, v_placement(p), PERIOD, m)
 
 
 def _free(one: float, other: float) -> set[float]:
@@ -88,7 +88,7 @@ def two_thirds(p: int, m: int) -> Schedule:
     for i in range(p):
         for k in (0, 1):
             ops += [BlockOp("F", i, i + 2 * k, k), BlockOp("B", i, 2 * p - 1 - i + 2 * k, k)]
-    return _built(_weighed(ops, range(p)), range(p), PERIOD, m)
+    return _build(_with_weights(ops, range(p)), range(p), PERIOD, m)
 
 
 def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: int | None = None) -> Schedule:
@@ -100,10 +100,7 @@ def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: in
     """
     v, g = stages_per_device, p if group is None else group
     if not p <= 2 * g <= 2 * p:
-        raise ValueError(
-            f"group={g} with {counted(p, 'device')}: expected {-(-p // 2)} to {p}, from half the number of devices to "
-            "all of it."
-        )
+        raise ValueError(f"group={g} with {counted(p, 'device')}: expected {-(-p // 2)} to {p}.")
     # From stage to stage of a device, F and B have 3g slots to pass all devices. A hop takes F one slot and B two, so
     # that they don't collide. The first devices keep to that as long as B gets around; for the others, it is reversed.
     loop = 3 * g
@@ -115,23 +112,23 @@ def interleaved_low_memory(p: int, m: int, stages_per_device: int = 2, group: in
         back = (v - 1 - c) * p + i
         ops.append(BlockOp("F", c * p + i, forward, k))
         ops += [BlockOp("B", back, backward, k), BlockOp("W", back, backward + 1, k)]
-    return _built(ops, [i for _ in range(v) for i in range(p)], v * loop, m, level=False)
+    return _build(ops, [i for _ in range(v) for i in range(p)], v * loop, m, level=False)
 
 
-def _weighed(ops: Sequence[BlockOp], placement: Sequence[int]) -> list[BlockOp]:
+def _with_weights(ops: Sequence[BlockOp], placement: Sequence[int]) -> list[BlockOp]:
     """Ops with each W in the first free slot after its B, the first B first."""
-    taken = {(placement[one.stage], one.start % PERIOD) for one in ops}
+    busy = {(placement[one.stage], one.start % PERIOD) for one in ops}
     weights = []
     for one in sorted((one for one in ops if one.kind == "B"), key=lambda one: one.start):
         start = one.start + 1
-        while (placement[one.stage], start % PERIOD) in taken:
+        while (placement[one.stage], start % PERIOD) in busy:
             start += 1
-        taken.add((placement[one.stage], start % PERIOD))
+        busy.add((placement[one.stage], start % PERIOD))
         weights.append(BlockOp("W", one.stage, start, one.microbatch))
     return [*ops, *weights]
 
 
-def _built(ops: Iterable[BlockOp], placement: Iterable[int], interval: int, m: int, level: bool = True) -> Schedule:
+def _build(ops: Iterable[BlockOp], placement: Iterable[int], interval: int, m: int, level: bool = True) -> Schedule:
     tiling = BuildingBlock(tuple(ops), tuple(placement), interval).repeat(m).squeeze()
     tiling = tiling.reorder(max(tiling.peak_activations) if level else 0)
     return Schedule(tiling.rows, tiling.placement)

@@ -46,12 +46,7 @@ def names() -> list[str]:
 
 def options(name: str) -> list[str]:
     """The names of the options that ``build`` takes for a schedule; empty for an unknown schedule."""
-    function = SCHEDULES.get(name)
-    return [] if function is None else _options(function)
-
-
-def _options(function: Callable[..., Schedule]) -> list[str]:
-    return list(inspect.signature(function).parameters)[2:]
+    return list(inspect.signature(SCHEDULES[name]).parameters)[2:] if name in SCHEDULES else []
 
 
 def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
@@ -76,43 +71,38 @@ def build(name: str, devices: int, chunks: int, **options: Any) -> Schedule:
     """
     function = SCHEDULES.get(name) if isinstance(name, str) else None
     if function is None:
-        near = get_close_matches(str(name), SCHEDULES, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = "".join(f" Did you mean {near!r}?" for near in get_close_matches(str(name), SCHEDULES, 1))
         raise ValueError(f"there is no schedule named {name!r}: expected one of {', '.join(SCHEDULES)}.{hint}")
-    given = {option: value for option, value in options.items() if value is not None}
-    known = _options(function)
-    for option in given:
+    chosen = {option: value for option, value in options.items() if value is not None}
+    known = list(inspect.signature(function).parameters)[2:]
+    for option in chosen:
         if option not in known:
             others = f"expected {', '.join(known)} or none" if known else "it has none"
             raise ValueError(f"{name} has no option {option!r}: {others}.")
-    for what, value in {"devices": devices, "chunks": chunks, **given}.items():
-        if what == "split":
-            if not isinstance(value, bool):
-                raise ValueError(f"split={value!r}: expected True or False.")
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
-    verify_size(devices, chunks, given.get("stages_per_device", 1))
-    return replace(function(devices, chunks, **given), name=name)
+    if not isinstance(chosen.get("split", False), bool):
+        raise ValueError(f"split={chosen['split']!r}: expected True or False.")
+    numbers = {option: value for option, value in chosen.items() if option != "split"}
+    verify_numbers(devices=devices, chunks=chunks, **numbers)
+    return replace(function(devices, chunks, **chosen), name=name)
 
 
-def verify_size(devices: int, chunks: int, stages_per_device: int) -> None:
-    """Raises for numbers that make too many ops."""
+def verify_numbers(devices: int, chunks: int, stages_per_device: int = 1, **others: int) -> None:
+    """Raises for anything but whole numbers of at least 1, and for those that make too many ops."""
+    numbers = {"devices": devices, "chunks": chunks, "stages_per_device": stages_per_device, **others}
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name}={number!r}: expected a whole number of at least 1.")
     if devices * stages_per_device * max(chunks, devices) > MOST:
-        raise ValueError(
-            f"{counted(chunks, 'chunk')}, {counted(devices, 'device')} and {counted(stages_per_device, 'stage')} per "
-            f"device make too many ops: expected at most {MOST:,} forward."
-        )
+        whole = f"{counted(chunks, 'chunk')}, {counted(devices, 'device')} and {stages_per_device} per device"
+        raise ValueError(f"{whole} make too many ops: expected at most {MOST:,} forward.")
 
 
 def variants(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """All combinations of options that a schedule may be built with, each once."""
-    choices: dict[str, Sequence[object]] = {
-        "split": (False, True),
-        "stages_per_device": counts,
-        "group": range(-(-devices // 2), devices + 1),
-    }
-    own = [option for option in options(name) if option in choices]
+    groups = range(-(-devices // 2), devices + 1)
+    choices: dict[str, Sequence[object]] = {"split": (False, True), "stages_per_device": counts, "group": groups}
+    own = options(name)
     for values in product(*(choices[option] for option in own)):
-        given = dict(zip(own, values))
-        if given.get("stages_per_device") != 1 or given.get("group", devices) == devices:  # One stage: all alike.
-            yield given
+        chosen = dict(zip(own, values))
+        if chosen.get("stages_per_device") != 1 or chosen.get("group", devices) == devices:  # One stage: all alike.
+            yield chosen

@@ -11,7 +11,7 @@ from itertools import count
 
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Kind, Op, Schedule
-from splitpipe.schedule.play import play
+from splitpipe.schedule.play import OpOrder
 
 Row = list[Op]
 
@@ -41,7 +41,7 @@ def eager_one_f_one_b(p: int, m: int, split: bool = False) -> Schedule:
 def _one_f_one_b(p: int, m: int, split: bool, ahead: int) -> Schedule:
     kind: Kind = "B" if split else "BW"
     rows = [in_turn(_all("F", i, m), [[op] for op in _all(kind, i, m)], ahead * (p - 1 - i)) for i in range(p)]
-    return filled(Schedule(rows, range(p))) if split else Schedule(rows, range(p))
+    return fill_idle(Schedule(rows, range(p))) if split else Schedule(rows, range(p))
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -169,23 +169,23 @@ def first(schedule: Schedule, m: int) -> Schedule:
     return Schedule([[op for op in row if op.microbatch < m] for row in schedule.rows], schedule.placement)
 
 
-def filled(schedule: Schedule) -> Schedule:
+def fill_idle(schedule: Schedule) -> Schedule:
     """F and B, with W where a device waits, as many as fit if each takes one slot; the rest of the W at the end."""
-    starts, ends = play(schedule, Costs().times(schedule))
+    starts, ends = OpOrder(schedule).play(Costs().times(schedule))
     rows = []
     for row, began, ended in zip(schedule.rows, starts, ends):
-        filled: Row = []
+        ops: Row = []
         waiting: deque[Op] = deque()
         free = 0.0
         for op, start, end in zip(row, began, ended):
             while waiting and free + 1 <= start:
-                filled.append(waiting.popleft())
+                ops.append(waiting.popleft())
                 free += 1
-            filled.append(op)
+            ops.append(op)
             free = end
             if op.kind == "B":
                 waiting.append(Op("W", op.stage, op.microbatch))
-        rows.append([*filled, *waiting])
+        rows.append([*ops, *waiting])
     return Schedule(rows, schedule.placement)
 
 

@@ -15,6 +15,7 @@ import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from splitpipe.schedule.bounds import bounds
 from splitpipe.schedule.costs import Costs
@@ -29,11 +30,9 @@ TINY = 1e-9
 CHANGES = {"F": 1, "B": 0, "W": -1, "BW": -1}
 
 
-def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
+def reorder(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
     """The schedule in an order that takes less time, or as it is if none is found."""
-    times = costs.times(schedule)
-    hops = costs.hops(schedule)
-    runnable = OpOrder(schedule)
+    times, hops, runnable = costs.times(schedule), costs.hops(schedule), OpOrder(schedule)
     starts, ends = runnable.play(times, hops)
     span = max(row[-1] for row in ends if row)
     if not span:
@@ -45,24 +44,19 @@ def reordered(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
     caps = [max(peak(row), math.floor(memory * share + NEAR)) for row, share in zip(schedule.rows, shares)]
     least = max(bounds(schedule, costs, [cap / share for cap, share in zip(caps, shares)]).values())
     jobs = _jobs(schedule, times, hops, caps, NEAR * span)
-    found = _justified(jobs, [start for row in starts for start in row], least)
-    if _makespan(jobs, found) >= span - jobs.near:
+    moved = _justify(jobs, [start for row in starts for start in row], least)
+    if _makespan(jobs, moved) >= span - jobs.near:
         return schedule
-    order = sorted(range(len(found)), key=found.__getitem__)
     ops = [op for row in schedule.rows for op in row]
     rows: list[list[Op]] = [[] for _ in schedule.rows]
-    for job in order:
+    for job in sorted(range(len(moved)), key=moved.__getitem__):
         rows[jobs.device[job]].append(ops[job])
     return Schedule(rows, schedule.placement, schedule.name)
 
 
 def peak(row: Iterable[Op]) -> int:
     """The most activations, counted by stage, that are alive at once on a device that runs these ops."""
-    most = alive = 0
-    for op in row:
-        alive += CHANGES[op.kind]
-        most = max(most, alive)
-    return most
+    return max(accumulate(CHANGES[op.kind] for op in row), default=0)
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,6 @@ class _Jobs:
 def _jobs(schedule: Schedule, times: Times, hops: Sequence[float], caps: list[int], near: float) -> _Jobs:
     ops = [op for row in schedule.rows for op in row]
     number = {(op.kind[0], op.stage, op.microbatch): job for job, op in enumerate(ops)}
-    device = [schedule.placement[op.stage] for op in ops]
     after: list[list[tuple[int, float]]] = [[] for _ in ops]
     before: list[list[tuple[int, float]]] = [[] for _ in ops]
     for job, op in enumerate(ops):
@@ -90,26 +83,17 @@ def _jobs(schedule: Schedule, times: Times, hops: Sequence[float], caps: list[in
             hop = 0.0 if need.stage == op.stage else hops[min(need.stage, op.stage)]
             before[job].append((other, hop))
             after[other].append((job, hop))
-    return _Jobs(
-        device=device,
-        time=[times[op.kind][op.stage] for op in ops],
-        change=[CHANGES[op.kind] for op in ops],
-        before=before,
-        after=after,
-        caps=caps,
-        near=near,
-    )
+    time, change = [times[op.kind][op.stage] for op in ops], [CHANGES[op.kind] for op in ops]
+    return _Jobs([schedule.placement[op.stage] for op in ops], time, change, before, after, caps, near)
 
 
-def _justified(jobs: _Jobs, starts: list[float], least: float) -> list[float]:
+def _justify(jobs: _Jobs, starts: list[float], least: float) -> list[float]:
     """Starts with a shorter makespan, by moving ops to both ends in turn; ``least`` is short enough."""
     reverse = replace(jobs, before=jobs.after, after=jobs.before, change=[-change for change in jobs.change])
-    starts = _pulled(jobs, starts)
-    gained = True
-    while gained and _makespan(jobs, starts) > least + jobs.near:
-        before = _makespan(jobs, starts)
-        starts = _pulled(jobs, _mirrored(jobs, _pulled(reverse, _mirrored(jobs, starts))))
-        gained = _makespan(jobs, starts) < before - jobs.near
+    starts, before = _pull(jobs, starts), math.inf
+    while before - jobs.near > (span := _makespan(jobs, starts)) > least + jobs.near:
+        before = span
+        starts = _pull(jobs, _mirror(jobs, _pull(reverse, _mirror(jobs, starts))))
     return starts
 
 
@@ -117,16 +101,15 @@ def _makespan(jobs: _Jobs, starts: list[float]) -> float:
     return max(start + time for start, time in zip(starts, jobs.time))
 
 
-def _mirrored(jobs: _Jobs, starts: list[float]) -> list[float]:
-    """Starts in reversed time."""
+def _mirror(jobs: _Jobs, starts: list[float]) -> list[float]:
     span = _makespan(jobs, starts)
     return [span - start - time for start, time in zip(starts, jobs.time)]
 
 
-def _pulled(jobs: _Jobs, starts: list[float]) -> list[float]:
+def _pull(jobs: _Jobs, starts: list[float]) -> list[float]:
     """Each job as early as possible, in order of their starts. None starts later than before."""
     near, caps = jobs.near, jobs.caps
-    found = [0.0] * len(starts)
+    earliest = [0.0] * len(starts)
     ends = [0.0] * len(starts)
     holes = [[(0.0, float("inf"))] for _ in caps]
     changes: list[list[tuple[float, int]]] = [[] for _ in caps]  # Changes of the number alive, by time.
@@ -144,14 +127,13 @@ def _pulled(jobs: _Jobs, starts: list[float]) -> list[float]:
         while own[place][1] + near < (start if start > own[place][0] else own[place][0]) + time:
             place += 1
         left, right = own[place]
-        begin = found[job] = start if start > left else left
+        begin = earliest[job] = start if start > left else left
         end = ends[job] = begin + time
-        parts = ((left, begin), (end, right))
-        own[place : place + 1] = [part for part in parts if part[1] - part[0] > near]
+        own[place : place + 1] = [(a, b) for a, b in ((left, begin), (end, right)) if b - a > near]
         if change:
             insort(changes[device], (begin if change > 0 else end, change))
             alive[device] += change
-    return found
+    return earliest
 
 
 def _below(cap: int, alive: int, changes: list[tuple[float, int]], start: float) -> float:

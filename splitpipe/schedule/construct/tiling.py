@@ -5,12 +5,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 
-from splitpipe.schedule.construct.reorder import peak, reordered
+from splitpipe.schedule.construct.reorder import peak, reorder
 from splitpipe.schedule.costs import Costs, real, verify_costs
 from splitpipe.schedule.op import Op, Schedule, listed
-from splitpipe.schedule.play import play
+from splitpipe.schedule.play import OpOrder
 
 
 @dataclass(frozen=True, init=False)
@@ -26,7 +25,7 @@ class Tiling(Schedule):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: there are more or fewer starts than ops, or one isn't a number.
+        ValueError: there are more or fewer starts than ops.
 
     Example:
         >>> tiling = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], placement=[0], interval=4).repeat(2)
@@ -40,11 +39,7 @@ class Tiling(Schedule):
     costs: Costs = Costs()
 
     def __init__(
-        self,
-        rows: Iterable[Iterable[Op]],
-        placement: Iterable[int],
-        starts: Iterable[Iterable[float]],
-        costs: Costs,
+        self, rows: Iterable[Iterable[Op]], placement: Iterable[int], starts: Iterable[Iterable[float]], costs: Costs,
         name: str = "",
     ) -> None:
         super().__init__(rows, placement, name)
@@ -82,26 +77,19 @@ class Tiling(Schedule):
         """
         if not 0 <= real(memory) < math.inf:
             raise ValueError(f"memory={memory!r}: expected a number of microbatches, finite and not negative.")
-        return _played(reordered(self, self.costs, memory).rows, self.placement, self.costs, self.name)
+        return _played(reorder(self, self.costs, memory).rows, self.placement, self.costs, self.name)
 
 
 def _verified(starts: object, rows: Sequence[Sequence[Op]]) -> tuple[tuple[float, ...], ...]:
-    """The starts of each row, one per op."""
-    lists = listed(starts)
-    numbers = [row for row in map(listed, lists or ()) if row is not None]
-    if lists is None or len(numbers) < len(lists) or any(_odd(start) for row in numbers for start in row):
+    lists = [listed(row) for row in listed(starts) or ()]
+    numbers = tuple(tuple(row) for row in lists if row is not None)
+    if listed(starts) is None or None in lists or any(math.isnan(real(start)) for row in numbers for start in row):
         raise TypeError(f"starts is {starts!r}: expected one row of numbers per device, the start of each op.")
-    if numbers and [len(row) for row in numbers] != [len(row) for row in rows] or any(
-        start != start for row in numbers for start in row
-    ):
+    if numbers and [*map(len, numbers)] != [*map(len, rows)]:
         raise ValueError(f"starts is {starts!r}: expected one number per op, in one row per device.")
-    return tuple(map(tuple, numbers))
-
-
-def _odd(start: object) -> bool:
-    return type(start) not in (int, float) and (isinstance(start, bool) or not isinstance(start, Real))
+    return numbers
 
 
 def _played(rows: Sequence[Sequence[Op]], placement: Sequence[int], costs: Costs, name: str) -> Tiling:
     schedule = Schedule(rows, placement, name)
-    return Tiling(rows, placement, play(schedule, costs.times(schedule), costs.hops(schedule))[0], costs, name)
+    return Tiling(rows, placement, OpOrder(schedule).play(costs.times(schedule), costs.hops(schedule))[0], costs, name)

@@ -1,1 +1,1 @@
-"""Pictures of schedules with times, one file each: text, SVG, an HTML page, a trace for Perfetto."""
+"""Pictures of schedules with times, one file each: text, SVG, an HTML page."""

@@ -1,39 +1,42 @@
-"""The measures of a schedule with times in words, and number formats for all pictures."""
+"""The measures of a schedule with times in words, and the number formats and colours of all pictures."""
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from splitpipe.schedule.draw import palette
-from splitpipe.schedule.op import Kind
+from splitpipe.schedule.op import Kind, Schedule
 from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.timed import TimedSchedule
 
 _MANY = 16  # With more devices, only the least and the largest number are printed.
+#: Distinguishable with any kind of colour vision (after Okabe and Ito); black text is readable on all of them.
+BASE: dict[Kind, tuple[int, int, int]] = {
+    "F": (108, 158, 228), "B": (240, 168, 62), "W": (92, 188, 150), "BW": (228, 126, 84)
+}
+MEANING: dict[Kind, str] = {"F": "forward", "B": "input gradient", "W": "weight gradients", "BW": "both gradients"}
+
+_WHITEST = 0.62  # For a device's last stage.
 
 
-def verify(played: Sequence[TimedSchedule]) -> None:
-    """Raises for schedules that can't be drawn to scale."""
-    for each in played:
+def verify(timelines: Sequence[TimedSchedule]) -> None:
+    for each in timelines:
         if not isinstance(each, TimedSchedule):
             raise TypeError(f"others has {each!r}: expected timelines, such as schedule.simulate returns.")
         if not (each.makespan == 0 or 1e-300 < each.makespan < math.inf):
-            raise ValueError(
-                f"{title(each)}: the makespan is {each.makespan}, which can't be drawn to scale: expected "
-                f"{'larger' if each.makespan < 1 else 'smaller'} costs."
-            )
+            way = "larger" if each.makespan < 1 else "smaller"
+            raise ValueError(f"{title(each)}: the makespan of {each.makespan} has no scale: expected {way} costs.")
 
 
-def title(played: TimedSchedule) -> str:
-    schedule = played.schedule
+def title(timeline: TimedSchedule) -> str:
+    schedule = timeline.schedule
     parts = [counted(schedule.devices, "device"), counted(schedule.microbatches, "microbatch")]
     if schedule.stages != schedule.devices:
         parts.append(counted(schedule.stages, "stage"))
-    return f"{name(played)}: {', '.join(parts)}"
+    return f"{name(timeline)}: {', '.join(parts)}"
 
 
-def name(played: TimedSchedule) -> str:
-    return printable(played.label) or "schedule"
+def name(timeline: TimedSchedule) -> str:
+    return printable(timeline.label) or "schedule"
 
 
 def printable(text: str) -> str:
@@ -57,9 +60,9 @@ def size(number: float) -> str:
     return f"{number:.4g} TiB"
 
 
-def idle(played: TimedSchedule) -> list[float]:
+def idle(timeline: TimedSchedule) -> list[float]:
     """How long each device is idle; rounding errors count as 0."""
-    return [each if each > 1e-9 * played.makespan else 0.0 for each in played.idle]
+    return [each if each > 1e-9 * timeline.makespan else 0.0 for each in timeline.idle]
 
 
 def each_device(numbers: Sequence[float]) -> str:
@@ -70,18 +73,32 @@ def each_device(numbers: Sequence[float]) -> str:
     return " ".join(texts) if len(texts) <= _MANY else f"{short(min(numbers))} to {short(max(numbers))}"
 
 
-def lines(played: TimedSchedule) -> list[str]:
+def texts(timeline: TimedSchedule) -> dict[str, str]:
+    """All measures but the lower bounds, by name."""
+    values = {
+        "makespan": short(timeline.makespan),
+        "bubble": percent(timeline.bubble),
+        "longest": short(timeline.longest),
+        "its bubble": percent(timeline.bubble_longest),
+        "idle": each_device(idle(timeline)),
+        "peak activations": each_device(timeline.peak_activations),
+    }
+    if timeline.peak_bytes is not None:
+        values["peak bytes"] = size(max(timeline.peak_bytes))
+    return values
+
+
+def lines(timeline: TimedSchedule) -> list[str]:
     """All measures, in a few lines of text."""
-    found = [
-        f"makespan {short(played.makespan)}, bubble {percent(played.bubble)}; "
-        f"longest {short(played.longest)}, bubble {percent(played.bubble_longest)}",
-        f"idle on the devices: {each_device(idle(played))}",
-        f"peak activations, in microbatches: {each_device(played.peak_activations)}",
+    text = texts(timeline)
+    bounds = ", ".join(f"{name} {short(bound)}" for name, bound in timeline.bounds.items())
+    return [
+        f"makespan {text['makespan']}, bubble {text['bubble']}; longest {text['longest']}, bubble {text['its bubble']}",
+        f"idle on the devices: {text['idle']}",
+        f"peak activations, in microbatches: {text['peak activations']}",
+        *([f"peak bytes: at most {text['peak bytes']} on a device"] if "peak bytes" in text else []),
+        f"lower bound for any order: {bounds}",
     ]
-    if played.peak_bytes is not None:
-        found.append(f"peak bytes: at most {size(max(played.peak_bytes))} on a device")
-    least = ", ".join(f"{name} {short(bound)}" for name, bound in played.bounds.items())
-    return [*found, f"lower bound for any order: {least}"]
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
@@ -106,13 +123,39 @@ def steps(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return list(dict(curve).items())
 
 
-def alive(played: TimedSchedule, device: int) -> list[tuple[float, float]]:
+def alive(timeline: TimedSchedule, device: int) -> list[tuple[float, float]]:
     """The activations alive on a device, in microbatches on all its stages."""
-    share = max(1, played.schedule.placement.count(device))
-    return [(time, value / share) for time, value in steps(played.curve(device))]
+    share = max(1, timeline.schedule.placement.count(device))
+    return [(time, value / share) for time, value in steps(timeline.curve(device))]
 
 
-def meanings(played: Sequence[TimedSchedule]) -> dict[Kind, str]:
+def meanings(timelines: Sequence[TimedSchedule]) -> dict[Kind, str]:
     """The kinds of op that occur, and what they mean."""
-    kinds = {span.op.kind for each in played for row in each.spans for span in row}
-    return {kind: meaning for kind, meaning in palette.MEANING.items() if kind in kinds}
+    kinds = {span.op.kind for each in timelines for row in each.spans for span in row}
+    return {kind: meaning for kind, meaning in MEANING.items() if kind in kinds}
+
+
+def legend(timelines: Sequence[TimedSchedule]) -> list[tuple[list[str], str]]:
+    """The kinds of op that occur: up to four colours, for the stages of a device, and a text."""
+    most = min(4, max(share for each in timelines for share in each.schedule.shares))
+    items = [
+        ([shade(kind, turn, most) for turn in range(most)], f"{kind} {meaning}")
+        for kind, meaning in meanings(timelines).items()
+    ]
+    return [*items, ([], "lighter: a later stage of the device")] if most > 1 else items
+
+
+def shade(kind: Kind, turn: int, turns: int) -> str:
+    """The colour of a kind of op for SVG and CSS, in the stage that is number ``turn`` of ``turns`` on its device."""
+    white = _WHITEST * turn / max(2, turns - 1)
+    return "#" + bytes(round(part + (255 - part) * white) for part in BASE[kind]).hex()
+
+
+def colours(schedule: Schedule) -> dict[tuple[Kind, int], str]:
+    stages = [*enumerate(zip(turns(schedule.placement), schedule.shares))]
+    return {(kind, stage): shade(kind, turn, share) for kind in BASE for stage, (turn, share) in stages}
+
+
+def turns(placement: Sequence[int]) -> list[int]:
+    """For each stage, its number among the stages of its device."""
+    return [placement[:stage].count(device) for stage, device in enumerate(placement)]

@@ -1,17 +1,16 @@
 """One recorded step: the times of its ops, and the costs that follow from them."""
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
-from statistics import fmean
 
-from splitpipe.schedule.costs import Bytes, Costs
-from splitpipe.schedule.op import Kind, Schedule
+from splitpipe.schedule.costs import Costs, real
+from splitpipe.schedule.op import Kind, Schedule, listed
+from splitpipe.schedule.plurals import counted
 from splitpipe.schedule.timed import Span
-from splitpipe.schedule.timeline import Timeline
 
 Average = Callable[[Sequence[float]], float]
 OpTimes = Mapping[tuple[Kind, int], Sequence[float]]
@@ -38,39 +37,58 @@ class Step:
     memory: tuple[int | None, ...]
 
 
-class RecordedStep(Timeline):
-    """A recorded step as a timeline: its costs are the means of its ops."""
+def verify_step(step: object, devices: int) -> None:
+    """Raises unless the value is a Step that can have run on that number of devices."""
+    if not isinstance(step, Step):
+        raise TypeError(f"step is {step!r}: expected a Step.")
+    for name, is_right in ("spans", _is_row), ("copies", _is_copy), ("memory", _is_memory):
+        values = listed(getattr(step, name))
+        if values is None or not all(map(is_right, values)):
+            raise TypeError(f"{name} is {getattr(step, name)!r}: expected what a Step has.")
+    spans = [*chain.from_iterable(step.spans)]
+    if not len(step.spans) == len(step.memory) == devices or not spans:
+        raise ValueError(
+            f"the step has spans of {counted(len(step.spans), 'device')} and memory of {len(step.memory)}: expected "
+            f"{devices}, with ops."
+        )
+    for op, start, end in spans:
+        if not -math.inf < real(start) <= real(end) < math.inf:
+            raise ValueError(f"{op} goes from {start!r} to {end!r}: expected times in order.")
+    for stage, time in step.copies:  # Different clocks may make the time negative.
+        if stage < 0 or not math.isfinite(real(time)):
+            raise ValueError(f"copies has {(stage, time)!r}: expected a stage and a time.")
+    if len(spans) > len({span.op for span in spans}):
+        raise ValueError("the step has an op twice: expected each once.")
 
-    def __init__(self, schedule: Schedule, step: Step, bytes: Bytes | None = None) -> None:
-        mean = op_costs(schedule, op_times(step), [time for _, time in step.copies], fmean)
-        super().__init__(schedule, mean, step.spans, bytes)
 
-    @cached_property
-    def work(self) -> tuple[float, ...]:
-        """How long each device computed."""
-        return tuple(sum(end - start for _, start, end in row) for row in self.spans)
-
-    @cached_property
-    def bounds(self) -> dict[str, float]:
-        """Lower bounds for any order of ops with the step's mean times; at most the time that the step took."""
-        return {name: min(value, self.makespan) for name, value in super().bounds.items()}
+def _is_row(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(span, Span) for span in value)
 
 
-def op_times(*steps: Step) -> dict[tuple[Kind, int], list[float]]:
-    """How long each op of a kind and stage took."""
-    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+def _is_copy(value: object) -> bool:
+    return (isinstance(value, tuple) and len(value) == 2
+            and isinstance(value[0], int) and isinstance(value[1], (int, float)))
+
+
+def _is_memory(value: object) -> bool:
+    return value is None or isinstance(value, int)
+
+
+def op_times(steps: Sequence[Step]) -> dict[tuple[Kind, int], list[float]]:
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for step in steps:
         for (kind, stage, _), start, end in chain.from_iterable(step.spans):
-            found[kind, stage].append(end - start)
-    return dict(found)
+            times[kind, stage].append(end - start)
+    return dict(times)
 
 
-def op_costs(schedule: Schedule, times: OpTimes, copies: Sequence[float], average: Average) -> Costs:
-    """The costs that follow from these times of ops and copies, on average: by mean or median.
+def op_costs(schedule: Schedule, steps: Sequence[Step], average: Average) -> Costs:
+    """The costs that follow from the times of ops and copies, on average: by mean or median.
 
     A stage's B and W have separate averages. If the stage also has BW, both are scaled so that they add up to the
     average time of a microbatch's backward; if it has only BW, B and W are half of it each.
     """
+    times, copies = op_times(steps), [time for step in steps for _, time in step.copies]
     forward = [_average(average, times.get(("F", stage), ())) for stage in range(schedule.stages)]
     backward = [_backward(times, stage, average) for stage in range(schedule.stages)]
     return Costs(forward, [b for b, _ in backward], [w for _, w in backward], _average(average, copies))
@@ -82,7 +100,6 @@ def _average(average: Average, values: Sequence[float]) -> float:
 
 
 def _backward(times: OpTimes, stage: int, average: Average) -> tuple[float, float]:
-    """The costs of B and W in a stage."""
     split, _, fused = each = [times.get((kind, stage), ()) for kind in ("B", "W", "BW")]
     b, w, both = (_average(average, values) for values in each)
     if not fused:

@@ -1,14 +1,14 @@
 """A recorded step in words: the bottleneck, the reasons for idle time, and what would help."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.draw import measures, palette
+from splitpipe.schedule.draw import measures
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.play import OpOrder
-from splitpipe.schedule.recording.step import OpTimes
+from splitpipe.schedule.recording.step import Step, op_times
 from splitpipe.schedule.timed import TimedSchedule
 
 STAGES, ORDER, COPIES, WAITING = "unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"
@@ -46,11 +46,10 @@ def idle_by_reason(step: TimedSchedule, plan: TimedSchedule) -> dict[str, float]
     return {STAGES: planned - copied, ORDER: ordered, COPIES: copied - ordered, WAITING: whole - planned}
 
 
-def stages(
-    schedule: Schedule, times: OpTimes, copies: Sequence[tuple[int, float]], names: Sequence[str]
-) -> list[str]:
+def stages(schedule: Schedule, steps: Sequence[Step], names: Sequence[str]) -> list[str]:
     """A table with one line per stage: its device, and the median time of each kind of op and of its hops."""
-    kinds = [kind for kind in palette.MEANING if any(each == kind for each, _ in times)]
+    times, copies = op_times(steps), [copy for step in steps for copy in step.copies]
+    kinds = [kind for kind in measures.MEANING if any(each == kind for each, _ in times)]
     rows = [["stage", "device", *(f"{kind} ms" for kind in kinds), "copy ms"]]
     for stage, device in enumerate(schedule.placement):
         columns = [times.get((kind, stage), ()) for kind in kinds]
@@ -68,39 +67,34 @@ def devices(shown: TimedSchedule, memory: Sequence[int | None], names: Sequence[
     return measures.aligned(rows, "<>>>")
 
 
-def remarks(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str], lost: Mapping[str, float]) -> list[str]:
+def remarks(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str]) -> list[str]:
     """The stage that is the bottleneck; how much a device computes; and a line for each reason for idle time."""
     whole = shown.makespan
-    parts = sorted(
-        ((time, reason) for reason, time in lost.items() if whole and time > _SMALL * whole), reverse=True
-    )
+    lost = [(time, reason) for reason, time in idle_by_reason(shown, plan).items()]
+    parts = sorted([each for each in lost if each[0] > _SMALL * whole > 0], reverse=True)
     computes = f"Of the step's {whole:.4g} ms, a device computes {fmean(shown.work):.4g} ms on average"
     lines = [_bottleneck(shown, names), f"{computes}; the rest is lost:" if parts else f"{computes}."]
     for time, reason in parts:
+        advice = ADVICE[reason] if reason in ADVICE else _move(shown, plan, names)
         line = f"{time:.4g} ms ({time / whole:.1%}) to {reason}"
-        if time > _LARGE * whole:
-            line += f". {ADVICE[reason] if reason in ADVICE else _move(shown, plan, names)}"
-        lines.append(f"{line}.")
+        lines.append(f"{line}. {advice}." if time > _LARGE * whole else f"{line}.")
     return lines
 
 
 def _bottleneck(shown: TimedSchedule, names: Sequence[str]) -> str:
     busy = [_part(work, shown) for work in shown.work]
-    most = max(busy)
-    device = busy.index(most)
-    others = [part for other, part in enumerate(busy) if other != device]
+    most, device = max(busy), busy.index(max(busy))
+    others = busy[:device] + busy[device + 1:]
     if not others:
         return f"There is one device, which computes {most:.0%} of the step."
     if most <= _STANDS_OUT * fmean(others):
         ends = dict.fromkeys([f"{min(busy):.0%}", f"{most:.0%}"])
         return f"No stage is the bottleneck: the devices compute {' to '.join(ends)} of the step."
-    own = [str(stage) for stage, place in enumerate(shown.schedule.placement) if place == device]
-    if len(own) == 1:
-        which = f"Stage {own[0]} on {names[device]} is the bottleneck: its"
-    else:
-        which = f"Stages {', '.join(own[:-1])} and {own[-1]} on {names[device]} are the bottleneck: their"
+    *more, last = [str(stage) for stage, place in enumerate(shown.schedule.placement) if place == device]
+    which = f"Stages {', '.join(more)} and {last}" if more else f"Stage {last}"
+    verb, whose = ("are", "their") if more else ("is", "its")
     rest = f"the other {others[0]:.0%}" if len(others) == 1 else f"the others {fmean(others):.0%} on average"
-    return f"{which} device computes {most:.0%} of the step, {rest}."
+    return f"{which} on {names[device]} {verb} the bottleneck: {whose} device computes {most:.0%} of the step, {rest}."
 
 
 def _move(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str]) -> str:

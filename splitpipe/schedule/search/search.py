@@ -3,39 +3,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from typing import Literal
 
-from splitpipe.schedule.construct.library import SCHEDULES, build, variants, verify_size
+from splitpipe.schedule.construct.library import SCHEDULES, build, variants, verify_numbers
 from splitpipe.schedule.costs import Costs, real, verify_costs
 from splitpipe.schedule.op import Schedule, listed
 from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.search.period import Period
-from splitpipe.schedule.search.steady import periods
-from splitpipe.schedule.search.tighten import tightened
-from splitpipe.schedule.search.word import Problem, Word, length, peak, schedule_of, words_of
+from splitpipe.schedule.search.anneal import Graph, improve
+from splitpipe.schedule.search.initial import blocks
+from splitpipe.schedule.search.problem import Problem, Word, lengthen, schedule_of, shorten, words_of
 
 _PACE = 10_000_000  # Roughly the number of ops that are looked at per second.
-_KEPT = 2  # Periods in the middle of each device that stay fixed while both ends are tightened.
 
 #: Span, words and problem.
 Found = tuple[float, list[Word], Problem]
 
 
 def search(
-    devices: int,
-    chunks: int,
-    costs: Costs | None = None,
-    memory: float | Sequence[float] | None = None,
-    stages_per_device: int | None = None,
-    seconds: float = 5.0,
-    span: Literal["makespan", "longest"] = "makespan",
+    devices: int, chunks: int, costs: Costs | None = None, memory: float | Sequence[float] | None = None,
+    stages_per_device: int | None = None, seconds: float = 5.0, span: Literal["makespan", "longest"] = "makespan",
 ) -> Schedule:
     """Returns the shortest schedule that it finds, with a limit on memory.
 
     First it searches for a steady state: what each device repeats, in the order and with the lags that make the period
-    of one, two or three microbatches shortest. Then it tightens the beginning and the end. It also starts from the
+    of one, two or three microbatches shortest. Then it shortens the beginning and the end. It also starts from the
     named schedules, so its result is never longer than any of these that fits. The first step is from "Pipeline
     Parallelism with Controllable Memory" (arXiv 2405.15362, section 3), with real times instead of equal slots.
 
@@ -64,10 +56,7 @@ def search(
         >>> timeline.makespan, schedule.simulate(schedule.build("1f1b", 4, 8)).makespan
         (26.5, 33.0)
     """
-    for what, value in {"devices": devices, "chunks": chunks, "stages_per_device": stages_per_device}.items():
-        if (value is not None or what != "stages_per_device") and (type(value) is not int or value < 1):
-            raise ValueError(f"{what}={value!r}: expected a whole number of at least 1.")
-    verify_size(devices, chunks, stages_per_device or 1)
+    verify_numbers(devices, chunks, 1 if stages_per_device is None else stages_per_device)
     if not 0 <= real(seconds) < math.inf:
         raise ValueError(f"seconds={seconds!r}: expected a number, finite and not negative.")
     if not isinstance(span, str) or span not in ("makespan", "longest"):
@@ -75,48 +64,32 @@ def search(
     costs = Costs() if costs is None else costs
     verify_costs(costs)
     if any(listed(costs.recompute) or [costs.recompute]):
-        raise ValueError(
-            f"recompute={costs.recompute!r}: expected 0, since the search can't model the time for which an op runs "
-            "before it waits for its gradient. Add it to backward_input instead."
-        )
+        raise ValueError(f"recompute={costs.recompute!r}: expected 0 in a search. Add it to backward_input instead.")
     cap = _caps(memory, devices, chunks)
     places = {place: None for v in _counts(costs, devices, stages_per_device) for place in _placements(devices, v)}
     problems = [_problem(place, chunks, costs, cap, span == "longest") for place in places]
-    named = list(_named(problems, cap))
-    _, words, problem = min(_searched(problems, named, seconds), key=itemgetter(0))
+    _, words, problem = _best(problems, list(_named(problems, cap)), int(seconds * _PACE))
     return schedule_of(problem, words, "search")
 
 
 def _caps(memory: float | Sequence[float] | None, devices: int, chunks: int) -> list[float]:
     several = listed(memory)
-    given = [chunks if memory is None else memory] * devices if several is None else several
-    if len(given) != devices:
-        raise ValueError(
-            f"memory={memory!r} has {counted(len(given), 'number')}: expected one for each of "
-            f"{counted(devices, 'device')}."
-        )
-    for number in given:
-        if math.isnan(real(number)):
-            raise ValueError(f"memory={memory!r}: expected a number of at least 1, or one for each device.")
-        if not real(number) >= 1 - 1e-9:
-            raise ValueError(
-                f"memory={memory!r}: nothing fits, since all activations of a microbatch are alive when its backward "
-                "begins. Expected at least 1 for each device."
-            )
-    return [min(real(number), chunks) for number in given]
+    caps = [chunks if memory is None else memory] * devices if several is None else several
+    if len(caps) != devices:
+        raise ValueError(f"memory={memory!r}: expected a number, or one for each of {counted(devices, 'device')}.")
+    if not all(real(number) >= 1 - 1e-9 for number in caps):
+        raise ValueError(f"memory={memory!r}: expected at least 1, as backward begins with a microbatch's activations.")
+    return [min(real(number), chunks) for number in caps]
 
 
 def _counts(costs: Costs, devices: int, stages_per_device: int | None) -> list[int]:
-    """The possible numbers of stages per device."""
     if stages_per_device is not None:
         return [stages_per_device]
     for each in (costs.forward, costs.backward_input, costs.backward_weight):
         if not isinstance(each, (int, float)):
             if not each or len(each) % devices:
-                raise ValueError(
-                    f"the costs are for {counted(len(each), 'stage')}: expected the same number of stages on each of "
-                    f"{counted(devices, 'device')}."
-                )
+                stages = counted(len(each), "stage")
+                raise ValueError(f"the costs are for {stages}: expected the same number on each of {devices} devices.")
             return [len(each) // devices]
     return [1, 2]
 
@@ -133,7 +106,6 @@ def _problem(placement: tuple[int, ...], chunks: int, costs: Costs, cap: Sequenc
 
 
 def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]:
-    """The named schedules that fit."""
     devices, chunks, costs = problems[0].devices, problems[0].chunks, problems[0].costs
     counts = {len(problem.placement) // devices for problem in problems}
     for name in SCHEDULES:
@@ -147,46 +119,56 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
                 continue  # The schedule doesn't support these numbers.
             problem = _problem(schedule.placement, chunks, costs, cap, problems[0].longest)
             words = words_of(schedule)
-            if all(peak(word) <= most for word, most in zip(words, problem.caps)):
-                yield length(problem, words), words, problem
+            if problem.fits(words):
+                yield Graph(problem, words).span, words, problem
 
 
-def _searched(problems: Sequence[Problem], named: Sequence[Found], seconds: float) -> list[Found]:
-    """Schedules from periods and from named schedules; the best is no longer than any of the latter."""
-    work = int(seconds * _PACE)
-    rated = [
-        (value, period, problem)
-        for problem in problems
-        for value, period in periods(problem, work * 4 // 10 // len(problems))
+def _best(problems: Sequence[Problem], named: Sequence[Found], work: int) -> Found:
+    """The shortest schedule of those from periods and the named ones, improved."""
+    share = work // (2 * len(problems))
+    rated = sorted([(*each, problem) for problem in problems for each in _periods(problem, share)], key=itemgetter(0))
+    candidates = [
+        (*complete(problem, words, size, work // (4 * len(rated[:2])), seed), problem)
+        for seed, (_, words, size, problem) in enumerate(rated[:2])
     ]
-    rated = sorted(rated, key=itemgetter(0))[:4]
-    work = work * 6 // 10
-    found: list[Found] = []
-    for seed, (_, period, problem) in enumerate(rated):
-        found.append((*finished(problem, period, work // (2 * len(rated)), seed, problem.goal), problem))
-    _, words, problem = min([*found, *named], key=itemgetter(0))
-    return [*found, (*tightened(problem, words, work // 2, 0, problem.goal), problem)]
+    span, words, problem = min([*candidates, *named], key=itemgetter(0))
+    for seed in range(2):
+        span, words = improve(problem, words, work // 8, seed, heat=0.2, goal=problem.goal)
+    return span, words, problem
 
 
-def finished(problem: Problem, period: Period, work: int, seed: int, goal: float = 0.0) -> tuple[float, list[Word]]:
-    """The span and words of a whole schedule: a short one with tight ends, and whole periods in its middle."""
-    whole = period.unrolled(problem.chunks)
-    lead = max(each.start for each in period.full(problem.chunks))
-    free = problem.devices // period.size + 1  # Full periods at each end that may change.
-    chunks = (lead + _KEPT + 2 * free) * period.size + problem.chunks % period.size
-    if chunks >= problem.chunks:
-        return tightened(problem, whole, work, seed, goal)
-    short = replace(problem, chunks=chunks)
-    words, fixed = [], []
-    for row, full in zip(period.rows, period.full(chunks)):
-        parts = period.parts(row, chunks)
-        first = full.start + (len(full) - _KEPT) // 2
-        start = sum(map(len, parts[:first]))
-        words.append([letter for part in parts for letter in part])
-        fixed.append(range(start, start + _KEPT * len(row)))
-    _, tight = tightened(short, words, work, seed, fixed=fixed)
-    more = (problem.chunks - chunks) // period.size
-    spliced = [
-        word[: kept.start] + list(row) * more + word[kept.start :] for word, kept, row in zip(tight, fixed, period.rows)
+def _periods(problem: Problem, work: int) -> list[tuple[float, list[Word], int]]:
+    """The span of all microbatches, the words of a few, and the size of a period that these repeat; shortest first."""
+    short, more = shorten(problem, 1, 2)
+    tries = max(1, min(30, work // (20 * short.chunks * len(problem.device_of))))
+    starts = sorted(((Graph(short, x, 1, more).span, x) for x in blocks(short, tries, seed=0)), key=itemgetter(0))
+    candidates = [
+        (*improve(short, words, work // 10, seed, heat * problem.chunks, size=1, more=more), 1)
+        for seed, ((_, words), heat) in enumerate(zip(starts, (0.03, 0.1, 0.1)))
     ]
-    return min(((length(problem, words), words) for words in (whole, spliced)), key=itemgetter(0))
+    # Periods of two and three microbatches, from the best of one.
+    _, best, _ = min(candidates, key=itemgetter(0))
+    for size in (2, 3):
+        if 2 * size <= problem.chunks:
+            several, more = shorten(problem, size, 2)
+            words = lengthen(several, best, several.chunks - short.chunks, size=1)
+            heat = 0.02 * problem.chunks
+            candidates.append((*improve(several, words, work * 7 // 20, 0, heat, size=size, more=more), size))
+    return candidates
+
+
+def complete(problem: Problem, words: list[Word], size: int, work: int, seed: int) -> tuple[float, list[Word]]:
+    """The span and words of a whole schedule: a short one with tight ends, and whole periods in its middle.
+
+    ``words``: of fewer microbatches, with periods of ``size`` of these.
+    """
+    short, more = shorten(problem, size, 3)
+    words = lengthen(short, words, short.chunks - len(words[0]) // len(problem.letters[0]), size)
+    if not more:
+        return improve(problem, words, work, seed, goal=problem.goal)
+    periods = [((len(word) - size * len(own)) // 2, size * len(own)) for word, own in zip(words, problem.letters)]
+    fixed = [range(start - length, start + 2 * length) for start, length in periods]
+    _, tight = improve(short, words, work, seed, fixed=fixed)
+    whole = [lengthen(problem, each, more, size) for each in (words, tight)]
+    spans = [(Graph(problem, each).span, each) for each in whole if problem.fits(each)]
+    return min(spans, key=itemgetter(0), default=(math.inf, whole[0]))

@@ -1,1 +1,0 @@
-"""The gain of each mechanism of the pipeline."""

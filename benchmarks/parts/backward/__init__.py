@@ -1,1 +1,0 @@
-"""Cost and gain of the split backward, by itself."""

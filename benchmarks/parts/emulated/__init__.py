@@ -1,1 +1,0 @@
-"""The engine by itself, on devices that sleep."""

@@ -1,1 +1,0 @@
-"""Step time against microbatches and against stages."""

@@ -1,0 +1,49 @@
+"""B: the gradients of a stage's inputs, by one call of autograd's engine; what W needs is captured on the way.
+
+    given gradients ──> roots ──> ... ──┬──> entries       sent to the stages before
+                                        ├──> weight nodes  the gradients of their outputs, for W
+                                        └──> other leaves  summed at once
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from splitpipe.backward.graph_walk import Walk
+from splitpipe.core.torch_private import run_backward
+
+_SHARED = (
+    "microbatches share a part of a graph, and the backward of one has freed it for the others: weights that the "
+    "caller computed, or a tensor that a layer keeps from one call to the next. Expected layers that compute "
+    "everything from their inputs and parameters in each call, detached tensors, or SplitPipe(..., "
+    "backward='autograd')."
+)
+
+
+class InputGradients(NamedTuple):
+    """What B has computed; None where no gradient arrived."""
+
+    entries: Sequence[Tensor | None]
+    outputs: Sequence[Tensor | None]  #: Of the weight nodes.
+    leaves: Sequence[Tensor | None]
+
+
+def backward_input(
+    roots: Sequence[GradientEdge], grads: Sequence[Tensor], entries: Sequence[GradientEdge], graph: Walk, keep: bool
+) -> InputGradients:
+    """Runs backward from the roots, given their gradients, to ``entries``; ``keep``: the graph is needed again."""
+    nodes, leaves = graph.weight_nodes, graph.leaves
+    ends = (*entries, *[GradientEdge(node.node, 0) for node in nodes], *leaves)
+    if not roots or not ends:
+        return InputGradients([None] * len(entries), [None] * len(nodes), [None] * len(leaves))
+    try:
+        captured = run_backward(tuple(roots), tuple(grads), keep, False, ends, True, False)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise RuntimeError(_SHARED) from error
+        raise
+    first, last = len(entries), len(entries) + len(nodes)
+    return InputGradients(captured[:first], captured[first:last], captured[last:])

@@ -1,0 +1,129 @@
+"""The outer graph: what the caller's autograd sees of a call, and how it gets the call's gradients.
+
+    loss <─ ... <─ Output <── phony ── Start <─┬─ phony ── Release of stage n-1 ── its leaves
+                                               ├─ ...
+                                               ├─ phony ── Release of stage 0 ── its leaves
+                                               └─ phony ── Release of the input ── the caller's tensors
+
+    1. Output keeps the gradients of what has left the call: the outputs, or the loss of a schedule.
+    2. Start computes the call's gradients: drop-in, it runs the second half, B and W; scheduled, it scales what is
+       there already.
+    3. Each Release hands its gradients over; the last stage's comes first, since it is the last in the graph. It
+       doesn't run if they aren't wanted, as in torch.autograd.grad(loss, x).
+
+Phonies are CPU tensors, so Start runs in the thread that called backward. In a device thread of autograd's, it would
+wait for workers whose B needs that thread: a deadlock. While a B in the calling thread waits for a device, this thread
+does what else is ready in the graph outside: no Release may be, until Start has ended.
+
+Nothing in the call refers to these nodes, so it is freed as soon as it is dropped. After a backward, they refer to
+nothing in the call, unless the graph is retained: a loss may live longer.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from splitpipe.core import stream
+from splitpipe.core.torch_private import _get_current_graph_task_keep_graph, _will_engine_execute_node
+
+#: Tensors that get gradients: the leaves of a stage, by its number; or the caller's, by the key of the value.
+Groups = Mapping[Any, Sequence[Tensor]]
+Gradients = dict[Any, list[Tensor | None]]
+
+
+class OuterGraph:
+    """The outer graph of a call on these devices.
+
+    ``compute`` is given the gradients of outputs by number, the groups that want gradients, and whether the graph is
+    retained; it returns the gradients of these groups, for the caller's current streams.
+    """
+
+    def __init__(
+        self, devices: Sequence[torch.device], compute: Callable[[Mapping[int, Tensor], Groups, bool], Gradients]
+    ) -> None:
+        self._devices = {*devices}
+        self._compute: Any = compute  # None: it is at work, or was freed.
+        self._groups: Groups = {}
+        self._releases: dict[Any, Any] = {}  # Weak references to the nodes.
+        #: The gradients of outputs, by number, and the events after which they are there.
+        self.arrived: dict[int, Tensor | None] = {}
+        self.events: list[torch.Event | None] = []
+        self._gradients: Gradients = {}
+
+    def attach(self, outputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+        """The outputs as those of the outer graph, which leads to these tensors."""
+        self._groups, phonies = {key: tensors for key, tensors in groups.items() if tensors}, list[Tensor]()
+        for key, tensors in self._groups.items():
+            phonies.append(_Phony.apply(partial(self._gradients.pop, key), *tensors))
+            self._releases[key] = weakref.ref(phonies[-1].grad_fn)
+        start, attached = _Phony.apply(self._run, *phonies), [*outputs]
+        for device in {x.device for x in outputs}:
+            places = [k for k, x in enumerate(outputs) if x.device == device]
+            for k, x in zip(places, _Output.apply(self, start, places, *[outputs[k] for k in places])):
+                attached[k] = x
+        return attached
+
+    def _run(self) -> list[Tensor]:
+        phonies = [torch.zeros((), device="cpu")] * len(self._groups)
+        compute, self._compute, keep = self._compute, None, _get_current_graph_task_keep_graph()
+        arrived, events, self.arrived, self.events = self.arrived, self.events, {}, []
+        if compute is None:
+            raise RuntimeError(
+                "Trying to backward through the output or the loss of a SplitPipe a second time: the first backward "
+                "freed its graphs (pass retain_graph=True to it), or is still running, in a hook or another thread: "
+                "expected one at a time, or SplitPipe(..., backward='autograd')."
+            )
+        for event in events:
+            for device in self._devices:
+                stream.wait_for(stream.current(device), event)
+            stream.spent(event)
+        running = [key for key, node in self._releases.items() if (own := node()) and _will_engine_execute_node(own)]
+        wanted = {key: self._groups[key] for key in running}
+        self._gradients.clear()
+        try:
+            self._gradients |= compute({k: grad for k, grad in arrived.items() if grad is not None}, wanted, keep)
+        finally:
+            self._compute, self._groups = (compute, self._groups) if keep else (None, {})
+        return phonies
+
+
+class _Output(Function):
+    """What has left a call on one device."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: OuterGraph, start: Tensor, places: Sequence[int], *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.graph, ctx.places, ctx.device = graph, places, tensors[0].device
+        return tuple([x.detach() for x in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True was passed to a backward through a SplitPipe, whose stages compute their gradients "
+                "outside autograd's graph: expected a first derivative. For a second one, compute the loss from "
+                "model(x), with SplitPipe(..., backward='autograd')."
+            )
+        ctx.graph.arrived.update(zip(ctx.places, grads))
+        ctx.graph.events.append(stream.mark(stream.current(ctx.device)))
+        return None, torch.zeros((), device="cpu"), None, *[None] * len(grads)
+
+
+class _Phony(Function):
+    """A CPU tensor that depends on others, whose gradients ``give`` returns: Start, or a Release."""
+
+    @staticmethod
+    def forward(ctx: Any, give: Callable[[], Sequence[Tensor | None]], *tensors: Tensor) -> Tensor:
+        ctx.give = give
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            return None, *ctx.give()

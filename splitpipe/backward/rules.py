@@ -1,0 +1,184 @@
+"""Rules, by the type of an autograd node: what W needs of what the node has saved, and which function computes it.
+
+Between a node and its weight there may be transposes and casts only; W knows no gradient of another view, nor of a
+computed weight. A node without a rule keeps its whole backward in B, and so does one that its rule doesn't take.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from splitpipe.backward.split_function import SplitCall
+from splitpipe.backward.stand_ins import StandIns
+from splitpipe.backward.weight_gradients import Parts, Totals, convolution, embedding, linear
+from splitpipe.core.torch_private import AccumulateGrad, _functions
+
+#: Multiplications per microbatch from which on a CPU gains by computing a convolution's weight gradients in idle time.
+_MANY = 2**25
+
+
+class WeightNode:
+    """A node whose weight gradients W computes.
+
+    ``accumulate`` gets it as ``ctx``, unless that is another object, ``kept``. ``way``: how it uses its weights; calls
+    that use them alike are summed together. ``whole``: its backward leaves something for W once ``left`` is a list, and
+    W computes all of its weights or none; ``partial``: gradients also flow through it to its weights.
+    """
+
+    # One object a node, with few references: the garbage collector looks at all of them in every call.
+    __slots__ = ("accumulate", "kept", "node", "partial", "saved_for_weight", "version", "way", "weights", "whole")
+
+    def __init__(
+        self, node: Any, accumulate: Callable[[Totals, Parts], None], weights: tuple[Tensor | None, ...],
+        saved: tuple[Any, ...] = (), way: tuple[Any, ...] = (), whole: bool = False, partial: bool = False,
+    ) -> None:
+        self.node, self.accumulate, self.weights, self.saved_for_weight = node, accumulate, weights, saved
+        self.way, self.whole, self.partial = way, whole, partial
+        self.kept: Any = None
+        self.version = self.current_version()
+
+    def current_version(self) -> int:
+        """A number that grows when what is saved is written to."""
+        version = 0
+        for x in self.saved_for_weight:
+            if type(x) is Tensor:
+                version += x._version
+        return version
+
+
+def _type(name: str) -> Any:
+    return getattr(_functions, name, None)  # A newer torch may give a node another name: it has no rule then.
+
+
+#: Whether such a view of a matrix is its transpose. A negative dimension is read as 2**64 more.
+_TURNS: dict[Any, Callable[[Any], bool]] = {
+    _type("TransposeBackward0"): lambda node: node._saved_dim0 % 2 != node._saved_dim1 % 2,
+    _type("PermuteBackward0"): lambda node: node._saved_dims[0] % 2 == 1,
+}
+_T, _CAST = _type("TBackward0"), _type("ToCopyBackward0")
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """An unpack hook of the planner's, known to return what was saved."""
+    return x
+
+
+def leaf_of(node: Any) -> tuple[Tensor | None, bool]:
+    """The leaf behind transposes and casts, if only these are there, and whether it is transposed."""
+    turned = viewed = False
+    while node is not None:
+        kind = type(node)
+        if kind is AccumulateGrad:
+            leaf = node.variable
+            return (None, False) if viewed and leaf.dim() != 2 else (leaf, turned)
+        if kind is _T:
+            viewed, turned = True, not turned
+        elif kind in _TURNS:
+            viewed, turned = True, turned != _TURNS[kind](node)
+        elif kind is not _CAST:
+            break
+        node = node.next_functions[0][0]
+    return None, False
+
+
+def _saved(node: Any, raw: Any, name: str, weight: Tensor) -> Tensor | None:
+    """What a node has saved for its weight's gradient, if both are plain."""
+    hook = raw.unpack_hook
+    if hook is not None and hook is not unchanged:  # Unpacking may take long, or not be allowed twice.
+        return None
+    x: Tensor = getattr(node, name)
+    plain = type(x) is Tensor and type(weight) in (Tensor, Parameter) and x.layout is weight.layout is torch.strided
+    return x if plain and not weight.is_complex() else None
+
+
+def _product(node: Any, weight: Any, bias: Any, raw: Any, name: str) -> WeightNode | None:
+    """A product with a weight, and perhaps a bias, behind these nodes."""
+    (leaf, turned), (other, _) = leaf_of(weight), leaf_of(bias)
+    # A bias with rows, or per row, is summed differently.
+    if leaf is None or bias is not None and (other is None or other.dim() > 1):
+        return None
+    x = _saved(node, raw, name, leaf)
+    return None if x is None else WeightNode(node, linear, (leaf, other), (x,), (turned,))
+
+
+def _addmm(node: Any, edges: Any) -> WeightNode | None:
+    if node._saved_alpha != 1 or node._saved_beta != 1:
+        return None
+    return _product(node, edges[2][0], edges[0][0], node._raw_saved_mat1, "_saved_mat1")
+
+
+def _mm(node: Any, edges: Any) -> WeightNode | None:
+    return _product(node, edges[1][0], None, node._raw_saved_self, "_saved_self")
+
+
+def _convolution(node: Any, edges: Any) -> WeightNode | None:
+    _, (weight, _), (bias, _) = edges
+    (leaf, _), (other, _) = leaf_of(weight), leaf_of(bias)
+    if leaf is None or other is None and bias is not None:
+        return None
+    x = _saved(node, node._raw_saved_input, "_saved_input", leaf)
+    stride, transposed = node._saved_stride, node._saved_transposed
+    if x is None:
+        return None
+    elements = x.shape[0] * prod(x.shape[2:]) // (1 if transposed else prod(stride))
+    if x.is_cpu and leaf.numel() * elements < _MANY:
+        return None
+    values = stride, node._saved_padding, node._saved_dilation, transposed, node._saved_output_padding
+    geometry = *[tuple(each) if isinstance(each, (list, tuple)) else each for each in values], node._saved_groups
+    used = node._saved_weight  # Its gradient needs the weight's shape and layout; its dtype may be that of autocast.
+    return WeightNode(node, convolution, (leaf, other), (x, used), (geometry, used.dtype))
+
+
+def _embedding(node: Any, edges: Any) -> WeightNode | None:
+    leaf, turned = leaf_of(edges[0][0])
+    if leaf is None or turned or node._saved_sparse or node._saved_scale_grad_by_freq:
+        return None
+    numbers = _saved(node, node._raw_saved_indices, "_saved_indices", leaf)
+    padding = node._saved_padding_idx
+    padding = padding if padding < 2**63 else padding - 2**64  # It is read as an unsigned number.
+    way = node._saved_weight_sym_argsize_0, padding
+    return None if numbers is None else WeightNode(node, embedding, (leaf,), (numbers,), way)
+
+
+def _weights(nodes: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
+    """The weights behind nodes, some of which may be None; None if there are none, or others than leaves."""
+    found = [leaf_of(node) for node in nodes]
+    if any([turned or leaf is None and node is not None for (leaf, turned), node in zip(found, nodes)]):
+        return None
+    weights = tuple([leaf for leaf, _ in found])
+    return weights if any([x is not None for x in weights]) else None
+
+
+def _split_call(node: Any, edges: Any) -> WeightNode | None:
+    """A call of a user's SplitFunction."""
+    behind = iter(edges[1:])
+    weights = _weights([next(behind)[0] if given else None for given in node.given])
+    if weights is None or any([raw.unpack_hook not in (None, unchanged) for raw in node._raw_saved_tensors]):
+        return None
+    return WeightNode(node, node.function.accumulate, weights, whole=True)
+
+
+def _stand_ins(node: Any, edges: Any) -> WeightNode | None:
+    """The stand-ins of compiled code, which leaves there what W needs."""
+    weights = _weights([after for after, _ in edges])
+    if weights is None:
+        return None
+    return WeightNode(node, node.function.accumulate, weights, whole=True, partial=True)
+
+
+_SPLIT_CALL: Any = SplitCall
+_STAND_INS: Any = StandIns
+#: Given a node and its edges, the node with its weights, unless it is left to autograd; and the edges that B follows.
+RULES: dict[Any, tuple[Callable[[Any, Any], WeightNode | None], slice]] = {
+    _type("AddmmBackward0"): (_addmm, slice(1, 2)),
+    _type("MmBackward0"): (_mm, slice(1)),
+    _type("ConvolutionBackward0"): (_convolution, slice(1)),
+    _type("EmbeddingBackward0"): (_embedding, slice(0)),
+    _SPLIT_CALL._backward_cls: (_split_call, slice(1)),
+    _STAND_INS._backward_cls: (_stand_ins, slice(None)),
+}

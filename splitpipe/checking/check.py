@@ -1,0 +1,221 @@
+"""The check: two runs, and what differs.
+
+    some rows ──┬── in one microbatch, or through another module ── outputs, loss, gradients, state ──┐
+                └── in ``chunks`` microbatches ──────────────────── outputs, loss, gradients, state ──┴─ compared
+
+No rule can tell whether the rows of a batch meet in a forward or in a loss; two runs show it.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from splitpipe.checking.comparison import OF_GRADIENTS, TOLERANCES, Comparison, compare
+from splitpipe.checking.run import CheckedCall, CheckedModel, Run, fresh
+from splitpipe.microbatch.division import Division, describe
+from splitpipe.partition.blocks import Blocks
+from splitpipe.partition.resident import is_pipeline
+from splitpipe.piped import runtime_of
+from splitpipe.runtime.module import ModuleRuntime
+from splitpipe.runtime.runtime import Batch, Runtime
+
+_ADVICE = {
+    "outputs": (
+        "Rows meet in the forward (statistics or attention over the batch, a counter of calls), or an argument was not "
+        "split as it should be: look at batched= and split=."
+    ),
+    "loss": (
+        "The loss isn't a sum or mean over rows: look at reduction=, let loss_fn return (total, count), or leave out "
+        "the schedule and compute the loss from model(x)."
+    ),
+    "gradients": "A backward depends on the whole batch: try backward='autograd' and checkpoint='never'.",
+    "state": (
+        "The forward writes to a buffer, a parameter or a counter once for each microbatch: count outside, average "
+        "outside, or look at deferred_batch_norm=True."
+    ),
+}
+_DRAWING = "The forward draws random numbers there, too, so that nothing can be concluded."
+
+
+@dataclass(frozen=True)
+class Check:
+    """What ``splitpipe.check`` has found: true if nothing differs. ``print`` shows a line for each comparison.
+
+    Attributes:
+        comparisons: of outputs, loss, gradients and state, as far as there are any.
+        how: the rows, microbatches and modes of the two runs.
+        arguments: how each argument was treated: split along which dimension, or whole.
+        advice: where to look for the reason.
+    """
+
+    comparisons: tuple[Comparison, ...]
+    how: str
+    arguments: str
+    advice: str
+
+    def __bool__(self) -> bool:
+        return not any([each.different for each in self.comparisons])
+
+    def raise_if_different(self) -> None:
+        """Raises RuntimeError, with the text that ``print`` shows, if anything differs."""
+        if not self:
+            raise RuntimeError(str(self))
+
+    def __str__(self) -> str:
+        lines = [self.how, *map(str, self.comparisons)]
+        if self:
+            return "\n".join([*lines, "The same. (Numbers are parts of the largest element of each.)"])
+        lines.append("Not the same. (Numbers are parts of the largest element of each.)")
+        return "\n".join([*lines, *filter(None, [self.arguments, self.advice])])
+
+
+def check(
+    model: nn.Module, *args: Any, target: Any = None, loss: Callable[[Any], Tensor] | None = None,
+    against: nn.Module | None = None, rows: int | None = None, tolerance: float | None = None, **kwargs: Any,
+) -> Check:
+    """Compares a pipeline in several microbatches with itself in one, or with another module, on a batch.
+
+    It finds what no rule can: rows that meet in the forward or in the loss, an argument that was split but should be
+    whole, a counter of calls. It runs where the model is, without a copy of it, and restores what runs may change
+    (docs/reference.md says what). No other thread may use the model meanwhile. Dropout is off, and BatchNorm layers use
+    their running statistics. If the forward draws random numbers all the same, it is compared in eval mode.
+
+    Args:
+        model: a SplitPipe, or a module that ``attach`` was called with.
+        args: the positional arguments of a call.
+        target: for a model with a schedule and ``loss_fn``.
+        loss: a function of the output that returns the loss, if it is computed outside. Default: the loss in the
+            model's output, or else a fixed function of all outputs.
+        against: a module with the same weights to compare with, such as an unwrapped copy.
+        rows: how many rows of the batch are used, from the first. Default: two for each microbatch; with ``loss``, all.
+        tolerance: by how much values may differ: a part of the largest element of each. Default: what their dtypes
+            need, such as 1e-4 for outputs and 1e-3 for gradients in float32.
+        kwargs: the arguments of a call that have names.
+
+    Returns:
+        A Check: true if nothing differs. ``print`` shows what was compared, what differs and by how much, how each
+        argument was treated, and where to look.
+
+    Raises:
+        TypeError: ``model`` is not a pipeline, or an argument has a wrong type.
+        ValueError: an argument has a wrong value, or the batch is one microbatch.
+        BaseException: whatever the model or the loss raises.
+
+    Example:
+        >>> import splitpipe
+        >>> layers = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        >>> model = SplitPipe(torch.nn.Sequential(*layers), balance=[1, 1], devices=["cpu", "cpu"], chunks=2)
+        >>> bool(splitpipe.check(model, torch.randn(8, 4), loss=lambda y: y.square().mean()))
+        True
+    """
+    runtime: Runtime = runtime_of(model)
+    if not isinstance(runtime, ModuleRuntime):
+        if len(args) == 2:
+            target, args = args[1], args[:1]  # As in model(x, y).
+        if len(args) != 1 or kwargs:
+            raise TypeError(f"found {len(args)} arguments and {sorted(kwargs)}: expected an input, or it and a target.")
+    against = against.module if isinstance(against, DistributedDataParallel) else against
+    if tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0):
+        raise ValueError(f"tolerance is {tolerance!r}: expected a part of the largest element, such as 1e-3.")
+    _verify(model, target, loss, against)
+    call = CheckedCall(args, kwargs, target, loss, runtime.options.loss_fn)
+    division, call = _chosen(runtime, model, call, rows)
+    pieces = len(division.rows)
+    if pieces == 1 and against is None:
+        raise ValueError(
+            "the batch is one microbatch, which leaves nothing to compare: expected more rows, and arguments that can "
+            "be split; or another module to compare with, against=plain."
+        )
+    one = CheckedModel(model, runtime, 1) if against is None else CheckedModel(against, None, 1)
+    several = CheckedModel(model, runtime, runtime.options.chunks)
+    runs, mode = [one.run(call), several.run(call)], "eval mode."
+    drew = any([run.drew for run in runs])
+    if model.training and drew:
+        runs = [one.run(call, quiet=True), several.run(call, quiet=True)]
+        drew, mode = any([run.drew for run in runs]), "eval mode, since the forward draws random numbers in train mode."
+    elif model.training:
+        mode = "train mode without dropout and batch statistics."
+    compared = _compared(runs[0], runs[1], pieces, tolerance)
+    whom = "in one microbatch" if against is None else f"through {type(against).__name__}"
+    how = f"{sum([count for _, count in division.rows])} rows {whom}, and in {pieces}, in {mode}"
+    advice = next((f"{_ADVICE[each.kind]} See docs/limits.md." for each in compared if each.different), "")
+    return Check(compared, how, "\n".join(describe(division)), _DRAWING if drew else advice)
+
+
+def _verify(model: nn.Module, target: Any, loss: Any, against: Any) -> None:
+    """Raises for wrong arguments."""
+    if against is not None and not isinstance(against, nn.Module):
+        raise TypeError(f"against is a {type(against).__name__}: expected an nn.Module.")
+    if against is not None and is_pipeline(against):
+        raise ValueError("against is a pipeline, as the module is that model runs: expected a copy, made before.")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss is a {type(loss).__name__}: expected a function of the output.")
+    if loss is not None and target is not None:
+        raise ValueError("both loss and target are given: expected a target for loss_fn, or a function of the output.")
+    own, others = [
+        {name for name, x in each.named_parameters() if x.requires_grad} for each in (model, against or model)
+    ]
+    if own != others:
+        name = min(own ^ others)
+        raise ValueError(f"{name!r} requires grad in one of model and against: expected the same parameters in both.")
+    lazy = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]
+    if lazy:
+        raise ValueError(f"{lazy[0]!r} has no values yet: expected a model that was called, or loaded, before.")
+
+
+def _divided(runtime: Runtime, chunks: int, model: nn.Module, call: CheckedCall) -> tuple[Division, Division | None]:
+    """The arguments of a call in this number of microbatches, and its target."""
+    other, batch = fresh(runtime, chunks), Batch(model, call.args, call.kwargs, call.target)
+    if isinstance(other, ModuleRuntime):
+        batch = batch._replace(module=other.module, blocks=Blocks(other.module, other.options.cuts))
+    input, target, _ = other.prepare(batch)
+    return input, target
+
+
+def _chosen(
+    runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | None
+) -> tuple[Division, CheckedCall]:
+    """The division of the rows that are used, and the call with them."""
+    chunks, splitting = runtime.options.chunks, runtime.options.splitting
+    division, targets = _divided(runtime, chunks, model, call)
+    total = sum([count for _, count in division.rows])
+    if rows is not None and (not isinstance(rows, Integral) or rows < 1 or splitting is not None):
+        raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
+    least = (2 * chunks if call.loss is None else total) if rows is None else rows
+    if splitting is not None or total <= least:
+        return division, call
+    input, target = division.some(least), None if targets is None else targets.some(least)
+    args, kwargs = input if isinstance(runtime, ModuleRuntime) else ((input,), {})
+    smaller = call._replace(args=args, kwargs=kwargs, target=target)
+    # With fewer rows, another argument may happen to have as many, or a part of them.
+    with suppress(ValueError):
+        part, _ = _divided(runtime, chunks, model, smaller)
+        if part.dims == division.dims:
+            return part, smaller
+    return division, call
+
+
+def _compared(one: Run, several: Run, pieces: int, tolerance: float | None) -> tuple[Comparison, ...]:
+    """What the runs have computed, by kind."""
+    compared = []
+    for kind in _ADVICE:
+        table = OF_GRADIENTS if kind == "gradients" else TOLERANCES
+        limit = max([table.get(dtype, 1e-4) for dtype in one.dtypes | several.dtypes])
+        limit = limit if tolerance is None else tolerance
+        compared.append(compare(kind, one.values[kind], several.values[kind], limit))
+    # What grows with each call has grown by as much more; with "except_last", the last one isn't recomputed.
+    counted = {
+        name: math.inf for name, x in one.counts.items()
+        if x and pieces > 1 and several.counts.get(name) in (pieces * x, pieces * x - x / 2)
+    }
+    *others, state = compared
+    state = Comparison("state", {**state.errors, **counted}, (*counted, *state.different))
+    return tuple([each for each in (*others, state) if each.errors])

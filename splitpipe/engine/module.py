@@ -1,0 +1,243 @@
+"""A microbatch's way through the stages in any module's own forward, which runs once.
+
+    thread of microbatch i    F on stage 0 ── split point ── its turn ── F on stage 1 ── ... ── the output
+
+At a split point, the first call of a block that cuts= names, the thread waits until the next stage is free (see
+``executor``). Blocks compute with their arguments and parameters, and code between them with any value (``crossing``).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.backward.stand_ins import deferring
+from splitpipe.core import stream, thread_state
+from splitpipe.core.note import add_note
+from splitpipe.core.random_numbers import Numbers, position_of
+from splitpipe.core.thread_state import Bound, set_function_modes
+from splitpipe.core.torch_private import (
+    DisableTorchFunction,
+    _get_current_function_mode_stack,
+    _top_saved_tensors_default_hooks,
+    tree_leaves,
+)
+from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
+from splitpipe.engine.crossing import SIMPLE, Crossing, Detaching, Follow, changed
+from splitpipe.engine.executor import Stopped
+from splitpipe.engine.step import StepRun
+from splitpipe.loss.tracing import Tracing
+from splitpipe.microbatch.arguments import holds_objects, uncached
+from splitpipe.microbatch.tree import unflatten
+from splitpipe.partition.attributes import Attributes
+from splitpipe.partition.blocks import Blocks
+from splitpipe.partition.call_hook import taker
+from splitpipe.partition.placement import Placement
+from splitpipe.skip.tracker import opened
+from splitpipe.stage.call import Activation
+from splitpipe.stage.recomputation import Modules
+from splitpipe.stage.segment import Segment
+from splitpipe.stage.shared_parameters import SharedParameters
+
+
+class ModuleCall(NamedTuple):
+    """What the microbatches of one call share."""
+
+    step: StepRun
+    forward: Callable[..., Any]
+    blocks: Blocks
+    placement: Placement
+    shared: SharedParameters
+    attributes: Attributes
+    tracing: Tracing | None
+    modules: dict[nn.Module, Modules]  #: Those of blocks, to be recomputed.
+    new_chains: type[BlockChains]
+    finish: Callable[[ModuleForward, Any], None]  #: Called with the output, on the last stage.
+
+
+class ModuleForward:
+    """A microbatch of any module."""
+
+    #: Whether its forward is one call, which stays on its thread's stack between two stages.
+    parked = True
+
+    def __init__(self, call: ModuleCall, i: int, activation: Activation, carrier: Detaching) -> None:
+        self._call, self.step, self.i = call, call.step, i
+        self._given: Any = activation
+        self.trace = None if call.tracing is None else call.tracing.trace(i)
+        self.carrier = carrier  #: How values cross.
+        link = None if self.trace is None else self.trace.ledger.link
+        self.crossing = Crossing(carrier, call.placement, call.shared, link)
+        self._follow = Follow(self.crossing.here, self.crossing.latest, carrier.one_graph)
+        self._chains = call.new_chains(self.step, i, call.shared, call.attributes)
+        self.stage = 0
+        self._segment = ExitStack()
+        #: The caller's saved-tensor hooks; and where the generator was, if a stage began inside others.
+        self._hooks: Any = None
+        self._inside: Any = None
+        self._block: nn.Module | None = None  #: The one that runs, or has raised an error.
+        self.output: Any = None  #: What ``finish`` has made of the output.
+
+    def whole(self, pause: Callable[[int], None]) -> None:
+        """The whole forward; ``pause`` is called between two stages, and raises Stopped if it must stop."""
+        self._pause = pause
+        try:
+            self.step.call.contexts[self.i].run(self._forward)
+        finally:
+            self.crossing.clear()
+            self.carrier.close()
+            self._given = self.trace = None  # The trace keeps the numbers' graphs alive.
+            del self._pause
+
+    def _forward(self) -> None:
+        step, trace, placement = self.step, self.trace, self._call.placement
+        with (
+            thread_state.entered(step.call.state), stream.use(*step.call.computes), Bound(deferring, step.split),
+            Bound(taker, self), opened({}),
+        ):
+            before = _get_current_function_mode_stack()
+            # On the first stage, functions are followed until a training call has moved uncalled modules' parameters.
+            first = [self._follow] if placement.several and not placement.trained else []
+            try:
+                self._enter(0)
+                placement.settle(self._call.blocks.module, False, 0)
+                given, self._given = self._given, None
+                leaves = self.carrier.enter(given, 0)
+                shared = [leaves[k] for k in given.shared]
+                self.crossing.share([x for x in shared if isinstance(x, Tensor) and x.requires_grad])
+                args, kwargs = unflatten(leaves, given.nesting)
+                if trace is not None and self._call.tracing is not None:
+                    self._call.tracing.begin(trace.ledger, self.i, leaves, [*args, *kwargs.values()])
+                del given, leaves, shared
+                set_function_modes([*first, *before, *([] if trace is None else [trace])])
+                output = self._call.forward(*args, **kwargs)
+                del args, kwargs
+                self.advance(len(step.stages) - 1)
+                set_function_modes(before)
+                self._call.finish(self, output)
+                del output
+                self._leave()
+                self._close()
+            except BaseException as error:
+                if not isinstance(error, Stopped):
+                    block = "the module" if self._block is None else self._call.blocks.described(self._block)
+                    where = f"{step.stages[self.stage].name}, microbatch {self.i} of {len(step.call.rows)}"
+                    add_note(error, f"in the forward of {block}, {where}")
+                raise
+            finally:
+                set_function_modes(before)
+                self._segment.close()
+
+    def advance(self, stage: int) -> None:
+        """Moves on to a later stage, past those in between."""
+        while self.stage < stage:
+            with DisableTorchFunction():  # This isn't the module's code.
+                self._leave()
+                self._pause(self.stage)
+                self._enter(self.stage + 1)
+
+    def _enter(self, j: int) -> None:
+        step, stage = self.step, self.step.stages[j]
+        self.stage = j
+        hooks = _top_saved_tensors_default_hooks(True)
+        self._hooks = hooks if j == 0 else self._hooks
+        self._inside = None if hooks == self._hooks else position_of(stage.device)
+        self._segment = stack = ExitStack()
+        stack.enter_context(stream.use(stage.compute))
+        numbers = Numbers(step.call.draws, stage.device, j * len(step.call.rows) + self.i)
+        stack.enter_context(numbers.first(recomputed=False))
+        if step.call.state.grad:
+            stage.fwd_cache[self.i] = Segment()
+        self.carrier.begin(j)
+        self.crossing.begin(j)
+        if j == 1:
+            self._follow.later = True
+            modes = _get_current_function_mode_stack()
+            set_function_modes([self._follow, *[mode for mode in modes if mode is not self._follow]])
+
+    def _leave(self) -> None:
+        self._chains.end()
+        self.crossing.end()
+        self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
+        self.carrier.end(self.stage)
+        self._segment.close()
+        stage, begun = self.step.stages[self.stage], self._inside
+        if begun is not None and (self.step.call.draws.drew or begun != position_of(stage.device)):
+            raise RuntimeError(
+                f"{stage.name} begins inside torch.utils.checkpoint (the module's own gradient checkpointing) and "
+                "draws random numbers, which that doesn't repeat there: expected checkpoint='always' in its place."
+            )
+
+    def _close(self) -> None:
+        """Ends F of all stages. Not earlier: later stages may take further values from the graphs of earlier ones."""
+        step = self.step
+        for stage in step.stages if step.call.state.grad else ():
+            segment = stage.fwd_cache[self.i]
+            segment.close(step.split, stage.own)
+            if step.outer:
+                self._call.shared.reach(stage, segment.graph.parameters())
+
+    def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module's call: the split point if it is one, then the block itself, given only its arguments."""
+        blocks, placement = self._call.blocks, self._call.placement
+        cut, whole = blocks.cuts.get(block), block in blocks.blocks
+        if cut is not None:
+            self._verify_cut(block, cut)
+            self.advance(cut)
+        local = placement.settle(block, whole, self.stage)
+        if not whole:
+            return call(*args, **uncached(block, args, kwargs))
+        modes = _get_current_function_mode_stack()
+        set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
+        token, self._block = taker.set(None), block
+        reading = None if self.trace is None else replace(self.trace.ledger.reading)
+        try:
+            value = self._run_block(block, call, args, kwargs, local)
+            self._block = None
+            if self._call.tracing is not None and self.trace is not None and reading is not None:
+                self._call.tracing.record(self.trace, block, blocks.described(block), value, reading)
+            return value
+        finally:
+            taker.reset(token)
+            set_function_modes(modes)
+
+    def _verify_cut(self, block: nn.Module, cut: int) -> None:
+        late = cut < self.stage and block not in self._call.placement.stage_of
+        if late or cut > self.stage and not all([isinstance(x, nn.Parameter) for x in block.parameters()]):
+            why = f"after stage {self.stage} has begun" if late else "while other tensors replace its parameters"
+            raise ValueError(
+                f"{self._call.blocks.described(block)}, where stage {cut} starts, was called {why}: expected cuts= in "
+                "the order in which the forward calls them, and torch.func.functional_call inside one block."
+            )
+
+    def _run_block(
+        self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], local: bool
+    ) -> Any:
+        tracing, simple = self._call.tracing, SIMPLE.issuperset(map(type, (*args, *kwargs.values())))
+        traced = self.trace if tracing is not None and tracing.sees(block) else None
+        if self.stage:
+            args, kwargs = changed((args, kwargs), self.crossing.here)
+        objects = not simple and holds_objects((args, kwargs))
+        # Not with tensors on another device: in B, no function is followed. Nor inside torch.utils.checkpoint.
+        checkpointed = local and not objects and self.i < self.step.call.checkpointed
+        checkpointed = checkpointed and torch.is_grad_enabled() and _top_saved_tensors_default_hooks(True) is None
+        before = tree_leaves((args, kwargs)) if not simple and (self.stage or checkpointed) else None
+        if checkpointed:
+            modules = self._call.modules.get(block)
+            if modules is None or not self.i and not modules.same():  # Each F shows whether it has changed them.
+                modules = self._call.modules[block] = Modules([*block.modules()])
+            run = BlockRun(call, modules, self._call.blocks.described(block))
+            value = self._chains.run(self.step.stages[self.stage], run, args, kwargs, traced)
+        else:
+            with nullcontext() if local and not (self.stage and objects) else self._follow, traced or nullcontext():
+                value = call(*args, **kwargs)
+        if before is not None and [*map(id, before)] != [*map(id, tree_leaves((args, kwargs)))]:
+            raise RuntimeError(
+                "a block changed a list or dict that it was given, on a later stage or checkpointed: that may be a "
+                "copy, and is changed again in a recomputation. Expected blocks that return what they make."
+            )
+        return value

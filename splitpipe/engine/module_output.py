@@ -1,0 +1,104 @@
+"""What a microbatch's forward returns: its output, which leaves the stages' graphs; or the loss of a schedule."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from splitpipe.engine.crossing import changed
+from splitpipe.engine.drop_in import Left
+from splitpipe.loss.objective import Losses, Objective
+from splitpipe.loss.reducing import AS_FUNCTION, LossWarnings
+from splitpipe.loss.terms import SUM, Number, Term, Unknown, unknown_function
+from splitpipe.loss.tracing import numbers_of
+from splitpipe.microbatch.gather import find_loss
+from splitpipe.microbatch.tree import flatten, unflatten
+from splitpipe.stage.call import Activation, Origin
+
+Numbers = dict[int, Number | Unknown]
+
+
+class Output(NamedTuple):
+    """The output of a microbatch, or its loss."""
+
+    leaves: list[Any]
+    nesting: Any
+    numbers: Numbers  #: What numbers consist of, by the identity of the leaf.
+    left: dict[int, Left]  #: Tensors that have left the graph, by identity.
+    loss: tuple[Losses, Sequence[Origin | None]] | None = None  #: And where its terms have left the graph.
+    place: int = 0  #: Which leaf is the module's own loss.
+
+    def attached(self, tensors: dict[int, Tensor]) -> Output:
+        """With the tensors of the outer graph in place of those that have left, by their identity."""
+        leaves = [tensors.get(id(x), x) for x in self.leaves]
+        numbers = {
+            id(y): _changed(self.numbers[id(x)], lambda x: tensors.get(id(x), x))
+            for x, y in zip(self.leaves, leaves) if id(x) in self.numbers
+        }
+        return Output(leaves, self.nesting, numbers, {})
+
+
+def chain_output(i: int, value: Activation) -> Output:
+    """That of an nn.Sequential, from what has left its last stage; with a schedule, the last leaf is the loss."""
+    if value.leaves and isinstance(value.leaves[-1], Losses):
+        return Output([], None, {}, {}, loss=(value.leaves[-1], value.origins[:-1]))
+    left = {
+        id(x): Left(x, i, *origin) for x, origin in zip(value.leaves, value.origins) if origin is not None  # type: ignore
+    }
+    return Output(value.leaves, value.nesting, {}, left)
+
+
+def keep_output(forward: Any, output: Any) -> None:
+    """Drop-in: keeps what the caller's backward can start from: the output, and the terms of its numbers."""
+    kept, step, i = kept_output(forward, output, forward.crossing.latest), forward.step, forward.i
+    numbers = [number for number in kept.numbers.values() if isinstance(number, Number)]
+    for x in (*kept.leaves, *[term.value for number in numbers for term in number.terms]):
+        if isinstance(x, Tensor) and x.grad_fn is not None and step.call.state.grad and id(x) not in kept.left:
+            j = forward.crossing.stage_of(x)
+            kept.left[id(x)] = Left(x.detach(), i, j, step.stages[j].fwd_cache[i].leave(x))
+    forward.output = kept
+
+
+def keep_loss(objective: Objective, targets: Sequence[Any], forward: Any, output: Any) -> None:
+    """With a schedule: keeps the loss of a microbatch."""
+    target = targets[forward.i]
+    value = unflatten(forward.carrier.enter(target, forward.stage), target.nesting)
+    loss = objective.loss(changed(output, forward.crossing.here), value, forward.trace)
+    _keep(forward, loss, Output([], None, {}, {}))
+
+
+def keep_own_loss(reduction: Any, warnings: LossWarnings, forward: Any, output: Any) -> None:
+    """With a schedule and no ``loss_fn``: keeps the module's own loss, with ``reduction``, and its output."""
+    crossing, trace, (place, value) = forward.crossing, forward.trace, find_loss(output)
+    number: Any = None if trace is None else trace.number(value)
+    value = crossing.here(value)
+    if number is None and value.dim() and trace is not None and trace.ledger.rows == 1:
+        number = Unknown("a loss with a dimension, which may be that of the rows")
+    value = value.reshape(()) if value.dim() else value
+    if reduction == "sum":
+        number = Number((Term(value, SUM),))
+    if where := unknown_function(number):
+        warnings.warn(where, AS_FUNCTION)
+    kept = kept_output(forward, output, lambda x: crossing.latest(x).detach())
+    _keep(forward, Losses(value, number or Unknown("")), kept._replace(place=place))
+
+
+def _keep(forward: Any, losses: Losses, kept: Output) -> None:
+    roots, losses = losses.apart()
+    segment = forward.step.stages[forward.stage].fwd_cache.get(forward.i)
+    here = forward.crossing.here
+    origins = [None if segment is None else (forward.stage, segment.leave(here(x))) for x in roots]
+    forward.output = kept._replace(loss=(losses, origins))
+
+
+def kept_output(forward: Any, output: Any, change: Callable[[Tensor], Tensor]) -> Output:
+    """An output with its leaves, and the terms of its numbers, changed."""
+    leaves, nesting = flatten(output, fields=True)
+    numbers = numbers_of(forward.trace, leaves)
+    leaves = [change(x) if isinstance(x, Tensor) else x for x in leaves]
+    return Output(leaves, nesting, {id(leaves[k]): _changed(number, change) for k, number in numbers.items()}, {})
+
+
+def _changed(number: Number | Unknown, change: Callable[[Tensor], Tensor]) -> Number | Unknown:
+    return number.mapped(change) if isinstance(number, Number) else number

@@ -1,0 +1,79 @@
+"""Rows of ops, one row a worker: those of a schedule, or of a drop-in call's two halves, for this batch."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from splitpipe.schedule.construct.orders import first
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import Kind, Op, Schedule
+from splitpipe.schedule.play import OpOrder
+
+
+class OpRun(NamedTuple):
+    """An op; several W of one stage, computed together; or R, the recomputation with which a B begins."""
+
+    kind: Kind | Literal["R"]
+    stage: int
+    microbatches: tuple[int, ...]
+
+
+Rows = list[list[OpRun]]
+
+
+def forward_rows(microbatches: int, workers: tuple[int, ...]) -> Rows:
+    """The first half of a drop-in call: F in clock cycles, first stage first (torchgpipe, arXiv 2004.09910, 3.2)."""
+    rows: Rows = [[] for _ in range(max(workers) + 1)]
+    for _, j, i in sorted([(i + j, j, i) for i in range(microbatches) for j in range(len(workers))]):
+        rows[workers[j]].append(OpRun("F", j, (i,)))
+    return rows
+
+
+def backward_rows(microbatches: int, workers: tuple[int, ...], lowest: int, checkpointed: int, weights: bool) -> Rows:
+    """The second half: B in the opposite order, down to stage ``lowest``, and W of what still waits."""
+    rows: Rows = []
+    for forwards in forward_rows(microbatches, workers):
+        rows.append([])
+        for j, i in [(j, i) for _, j, (i,) in reversed(forwards) if j >= lowest]:
+            rows[-1] += _with_recomputation(OpRun("B", j, (i,)), checkpointed)
+            if i == 0 and weights:
+                rows[-1].append(OpRun("W", j, tuple(range(microbatches))))
+    return rows
+
+
+def schedule_rows(
+    schedule: Schedule, workers: Sequence[int], microbatches: int, backward: bool = True, checkpointed: int = 0
+) -> Rows:
+    """The rows of a schedule, for this number of its microbatches, of which the first ones are ``checkpointed``."""
+    # Rows of one worker are merged, in the order in which a simulation starts their ops. All of them can run one after
+    # another, so a worker never waits for itself.
+    worker_of = {device: workers[stage] for stage, device in enumerate(schedule.placement)}
+    schedule = first(schedule, microbatches)
+    starts, _ = OpOrder(schedule).play(Costs().times(schedule))
+    timed: list[list[tuple[float, int, Op]]] = [[] for _ in range(max(workers) + 1)]
+    for device, (row, times) in enumerate(zip(schedule.rows, starts)):
+        timed[worker_of.get(device, 0)] += [(time, device, op) for time, op in zip(times, row)]
+    merged = [[op for _, _, op in sorted(row, key=lambda entry: entry[:2])] for row in timed]
+    runs = [_runs([op for op in row if backward or op.kind == "F"]) for row in merged]
+    return [[each for run in row for each in _with_recomputation(run, checkpointed)] for row in runs]
+
+
+def _with_recomputation(run: OpRun, checkpointed: int) -> list[OpRun]:
+    # It needs no gradient: a stage does it while it would wait for that.
+    recomputed = run.kind[0] == "B" and run.microbatches[0] < checkpointed
+    return [OpRun("R", run.stage, run.microbatches), run] if recomputed else [run]
+
+
+def _runs(row: Iterable[Op]) -> list[OpRun]:
+    """The row's runs: consecutive W of a stage become one run."""
+    runs: list[OpRun] = []
+    for are_weights, ops in groupby(row, key=lambda op: op.kind == "W"):
+        microbatches: dict[int, list[int]] = {}
+        for op in ops:
+            if are_weights:
+                microbatches.setdefault(op.stage, []).append(op.microbatch)
+            else:
+                runs.append(OpRun(op.kind, op.stage, (op.microbatch,)))
+        runs += [OpRun("W", stage, tuple(numbers)) for stage, numbers in microbatches.items()]
+    return runs

@@ -1,0 +1,116 @@
+"""Scheduled: one call with the loss inside. All ops run, then the loss hands over the gradients in its backward.
+
+    rows ──> F ... F, loss ──> B from the loss's terms ──> W ──> sums of each stage
+    sums ──> Start of the outer graph, scaled by the gradient of the loss ──> Releases
+
+All gradients are linear in that of the loss: scaled by it, each is the one that autograd would have computed. Hooks,
+DistributedDataParallel, accumulation and autograd.grad see an ordinary backward. Without one, nothing is handed over.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.backward.accumulate import Total
+from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph
+from splitpipe.core import stream
+from splitpipe.core.dtensor import is_dtensor
+from splitpipe.core.transfer import brought
+from splitpipe.engine.drop_in import input_gradients
+from splitpipe.engine.rows import Rows
+from splitpipe.engine.step import StepRun
+from splitpipe.loss.objective import TARGET
+from splitpipe.loss.reduction import Reduction
+from splitpipe.microbatch.division import Division
+from splitpipe.stage.call import Origin, hand
+from splitpipe.stage.segment import RunningStage
+from splitpipe.stage.shared_parameters import SharedParameters
+
+#: Tensors and their gradients, and the stage that has computed these, by the key of the group.
+Sums = dict[Any, tuple[RunningStage, list[tuple[Tensor, Total]]]]
+
+
+class HandOver:
+    """Whether a step's gradients were handed over."""
+
+    def __init__(self) -> None:
+        self.graph: weakref.ref[OuterGraph] | None = None
+        self.done = False
+
+    @property
+    def dropped(self) -> bool:
+        """True if there were gradients, and can be no backward any more."""
+        return self.graph is not None and self.graph() is None and not self.done
+
+
+class ScheduledStep:
+    """The loss of a step."""
+
+    def __init__(self, step: StepRun, target: Division, scale: Tensor | None) -> None:
+        self._step, self._target, self.hand_over = step, target, HandOver()
+        self._reduction = Reduction([count for _, count in step.call.rows], scale)
+        self._roots: dict[int, list[Origin]] = {}  #: Where the terms of a microbatch's loss have left the graph.
+        step.loss = self
+
+    def add(self, i: int) -> None:
+        """Adds the loss of a microbatch to the batch's. Called at the end of its last F."""
+        losses, origins = self._step.forwards[i].output.loss
+        self._reduction.add(i, losses)
+        self._roots[i] = [origin for origin in origins if origin is not None]
+
+    def begin_backward(self, i: int) -> None:
+        """Gives B of a microbatch the gradients of the loss's terms. Called at the beginning of its first B."""
+        roots = self._roots[i]
+        for (stage, number), seed in zip(roots, self._reduction.seeds(i) if roots else ()):
+            self._step.stages[stage].fwd_cache[i].arrived.append((number, seed, None))  # type: ignore[index]
+
+    def run(self, rows: Rows, shared: SharedParameters) -> Tensor:
+        """Runs all ops; returns the loss, which hands the gradients over in backward."""
+        step, call = self._step, self._step.call
+        try:
+            step.run_rows(rows)
+        finally:
+            step.hooks.restore()
+        with stream.use(call.computes[-1]):
+            loss, unit = self._reduction.result()
+        hand([loss, unit], call.computes[-1], call.callers[-1])
+        if not any(self._roots.values()):
+            call.rejoin()
+            return loss
+        sums: Sums = {}
+        with torch.no_grad():
+            for key, stage, division in (None, step.stages[0], call.input), (TARGET, step.stages[-1], self._target):
+                with stream.use(stage.compute):
+                    grads = input_gradients(step, key, division)
+                sums[key] = stage, [(division.leaves[k], Total(x, x)) for k, x in grads.items() if x is not None]
+            shared.bring_home()
+            sums.update({stage.index: (stage, [*stage.store.sums]) for stage in step.stages})
+        call.rejoin()
+        groups = {key: [x for x, _ in own] for key, (_, own) in sums.items()}
+        graph = OuterGraph([stage.device for stage in step.stages], partial(_scale, sums, unit, self.hand_over))
+        self.hand_over.graph = weakref.ref(graph)
+        return graph.attach([loss], groups)[0]
+
+
+def _scale(
+    sums: Sums, unit: Tensor | None, hand_over: HandOver, grads: Mapping[int, Tensor], wanted: Groups, keep: bool
+) -> Gradients:
+    """The gradients, times that of the loss and ``unit`` (None: 1); in place, unless they are needed again."""
+    hand_over.done = True
+    if not grads:
+        return {key: [None] * len(tensors) for key, tensors in wanted.items()}
+    grad: Any = grads[0] if unit is None else grads[0] * unit
+    if is_dtensor(grad):  # The loss was a DTensor (loss_parallel), which doesn't mix with plain gradients.
+        grad = grad.full_tensor()
+    factors = {device: brought(grad, device) for device in {x.device for own in wanted.values() for x in own}}
+    gradients: Gradients = {}
+    for key in wanted:
+        stage, own = sums[key]
+        hand([total.value for _, total in own], stage.compute, stream.current(stage.device))
+        gradients[key] = [total.scaled(factors[x.device], in_place=not keep) for x, total in own]
+    return gradients

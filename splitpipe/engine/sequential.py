@@ -1,0 +1,192 @@
+"""A microbatch's way through the stages of an nn.Sequential: a loop, since there is no code between them.
+
+    for stage in stages:
+        value, skips = received and entered         from the stages that have made them
+        value, left = layers(value, skips)
+        value, left = detached and sent
+
+A checkpointed stage runs like any other, with grad, so that hooks, attributes and ``requires_grad`` inside are what
+they are without a pipeline. Then its graph is dropped, and R makes it again from what had entered. If a stage writes to
+that in place, R gets a copy: the first F shows whether it does, and if it begins later, R is an error.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from splitpipe.backward.stand_ins import deferring
+from splitpipe.core import stream, thread_state
+from splitpipe.core.dtensor import wait_for_collectives
+from splitpipe.core.note import add_note
+from splitpipe.core.random_numbers import Numbers
+from splitpipe.core.tensors import sharing, version_of
+from splitpipe.core.thread_state import Bound
+from splitpipe.engine.module_output import Output, chain_output
+from splitpipe.engine.step import StepRun
+from splitpipe.loss.objective import TARGET
+from splitpipe.microbatch.tree import flatten, unflatten, verify_open
+from splitpipe.skip.tracker import Key, opened
+from splitpipe.stage.call import Activation, Origins
+from splitpipe.stage.layers import StageLayers
+from splitpipe.stage.recomputation import CheckpointedRun
+from splitpipe.stage.segment import RunningStage, Segment, detach, enter, send
+
+#: Values by key: that of a skip, of the target; None: the input or output.
+Values = dict[Key | None, Activation]
+#: The version of each tensor, by key and leaf.
+Versions = dict[tuple[Key | None, int], int | None]
+
+
+class SequentialForward:
+    """A microbatch of an nn.Sequential; ``target``: for the loss, if that is the last layer."""
+
+    parked = False  #: Whether its forward is one call, which stays on its thread's stack between two stages.
+
+    def __init__(self, step: StepRun, i: int, activation: Activation, target: Activation | None = None) -> None:
+        self._step, self._i, self._target = step, i, target
+        self._sent: Values = {None: activation}
+        self.output: Output | None = None  #: Or the loss: outside the graph.
+
+    def forward(self, j: int) -> None:
+        """F of a stage."""
+        step, stage = self._step, self._step.stages[j]
+        own, last = stage.own, j == len(step.stages) - 1
+        given = {key: self._sent.pop(key) for key in (None, *own.arriving) if key in self._sent}
+        for value in given.values():
+            stream.wait_for(stage.compute, value.event)
+            stream.spent(value.event)
+        if last and self._target is not None:
+            given[TARGET] = self._target
+        with thread_state.entered(step.call.state):
+            values = self._run(stage, given)
+        if last:
+            self.output = chain_output(self._i, values[None])
+            return
+        for key, target in ((None, j + 1), *own.leaving):
+            if key in values:
+                self._sent[key] = send(values[key], step.route(j, target), step.timed(j))
+
+    def _run(self, stage: RunningStage, given: Values) -> Values:
+        """The output (by None) and the skips, outside the graph."""
+        step, call, i, segment, run = self._step, self._step.call, self._i, Segment(), None
+        if call.state.grad:
+            stage.fwd_cache[i] = segment
+        numbers = Numbers(call.draws, stage.device, stage.index * len(call.rows) + i)
+        versions, kept = versions_of(given), given
+        if i < call.checkpointed:
+            modules = stage.own.recomputed
+            if modules.in_place is not False:
+                kept = {key: each.holding([
+                    x.detach().clone() if isinstance(x, Tensor) else x for x in each.leaves
+                ]) for key, each in given.items()}
+            run = CheckpointedRun(modules, numbers, stage.name)
+        layers = partial(_run_stage, step, stage, i, given, segment)
+        if run is None:
+            with numbers.first(recomputed=False):
+                values = layers("forward")
+        else:
+            values = run.first(partial(layers, "forward"))
+        written = verify_shared(stage.name, given, versions)
+        if call.state.grad and (run is None or step.outer and not (i > 0 and stage.reached_all())):
+            segment.close(step.split, stage.own)
+            if step.outer:
+                stage.reached.update(segment.graph.parameters())
+        if run is not None:
+            modules.in_place, kept = written or bool(modules.in_place), kept if written else given
+            versions = versions if kept is given else versions_of(kept)
+            origins = [value.origins for value in values.values()]
+            stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions, origins, run))  # Without a graph.
+        return values
+
+
+def _recompute(
+    i: int, given: Values, versions: Versions, origins: list[Origins], run: CheckpointedRun,
+    step: StepRun, stage: RunningStage,
+) -> Segment:
+    """R: the segment, with its graph. It isn't bound to the stage, whose ``fwd_cache`` refers to it."""
+    segment = Segment()
+    if versions != versions_of(given):
+        raise RuntimeError(
+            f"the input of {stage.name} was written to in place after its forward, by a later stage that it passes a "
+            "value on to, through a hook or an attribute, or by layers that hadn't done so before: expected it as the "
+            "forward saw it, for its recomputation. Write to a copy (x.clone()); for new layers, repeat the step."
+        )
+    with thread_state.entered(step.call.state):
+        values = run.again(partial(_run_stage, step, stage, i, given, segment, "recomputation")).values()
+        if [value.origins for value in values] != origins:
+            raise RuntimeError(
+                f"{stage.name} returned other outputs in its recomputation than in its forward: expected layers whose "
+                "outputs, and which of them require grad, depend on their inputs and parameters alone. Or use "
+                "checkpoint='never'."
+            )
+        segment.close(step.split, stage.own)
+    return segment
+
+
+def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segment: Segment, doing: str) -> Values:
+    """The layers of a stage on values that enter a segment's graph; what leaves is outside."""
+    where = f"{stage.name}, microbatch {i} of {len(step.call.rows)}"
+    values = run_layers(stage.own, given, enter([*given.values()], segment), doing, where, step.split)
+    mark_shared(values, [value.leaves[k] for value in given.values() for k in value.shared])
+    leaves = [x for value in values.values() for x in value.leaves]
+    outside = zip(*detach(leaves, segment, stage.index, step.call.state.grad))
+    for value in values.values():
+        pairs = [next(outside) for _ in value.leaves]
+        value.leaves, value.origins = [x for x, _ in pairs], [origin for _, origin in pairs]
+    return values
+
+
+def run_layers(
+    own: StageLayers, given: Values, entered: Sequence[list[Any]], doing: str, where: str, split: bool = False
+) -> Values:
+    """What a stage's layers return (by None) and stash for given values, whose leaves have entered as these.
+
+    ``doing``: "forward" or "recomputation"; ``split``: whether weight gradients may wait.
+    """
+    pairs, at = zip(given.items(), entered), 0
+    box: dict[Any, Any] = {key: unflatten(leaves, value.nesting) for (key, value), leaves in pairs}
+    x = box.pop(None)
+    try:
+        # If no layer is skippable, the box isn't used.
+        with opened(box) if box or own.skippable else nullcontext(), Bound(deferring, split):
+            for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
+                x = layer(x)
+        values: Values = {key: Activation(*flatten(value)) for key, value in ((None, x), *box.items())}
+        for key, value in values.items():
+            verify_open(value.leaves, f"the output of {own.described[-1]}" if key is None else f"the skip {key[1]!r}")
+        if doing == "recomputation":
+            wait_for_collectives([x for value in values.values() for x in value.leaves])
+    except BaseException as error:
+        add_note(error, f"in the {doing} of {own.described[at]}, {where}")
+        raise
+    return values
+
+
+def mark_shared(values: Values, tainted: Sequence[Tensor]) -> None:
+    """Marks the leaves that share memory with other ones, or with tainted tensors."""
+    shared, at = sharing([x for value in values.values() for x in value.leaves], tainted), 0
+    for value in values.values() if shared else ():
+        value.shared = frozenset([k - at for k in shared if at <= k < at + len(value.leaves)])
+        at += len(value.leaves)
+
+
+def versions_of(given: Values) -> Versions:
+    """The versions of tensors that enter, which show writes in place."""
+    tensors = [(key, k, x) for key, value in given.items() for k, x in enumerate(value.leaves)]
+    return {(key, k): version_of(x) for key, k, x in tensors if isinstance(x, Tensor)}
+
+
+def verify_shared(stage: str, given: Values, versions: Versions) -> bool:
+    """True if a stage has written to what entered; raises if that shares memory with another value."""
+    now = versions_of(given)
+    if any([now[key, k] != versions[key, k] for key, value in given.items() for k in value.shared]):
+        raise RuntimeError(
+            f"{stage} wrote in place to an input that batched= leaves whole, so that all microbatches share its "
+            "memory, or that shares memory with another value between stages, whose gradient would miss the write. "
+            "Write to a copy (x.clone()) in the layer, or return a copy from the layer that returns both."
+        )
+    return now != versions

@@ -1,0 +1,184 @@
+"""One call of a module: its stages and microbatches, and the ops that its threads run.
+
+    F    a forward's way through a stage
+    R    the segment of a checkpointed microbatch is made again; it needs no gradient
+    B    gradients that have arrived ──> autograd ──> gradients of what had entered, sent back to their origins
+    W    what B left in the store ──> sums of weight gradients, after the gradients have left for the stages before
+
+B of a stage runs after those of all later stages: after that, no more gradients arrive.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from splitpipe.backward.graph_walk import Walk
+from splitpipe.backward.input_backward import InputGradients, backward_input
+from splitpipe.backward.leaf_hooks import LeafHooks
+from splitpipe.core import stream
+from splitpipe.core.launch_lock import LaunchLock
+from splitpipe.core.note import add_note
+from splitpipe.core.stream import Stream
+from splitpipe.core.transfer import Route
+from splitpipe.core.worker import Pool
+from splitpipe.engine.executor import Executor
+from splitpipe.engine.record import Recorder
+from splitpipe.engine.rows import OpRun, Rows
+from splitpipe.skip.tracker import Key
+from splitpipe.stage.call import Call, Origin
+from splitpipe.stage.segment import RunningStage, Segment
+
+
+@dataclass(eq=False)
+class StepRun:
+    """One call; ``run`` and ``whole`` are what its threads do (see ``Executor``)."""
+
+    call: Call
+    stages: Sequence[RunningStage]
+    pool: Pool | None  #: None: from now on, all ops run in the caller's thread (see ``core.thread_state``).
+    workers: tuple[int, ...]  #: That of each stage.
+    route: Callable[[int, int], Route | None]  #: That between two stages; None: nothing is copied.
+    split: bool  #: Whether weight gradients may wait for W.
+    outer: bool  #: Whether a backward of the caller's starts B, so that the leaves of the stages' graphs must be known.
+    hooks: LeafHooks  #: Where hooks of leaves are parked while B runs.
+    recorder: Recorder | None = None
+    keep: bool = False  #: Whether graphs are needed again after B.
+    wants_weights: bool = True  #: Whether B leaves anything for W.
+    forwards: list[Any] = field(default_factory=list)  #: The microbatches: how each runs through the stages.
+    #: The gradients of the caller's input (None) and target, for each leaf by microbatch.
+    given: dict[tuple[Key | None, int], dict[int, Tensor]] = field(default_factory=dict)
+    loss: Any = None  #: Scheduled: is told of the end of a microbatch's F, and of the beginning of its B.
+    launching: LaunchLock = field(default_factory=LaunchLock)
+
+    def __post_init__(self) -> None:
+        #: Those of a recording: one per stage, or none.
+        self.traces = () if self.recorder is None else self.recorder.begin(self.call.computes)
+
+    def timed(self, stage: int) -> Callable[[Stream], None] | None:
+        """What records the copies of a stage; None if nothing does."""
+        return self.traces[stage].copied if self.traces else None
+
+    def run_rows(self, rows: Rows) -> None:
+        """Runs rows of ops; raises the first error."""
+        pool = None if self.pool is None or self.pool.has_this_thread() else self.pool  # It would wait for itself.
+        whole = self.whole if pool is not None and self.forwards and self.forwards[0].parked else None
+        try:
+            Executor(rows, self.run, self.call.state.outside_forward(), self.call.variables, whole).run(pool)
+        except BaseException:
+            for stage in self.stages:  # What is freed now may still be being read or written.
+                stage.store.stop()
+                stream.wait(stream.current(stage.device), stage.compute)
+            raise
+        finally:
+            self.forwards, self.loss = [], None  # They refer to this: the call is freed as soon as it is dropped.
+
+    def whole(self, i: int, pause: Callable[[], None]) -> None:
+        """F of all stages, for a forward that is one call; between two stages, it calls ``pause``."""
+        def advance(j: int) -> None:
+            self._end(OpRun("F", j, (i,)))
+            self.launching.give()
+            pause()
+            self._begin(j + 1)
+
+        self._begin(0)
+        try:
+            self.forwards[i].whole(advance)
+            self._end(OpRun("F", len(self.stages) - 1, (i,)))
+        finally:
+            self.launching.give()
+
+    def run(self, op: OpRun) -> None:
+        """Runs an op on its stage's stream, in any thread."""
+        kind, stage, i = op.kind, self.stages[op.stage], op.microbatches[0]
+        if kind == "F" and self.forwards[i].parked:  # In the caller's thread: past all stages at once.
+            if op.stage == 0:
+                self.whole(i, lambda: None)
+            return
+        try:
+            with stream.use(stage.compute):
+                self._begin(op.stage)
+                if kind == "F":
+                    self.call.contexts[i].run(self.forwards[i].forward, op.stage)
+                elif kind == "R" and (dropped := stage.fwd_cache[i]).recompute is not None:  # Else it is done.
+                    stage.store.finish()  # What W has read is let go of: R needs as much.
+                    segment = self.call.contexts[i].copy().run(dropped.recompute, self, stage)
+                    segment.arrived = dropped.arrived  # Not a copy: a later stage may be adding to it.
+                    stage.fwd_cache[i] = segment
+                elif kind[0] == "B":
+                    if op.stage == len(self.stages) - 1 and self.loss is not None:
+                        self.loss.begin_backward(i)
+                    self._backward(stage, i)
+                if kind[-1] == "W":
+                    stage.store.backward_weight(op.microbatches)
+                    stage.store.finish()
+                self._end(op)
+        except BaseException as error:
+            if kind != "F":
+                what = {"R": "recomputation", "W": "weight gradients"}.get(kind, "backward")
+                add_note(error, f"in the {what} of {stage.name}, microbatch {i}")
+            raise
+        finally:
+            self.launching.give()
+
+    def _begin(self, stage: int) -> None:
+        if self.stages[stage].compute is not None:
+            self.launching.take()
+        if self.traces:
+            self.traces[stage].start()
+
+    def _end(self, op: OpRun) -> None:
+        if self.traces:
+            self.traces[op.stage].end(op.kind, op.microbatches)
+            if self.recorder is not None and self.recorder.ended is not None:
+                self.recorder.ended(self.stages[op.stage], op.kind)
+        if op.kind == "F" and op.stage == len(self.stages) - 1 and self.loss is not None:
+            self.loss.add(op.microbatches[0])
+
+    def _backward(self, stage: RunningStage, i: int) -> None:
+        """B; and W of what waits, if that is too much."""
+        segment = stage.fwd_cache[i]
+        if not self.keep:
+            del stage.fwd_cache[i]
+        graph, gradients = self.differentiate(stage, segment, self.keep)
+        origins = segment.origins
+        del segment
+        self._send_gradients(stage, i, zip(origins, gradients.entries))
+        if self.wants_weights:
+            stage.store.add(i, graph, gradients, self.keep)
+            if stage.store.full:
+                stage.store.backward_weight()
+
+    def differentiate(self, stage: RunningStage, segment: Segment, keep: bool) -> tuple[Walk, InputGradients]:
+        """Runs backward from the gradients that have arrived at a segment's roots; also returns the graph for W."""
+        arrived, segment.arrived = segment.arrived, []
+        for event in {id(event): event for _, _, event in arrived}.values():
+            stream.wait_for(stage.compute, event)
+            stream.spent(event)
+        roots, grads = [segment.roots[number] for number, _, _ in arrived], [grad for _, grad, _ in arrived]
+        graph = segment.graph_for_backward()
+        self.hooks.park(graph.leaves)
+        self.launching.give()
+        gradients = backward_input(roots, grads, segment.entries, graph, keep)
+        if stage.compute is not None:
+            self.launching.take()
+        return graph, gradients
+
+    def _send_gradients(self, stage: RunningStage, i: int, entries: Iterable[tuple[Origin, Tensor | None]]) -> None:
+        """Sends gradients of a microbatch to where the values came from, a message for each stage."""
+        messages: dict[int, list[tuple[int, Tensor]]] = {}
+        for (source, number), grad in entries:
+            if grad is None:
+                continue
+            if isinstance(source, int):
+                messages.setdefault(source, []).append((number, grad))
+            else:
+                self.given.setdefault((source, number), {})[i] = grad
+        for source, pairs in messages.items():
+            route, event = self.route(stage.index, source), None
+            if route is not None:
+                carried, event = route.carry([grad for _, grad in pairs], self.timed(stage.index))
+                pairs = [(number, grad) for (number, _), grad in zip(pairs, carried)]
+            self.stages[source].fwd_cache[i].arrived.extend([(number, grad, event) for number, grad in pairs])

@@ -1,0 +1,1 @@
+"""``backward="autograd"``: clock cycles on the stages' threads, and one graph over all stages, as torchgpipe has it."""

@@ -1,0 +1,133 @@
+"""Checkpoint and Recompute: what a stage saves is dropped, and made again in backward, early enough.
+
+    stage ── Recompute ══ Copy ══> next stage       backward, from right to left: the stage's stream recomputes
+              (a Wait)                              during the copy of the gradient, and only then waits for it
+
+The graph stays, and only what its nodes save is dropped, so there are second derivatives, and gradients of losses that
+layers keep. torch.utils.checkpoint does so, too, but takes half as long again on the host, isn't safe with threads
+(pytorch#96764), and raises an error if a custom Function reads ``ctx.saved_tensors`` twice.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from splitpipe.core import stream, thread_state
+from splitpipe.core.note import uncompiled
+from splitpipe.core.random_numbers import Numbers
+from splitpipe.core.stream import Stream
+from splitpipe.core.tensors import version_of
+from splitpipe.core.torch_private import _current_graph_task_id
+from splitpipe.engine.stitched.copy import Wait
+from splitpipe.stage.recomputation import CheckpointedRun, Modules
+
+Inputs = Sequence[list[Any]]
+
+
+class Saved:
+    """What a node saves in place of a tensor."""
+
+    tensor: Tensor  #: Put here in backward.
+
+
+class Checkpoint:
+    """A run of some modules, now and again in backward; ``whose``: their name.
+
+    Guarantee: two threads of a backward, for nodes on the CPU and on the device, don't both run the modules.
+    """
+
+    def __init__(self, modules: Modules, numbers: Numbers, whose: str, compute: Stream) -> None:
+        self._modules, self._whose, self._compute = modules, whose, compute
+        self._run = CheckpointedRun(modules, numbers, whose)
+        self._state, self._context = thread_state.capture(), copy_context()
+        self._saved, self._kinds = list[ref[Saved]](), list[Any]()
+        self._complete, self._task, self._lock = False, -1, threading.RLock()
+
+    def run(self, first: Callable[[], Any], again: Callable[[Inputs], Any], inputs: Inputs) -> Any:
+        """What ``first()`` returns; in backward, ``again`` is called with inputs that are equal to these."""
+        tensors, modules = {id(x): x for part in inputs for x in part if isinstance(x, Tensor)}, self._modules
+
+        def keep(change: Callable[[Tensor], Tensor]) -> None:
+            self._kept = {key: change(x.detach()).requires_grad_(x.requires_grad) for key, x in tensors.items()}
+            self._versions = [*map(version_of, self._kept.values())]
+
+        self._again, self._inputs, before = again, inputs, [*map(version_of, tensors.values())]
+        keep(Tensor.detach if modules.in_place is False else Tensor.clone)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            result = self._run.first(first)
+        written, self._complete = before != [*map(version_of, tensors.values())], True
+        if modules.in_place is None and not written:
+            keep(Tensor.detach)
+        modules.in_place = written or bool(modules.in_place)
+        return result
+
+    def recompute(self) -> None:
+        """Makes what the run has saved, unless this backward has."""
+        with self._lock:
+            task = _current_graph_task_id()
+            if self._task != task or task < 0:
+                self._context.copy().run(self._repeat)
+                self._task = task
+
+    def wait(self, x: Tensor, first: Stream, second: Stream) -> Any:
+        """A Wait, whose backward first recomputes."""
+        return Recompute.apply(x, first, second, self)
+
+    @uncompiled
+    def _pack(self, x: Tensor) -> Saved:
+        saved = Saved()
+        self._saved.append(ref(saved))
+        self._kinds.append((x.shape, x.dtype))
+        return saved
+
+    @uncompiled
+    def _unpack(self, saved: Saved) -> Tensor:
+        self.recompute()
+        return saved.tensor
+
+    def _repeat(self) -> None:
+        made, kept = list[Tensor](), self._kept
+
+        @uncompiled
+        def pack(x: Tensor) -> Tensor:
+            made.append(x.detach())
+            return made[-1]
+
+        with thread_state.entered(self._state), stream.use(self._compute):
+            if self._modules.in_place:
+                kept = {key: x.clone() for key, x in kept.items()}
+            inputs = [[kept.get(id(x), x) for x in part] for part in self._inputs]
+            with saved_tensors_hooks(pack, uncompiled(lambda x: x)):
+                self._run.again(partial(self._again, inputs))
+        kinds = [(x.shape, x.dtype) for x in made][:None if self._complete else len(self._kinds)]
+        if kinds != self._kinds or self._versions != [*map(version_of, self._kept.values())]:
+            raise RuntimeError(
+                f"{self._whose} saved other tensors in a recomputation than in its forward, or its input was written "
+                "to in place: expected layers that do the same in both. Repeat the step, write to a copy (x.clone()), "
+                "ask splitpipe.is_recomputing() in a layer whose state decides what it does, or use checkpoint='never'."
+            )
+        for reference, x in zip(self._saved, made):
+            if (saved := reference()) is not None:
+                saved.tensor = x
+
+
+class Recompute(Wait):
+    """A Wait, whose backward first recomputes: on its device, whose thread alone may set the device's generator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Stream, second: Stream, checkpoint: Checkpoint) -> Tensor:  # type: ignore
+        ctx.checkpoint = ref(checkpoint)  # It lives as long as a node needs its tensors.
+        return Wait.forward(ctx, x, first, second)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # type: ignore
+        if (checkpoint := ctx.checkpoint()) is not None:
+            checkpoint.recompute()
+        return *Wait.backward(ctx, grad), None

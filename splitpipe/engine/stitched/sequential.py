@@ -1,0 +1,72 @@
+"""A microbatch's way through the stages of an nn.Sequential in the one graph, which leads from the input to the output.
+
+    ══ Copy ══> Wait ── stage ── Recompute, or Wait ══ Copy ══>
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from splitpipe.core import thread_state
+from splitpipe.core.random_numbers import Numbers
+from splitpipe.core.stream import NamedStreams
+from splitpipe.engine.module_output import Output
+from splitpipe.engine.sequential import Values, mark_shared, run_layers, verify_shared, versions_of
+from splitpipe.engine.step import StepRun
+from splitpipe.engine.stitched.checkpoint import Checkpoint
+from splitpipe.engine.stitched.copy import Lane, Wait
+from splitpipe.skip.tracker import Key
+from splitpipe.stage.call import Activation
+from splitpipe.stage.layers import StageLayers
+
+
+class StitchedForward:
+    """A microbatch of an nn.Sequential; ``streams``: those for copies."""
+
+    parked = False
+
+    def __init__(self, step: StepRun, i: int, activation: Activation, streams: NamedStreams) -> None:
+        self._step, self._i, self._lane = step, i, Lane(step, i, streams)
+        #: What is on its way to later stages, and the stages that it comes from.
+        self._ways: dict[Key | None, tuple[Activation, int]] = {None: (activation, 0)}
+        self.output: Output | None = None
+
+    def forward(self, j: int) -> None:
+        """F of a stage."""
+        step, lane, own = self._step, self._lane, self._step.stages[j].own
+        parts = {key: self._ways.pop(key) for key in (None, *own.arriving) if key in self._ways}
+        with thread_state.entered(step.call.state):
+            lane.begin()
+            given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in parts.items()}
+            values, checkpoint = self._run(own, given)
+            for key in (None, *[key for key, _ in own.leaving]):
+                wait = Wait.apply if key is not None or checkpoint is None else checkpoint.wait
+                self._ways[key] = _each(values[key], partial(lane.leave, stage=j, wait=wait)), j
+        if j == len(step.stages) - 1:
+            value, _ = self._ways.pop(None)
+            self.output = Output(value.leaves, value.nesting, {}, {})
+
+    def _run(self, own: StageLayers, values: Values) -> tuple[Values, Checkpoint | None]:
+        call, checkpoint = self._step.call, None
+        inputs, versions = [part.leaves for part in values.values()], versions_of(values)
+        bare = {key: part.holding([]) for key, part in values.items()}
+        layers = partial(run_layers, own, bare, where=f"{own.name}, microbatch {self._i} of {len(call.rows)}")
+        numbers = Numbers(call.draws, own.place.device, own.index * len(call.rows) + self._i)
+        if self._i < call.checkpointed:
+            checkpoint = Checkpoint(own.recomputed, numbers, own.name, call.computes[own.index])
+            first, again = partial(layers, inputs, "forward"), partial(layers, doing="recomputation")
+            made = checkpoint.run(first, again, inputs)
+        else:
+            with numbers.first(recomputed=False):
+                made = layers(inputs, "forward")
+        verify_shared(own.name, values, versions)
+        mark_shared(made, [part.leaves[k] for part in values.values() for k in part.shared])
+        return made, checkpoint
+
+
+def _each(part: Activation, change: Callable[[Tensor], Tensor]) -> Activation:
+    """A value with its tensors changed; one that occurs twice stays one: attention compares with ``is``."""
+    changed = {id(x): change(x) for x in {id(x): x for x in part.leaves if isinstance(x, Tensor)}.values()}
+    return part.holding([changed.get(id(x), x) for x in part.leaves])

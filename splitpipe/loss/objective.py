@@ -1,0 +1,166 @@
+"""The loss inside a call: the last layer of the last stage."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.core.thread_state import State
+from splitpipe.core.torch_private import DisableTorchFunction
+from splitpipe.loss.ledger import Ledger, tensors
+from splitpipe.loss.reducing import AS_PAIR, LossWarnings
+from splitpipe.loss.terms import MEAN, SUM, Amount, Count, Number, Term, Unknown, unknown_function
+from splitpipe.loss.trace import Trace
+from splitpipe.skip.tracker import Key, Namespace, current
+
+#: A microbatch's target is passed as a skip, from the caller to the last stage.
+TARGET: Key = (Namespace(), "target")
+
+
+class Losses:
+    """The loss of a microbatch: its value, what it consists of, and the terms from which B starts."""
+
+    def __init__(self, value: Tensor, number: Number | Unknown) -> None:
+        self.value = value.detach()
+        #: The value with its graph.
+        self.given: Tensor | None = value
+        self.number = number
+        roots = [term.value for term in number.terms] if isinstance(number, Number) else [value]
+        live = [(k, x) for k, x in enumerate(roots) if isinstance(x, Tensor) and x.requires_grad]
+        #: The tensors that B starts from, and the places of their terms.
+        self.places, self.roots = [k for k, _ in live], [x for _, x in live]
+
+    def apart(self) -> tuple[list[Tensor], Losses]:
+        """The roots, and the rest, which has no graph."""
+        roots, self.roots, self.given = self.roots, [], None
+        self.number = self.number.mapped(Tensor.detach) if isinstance(self.number, Number) else self.number
+        return roots, self
+
+
+class Objective(nn.Module):
+    """The loss of a microbatch, as a layer. ``reduction``: as given by the user; None: from the trace."""
+
+    def __init__(
+        self, loss_fn: Callable[..., Any], reduction: str | None, warnings: LossWarnings, pairs: bool = True
+    ) -> None:
+        super().__init__()
+        # If loss_fn is a module, it becomes one of the stage's modules; any other callable is an attribute.
+        self.loss_fn, self.reduction = loss_fn, reduction
+        self._warnings, self._pairs = warnings, pairs
+        self.begin([1, 1])
+
+    def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
+        """Begins a call.
+
+        Args:
+            rows: those of each microbatch. If there is only one, its loss is the batch's.
+            input: the dimensions of the batch in the input's tensors, which the output may have too.
+            target: those in the target's tensors.
+        """
+        self._rows = rows
+        self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (input, target))
+        self._listed = all(dim is None for dim in target)
+        self.compiled = is_compiled(self.loss_fn)
+        self._traces = self.reduction is None and len(rows) > 1 and not self.compiled
+
+    def forward(self, output: Any) -> Any:
+        """The loss; the target is passed as a skip."""
+        return self.loss(output, current().pop(TARGET)).apart()
+
+    def loss(self, output: Any, target: Any, trace: Trace | None = None) -> Losses:
+        """The loss of a microbatch; ``trace`` has seen how the output was computed."""
+        with DisableTorchFunction():
+            trace = self._begun(trace, output, target) if self._traces else None
+        with trace or nullcontext():
+            value = self.loss_fn(output, target)
+        with DisableTorchFunction():  # The user's function modes don't see these checks.
+            if self._pairs and isinstance(value, (tuple, list)) and len(value) == 2:
+                total, count = _verified_pair(value)
+                return Losses(total, Number((Term(total, MEAN, Count(count), 1.0, "loss_fn", divided=False),)))
+            loss = _verified(value, "the loss", self._pairs)
+            if self.reduction == "sum":
+                return Losses(loss, Number((Term(loss, SUM),)))
+            number: Number | Unknown = Unknown("a compiled function" if self.compiled and not self.reduction else "")
+            if trace is not None:
+                number = trace.number(value) or Unknown("loss_fn")
+            if where := unknown_function(number):
+                self._warnings.warn(where, AS_PAIR if self._pairs else "another loss_fn")
+            return Losses(loss, number)
+
+    def _begun(self, trace: Trace | None, output: Any, target: Any) -> Trace:
+        """A trace that knows where the rows are in the output and in the target."""
+        if trace is None:
+            trace = Trace(Ledger(self._rows_of(output, target), max(self._rows), self._output))
+            trace.ledger.returned([x for x in tensors((output,)) if not x.dim()], "a layer")
+            trace.ledger.note_numbers(output, "a layer")
+        trace.ledger.begin(output, self._output)
+        trace.ledger.begin(target, self._target)
+        if isinstance(target, (list, tuple)) and len(target) == trace.ledger.rows:
+            if self._listed or not any(x.dim() and x.shape[0] == len(target) for x in tensors(target)):
+                trace.ledger.begin_entries(target)
+        return trace
+
+    def _rows_of(self, output: Any, target: Any) -> int:
+        sizes = [
+            x.shape[dim if dim < x.dim() and x.shape[dim] in self._rows else 0]
+            for value, dim in ((output, self._output), (target, self._target)) for x in tensors((value,)) if x.dim()
+        ]
+        return next((size for size in sizes if size in self._rows), sizes[0] if sizes else 1)
+
+
+def is_compiled(loss_fn: object) -> bool:
+    """True for functions compiled by torch.compile, whose code no function mode sees."""
+    inner = getattr(loss_fn, "func", loss_fn)
+    return (
+        hasattr(inner, "_torchdynamo_orig_callable") or type(inner).__name__ == "OptimizedModule"
+        or isinstance(inner, nn.Module) and inner._compiled_call_impl is not None
+    )
+
+
+def _verified_pair(pair: Sequence[Any]) -> tuple[Tensor, Amount]:
+    total, count = pair
+    if not isinstance(count, (int, float, Tensor)) or (isinstance(count, Tensor) and count.numel() != 1):
+        raise TypeError(
+            f"loss_fn returned {_shown(count)} as the count of its pair: expected a number, over the whole batch "
+            "the divisor of the total."
+        )
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise TypeError(
+            "loss_fn returned a count that requires grad: expected a number that only divides the total. Detach it, "
+            "or return a mean."
+        )
+    plain = count.reshape(()) if isinstance(count, Tensor) else float(count)
+    return _verified(total, "the total of its pair", True), plain
+
+
+def _verified(value: Any, what: str, pairs: bool) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        pair = ", or a pair (total, count) for the sum of totals divided by the sum of counts"
+        raise TypeError(
+            f"loss_fn returned {_shown(value)} as {what}: expected a tensor of one number"
+            f"{pair if pairs else '; only splitpipe.SplitPipe accepts pairs (total, count)'}. "
+            "Reduce it (reduction='mean', loss.mean())."
+        )
+    return value.reshape(()) if value.dim() else value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)} and type {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def scale_of(scaler: Any, state: State, device: torch.device) -> Tensor | None:
+    """The scale of a gradient scaler, as a tensor on a device; None without a scaler or a backward."""
+    if state.grad and scaler is not None and scaler.is_enabled():
+        return scaler.scale(torch.ones((), device=device))  # type: ignore[no-any-return]
+    if state.grad and any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
+        raise RuntimeError(
+            "the model was called under float16 autocast without a grad_scaler: a schedule runs backward before "
+            "the loss is scaled, so small gradients would become 0. Expected SplitPipe(..., grad_scaler=scaler) "
+            "with the loop's torch.amp.GradScaler, or bfloat16."
+        )
+    return None

@@ -1,0 +1,156 @@
+"""Rules for views, indices and joins: whether their results have the rows in order along the first dimension."""
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.core.tensors import storage_of
+from splitpipe.loss.function_call import FunctionCall, dims_of
+from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, Stack, Turned, tensors
+from splitpipe.loss.terms import Number, Unknown
+
+#: Functions that keep the order of entries, whether they copy or not.
+_ORDERED = frozenset("view reshape view_as reshape_as flatten unflatten ravel".split())
+#: Functions that may bring another dimension to the front.
+_TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
+
+
+def keep(call: FunctionCall) -> Meaning:
+    """The same values in another dtype or place."""
+    meaning = call.meaning
+    if isinstance(meaning, Rows) and call.args[0].dtype == torch.bool:
+        return replace(meaning, mask=True)
+    plain = isinstance(meaning, Number) and call.name in ("detach", "data")
+    return meaning.mapped(Tensor.detach) if plain else meaning  # type: ignore[union-attr]
+
+
+def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
+    """The same values in another shape, or some of them; or several views."""
+    meaning, x, out = call.meaning, call.args[0], call.out
+    if isinstance(meaning, Stack):
+        return list(meaning.numbers) if call.name == "unbind" else None
+    if isinstance(out, Tensor):
+        return _viewed(call, x, out)
+    sources = call.operands if call.name == "broadcast_tensors" else [x] * len(out)
+    pieces = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())  # More of the batch.
+    views = [None if pieces else _viewed(call, own, y) for own, y in zip(sources, out)]
+    if isinstance(meaning, Rows) and (call.ledger.rows == 1 or not all(isinstance(each, Rows) for each in views)):
+        call.ledger.note_size(x, meaning)  # Python may count the pieces.
+    return views
+
+
+def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
+    meaning, ledger = call.ledger.of(x), call.ledger
+    if isinstance(meaning, Constant):
+        return meaning if meaning.uniform or not meaning.made else VARIED
+    if not isinstance(meaning, Rows):
+        return meaning if x.numel() == out.numel() == 1 else call.in_vector(meaning)
+    if not out.dim():
+        return meaning if call.name == "squeeze" and ledger.most > 1 else None  # Of a single row.
+    if call.name in _ORDERED:  # No entry of the first dimension has parts of several rows.
+        return meaning if len(out) and not len(out) % (ledger.rows if meaning.chosen is None else len(x)) else None
+    if not x.dim() or storage_of(x) != storage_of(out):
+        return None
+    if call.name in ("transpose", "permute", "swapaxes") and out.dim() == 3 and out.stride(1) == x.stride(0):
+        return Turned(meaning) if out.shape[1] == len(x) and _turns(call, x, out) else None
+    if len(out) != len(x) or out.stride(0) != x.stride(0):
+        return None
+    return None if len(x) == 1 and _turns(call, x, out) else meaning
+
+
+def _turns(call: FunctionCall, x: Tensor, out: Tensor) -> bool:
+    """Whether a function brings another dimension to the front, which a single row doesn't show."""
+    if "expand" in call.name or "broadcast" in call.name:
+        return out.dim() != x.dim()
+    if call.name not in _TURNING:
+        return False
+    named = [*call.args[1:], *call.kwargs.values()]
+    dims = [dim % out.dim() for dim in itertools.chain(*[y if isinstance(y, (tuple, list)) else [y] for y in named])]
+    return dims[0] != 0 if call.name == "permute" else not dims or 0 in dims
+
+
+def join(call: FunctionCall) -> Meaning | None:
+    """Numbers that are stacked, or rows that are joined along another dimension."""
+    parts, out = list(tensors(call.args[:1])), call.out
+    meanings = [call.ledger.of(x) for x in parts]
+    if any(isinstance(each, Number) for each in meanings):
+        numbers = tuple([call.ledger.number(x) for x in parts])
+        plain = out.dim() == 1 and len(parts) == out.numel() and not any(
+            isinstance(each, Constant) and each.made for each in meanings)
+        return Stack(numbers) if plain and all(isinstance(x, Number) for x in numbers) else None  # type: ignore
+    at = next((k for k, each in enumerate(meanings) if isinstance(each, Rows)), 0)
+    whole = call.ledger.joined(parts, parts[at].shape) if len({x.dim() for x in parts}) < 2 else None
+    if not isinstance(whole, Rows):
+        return VARIED if whole is not None and whole.made else whole
+    [dim] = dims_of(out, call.argument(1, "dim", 0))
+    return whole if dim or len(parts) == 1 and "cat" in call.name else None
+
+
+def index(call: FunctionCall) -> Meaning | None:
+    """Entries by slices and numbers, by a mask, or one of each row."""
+    (x, given), meaning, ledger = call.args, call.meaning, call.ledger
+    places = given if isinstance(given, tuple) else (given,)
+    if isinstance(meaning, Stack) and isinstance(given, int):
+        return meaning.numbers[given]
+    if not any(isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places):
+        bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
+        if any(type(y) is int and abs(y) > 1 and abs(y) in ledger.reading.counts for y in bounds):
+            return Unknown(ledger.reading.values)
+        return _cut(call, meaning, places) if isinstance(meaning, Rows) else _viewed(call, x, call.out)
+    [first, *rest], [kind, *others] = places, [ledger.of(each) for each in places]
+    if isinstance(meaning, Constant):  # A table with an entry for each class.
+        if all(isinstance(each, Constant) and not each.made for each in (meaning, kind, *others)):
+            return GIVEN
+        return kind if isinstance(kind, Rows) and not rest and first.dtype != torch.bool else None
+    if not isinstance(meaning, Rows):
+        return None
+    if isinstance(kind, Rows):
+        plain = not rest and first.dtype == torch.bool and first.shape == x.shape[: first.dim()] and kind.alike(meaning)
+        return replace(meaning, chosen=first) if plain and first.dim() else None
+    if isinstance(kind, Constant) and kind.positions == len(x):  # x[arange(len(x)), labels]
+        plain = all(
+            isinstance(each, int) or isinstance(each, Tensor) and each.dim() == 1 and each.dtype != torch.bool
+            and isinstance(other, Rows) and other.alike(meaning) for each, other in zip(rest, others)
+        )
+        return meaning if plain else None
+    return None
+
+
+def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | None:
+    """Rows indexed by numbers, slices and None."""
+    x, out, first = call.args[0], call.out, places[0] if places else Ellipsis
+    if first is Ellipsis:
+        whole = sum(each is not None for each in places[1:]) < x.dim()
+    else:
+        whole = isinstance(first, slice) and len(out) == len(x) and first.step in (None, 1)
+    return rows if whole and out.dim() else None if first is None else Unknown("a part of the rows")
+
+
+def write(call: FunctionCall) -> Meaning | None:
+    """What a tensor is after ``x[mask] = value``."""
+    (x, mask, value), meaning, by = call.args, call.meaning, call.ledger.of(call.args[1])
+    constant = isinstance(call.ledger.of(value), Constant) and not (isinstance(value, Tensor) and value.dim())
+    if not isinstance(by, Rows) or not constant or mask.dtype != torch.bool or mask.shape != x.shape[: mask.dim()]:
+        return None
+    same_rows = isinstance(meaning, Rows) and meaning.alike(by)
+    return by if same_rows or isinstance(meaning, Constant) and meaning.uniform else None
+
+
+def choose(call: FunctionCall) -> Meaning | None:
+    """Entries that a mask selects."""
+    mask, rows = call.argument(1, "mask"), call.ledger.joined(call.operands, call.args[0].shape)
+    plain = isinstance(rows, Rows) and isinstance(call.ledger.of(mask), Rows) and mask.shape == call.args[0].shape
+    return replace(rows, chosen=mask) if plain else None  # type: ignore[type-var]
+
+
+def gather(call: FunctionCall) -> Meaning | None:
+    """Entries that an index takes from each row."""
+    x, index, rows = call.args[0], call.argument(2, "index"), call.meaning
+    by = call.ledger.of(index)
+    if not isinstance(rows, Rows) or not isinstance(by, Rows) or 0 in call.dims() or index.dim() != x.dim():
+        return None
+    return rows if by.alike(rows) and len(index) == len(x) else None

@@ -1,0 +1,75 @@
+"""``batched=``: how the values of an input are split into microbatches.
+
+    True, 0, 1, -1   split along the first dimension, or along this one; a list as its sizes suggest
+    "rows"           a list with one entry per row, split between its entries
+    "groups"         a tensor or list with k entries per row, side by side, split between rows
+    False            every microbatch gets it whole
+
+A flag applies to everything inside. A nesting of flags matches the outer levels of the input: (True, False) for
+(x, mask), {"mask": False} for {"x": x, "mask": mask}, of which all others are split.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+ROWS, GROUPS = "rows", "groups"
+
+
+def verify_batched(batched: Any) -> tuple[Any, Any]:
+    """``batched=`` for an nn.Sequential: the flags of the input and of the target; one dimension is that of both."""
+    target = batched if type(batched) is int else None
+    if isinstance(batched, Mapping) and "target" in batched and batched.keys() <= {"input", "target"}:
+        target = _verify(batched["target"], "batched['target']")
+        batched = batched.get("input")
+    if batched is False:
+        raise ValueError("batched is False, which leaves nothing to split: expected flags such as (True, False).")
+    return None if batched is None else _verify(batched, "batched"), target
+
+
+def verify_named(batched: Any) -> dict[str, Any] | None:
+    """``batched=`` for a module with cuts: by the names of arguments."""
+    if batched is None:
+        return None
+    if not isinstance(batched, Mapping) or not all(isinstance(name, str) for name in batched):
+        raise TypeError(f"batched is {batched!r}: expected a dict by argument name, such as {{'mask': False}}.")
+    return {name: _verify(flag, f"batched[{name!r}]") for name, flag in batched.items()}
+
+
+def _verify(flag: Any, where: str) -> Any:
+    if isinstance(flag, (bool, int)) or isinstance(flag, str) and flag in (ROWS, GROUPS):
+        return flag
+    if isinstance(flag, Mapping):
+        return {key: _verify(inner, f"{where}[{key!r}]") for key, inner in flag.items()}
+    if isinstance(flag, (tuple, list)):
+        return tuple([_verify(inner, f"{where}[{number}]") for number, inner in enumerate(flag)])
+    raise TypeError(f"{where} is {flag!r}: expected True, False, an int, 'rows', 'groups', or a nesting of these.")
+
+
+def is_nested(flag: Any) -> bool:
+    """True for a nesting of flags, False for a flag or None."""
+    return isinstance(flag, (dict, tuple))
+
+
+def flags_inside(flag: Any, value: Any, count: int, where: str) -> list[Any]:
+    """The flags of a container's ``count`` parts. Raises a ValueError if a nesting of flags doesn't match it."""
+    if not is_nested(flag):
+        return [None if flag in (ROWS, GROUPS) else flag] * count
+    named = value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
+    if isinstance(flag, dict) and isinstance(named, Mapping) and not flag.keys() - named.keys():
+        return [flag.get(key, True) for key in named]
+    if isinstance(flag, tuple) and isinstance(value, (tuple, list, deque)) and len(value) == len(flag):
+        return [*flag]
+    raise misfit(where, flag, value)
+
+
+def misfit(where: str, flag: Any, value: Any) -> ValueError:
+    """The error for flags that don't match a value."""
+    found = f"a {type(value).__name__}"
+    if isinstance(value, (Mapping, tuple, list, deque)):
+        found += f" of {[*value] if isinstance(value, Mapping) else len(value)}"
+    return ValueError(
+        f"{where} is {found}, but batched says {flag!r} there: expected a nesting that matches the outer levels of the "
+        "input; 'rows' for a list; for a tensor, the dimension of the batch, or 'groups'."
+    )

@@ -1,0 +1,171 @@
+"""The values of a call, flattened, and which part of them each microbatch gets."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.core.note import add_note
+from splitpipe.microbatch.rows import Node, Rows
+from splitpipe.microbatch.tree import Nesting, flatten, unflatten
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Flat values, and the part of them that each microbatch gets."""
+
+    leaves: list[Any]
+    #: The dimension along which each leaf is split; None: every microbatch that has the leaf gets it whole.
+    dims: list[int | None]
+    rows: Rows
+    #: The nesting of each microbatch's leaves.
+    nestings: list[Nesting]
+    #: The one microbatch that has each leaf; None: all have it.
+    owners: list[int | None]
+    #: What says how leaves are split, unless a function of the user has; and the value that has shown the rows.
+    root: Node | None = None
+    batch: str = ""
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The node of each leaf, if there are any."""
+        return [] if self.root is None else [*self.root.leaves()]
+
+    @cached_property
+    def places(self) -> list[list[int]]:
+        """The indices of each microbatch's leaves."""
+        return [[k for k, own in enumerate(self.owners) if own is None or own == i] for i in range(len(self.rows))]
+
+    @cached_property
+    def whole(self) -> frozenset[int]:
+        """The indices of tensors with dimensions that several microbatches share."""
+        counts = Counter(id(self.leaves[k]) for own in self.places for k in own)
+        return frozenset(
+            k for k, (leaf, dim) in enumerate(zip(self.leaves, self.dims))
+            if dim is None and isinstance(leaf, Tensor) and leaf.dim() and counts[id(leaf)] > 1
+        )
+
+    def scatter(self) -> list[tuple[list[Any], Nesting]]:
+        """The leaves of each microbatch, and their nesting. A tensor that is given twice stays one."""
+        found, known = list[list[Any]]([] for _ in self.rows), dict[Any, Sequence[Any]]()
+        for k, (leaf, dim, owner) in enumerate(zip(self.leaves, self.dims, self.owners)):
+            key = id(leaf), dim, owner
+            if key not in known or getattr(leaf, "requires_grad", False):
+                rows = self._rows(k)
+                known[key] = pieces(leaf, rows if owner is None else [rows[owner]], dim)
+            for own, part in zip(found if owner is None else [found[owner]], known[key]):
+                own.append(part)
+        return [*zip(found, self.nestings)]
+
+    def gradient(self, k: int, parts: Sequence[Tensor | None]) -> Tensor | None:
+        """The gradient of a leaf, from those of its microbatches."""
+        return gradient_of(self.leaves[k], self._rows(k), parts, self.dims[k])
+
+    def _rows(self, k: int) -> Rows:
+        times = self.nodes[k].times if self.nodes else 1
+        return self.rows if times < 2 else [(start * times, count * times) for start, count in self.rows]
+
+    def some(self, count: int) -> Any:
+        """The value for the first rows."""
+        root: Any = self.root
+        rows = sum(self.rows[-1])
+        count = min(count, rows)
+        return unflatten(*divide(root, [(0, count), (count, rows - count)]).scatter()[0])
+
+
+def divide(root: Node, rows: Rows, batch: str = "") -> Division:
+    """The division of a value whose nodes say how it is split; ``batch`` has shown the number of rows."""
+    nodes, owners = [*root.leaves()], [*root.owners(rows)]
+    lists = any(owner is not None for owner in owners)
+    nestings = [root.nest(*each) for each in rows] if lists else [root.nest(*rows[0])] * len(rows)
+    return Division([x.value for x in nodes], [x.dim for x in nodes], rows, nestings, owners, root, batch)
+
+
+def collect(parts: Sequence[Any], sizes: Sequence[int]) -> Division:
+    """The division of values that are divided already, into ``sizes`` rows."""
+    flat = [flatten(part) for part in parts]
+    leaves = [leaf for own, _ in flat for leaf in own]
+    owners: list[int | None] = [i for i, (own, _) in enumerate(flat) for _ in own]
+    rows = [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    return Division(leaves, [None] * len(leaves), rows, [nesting for _, nesting in flat], owners)
+
+
+def absent(input: Division) -> Division:
+    """None, as a target, for the microbatches of an input."""
+    return Division([None], [None], input.rows, [None] * len(input.rows), [None])
+
+
+def describe(division: Division) -> list[str]:
+    """How each value of a call was treated, in lines; none for a single microbatch, or one of ``split=``."""
+    rows, groups = [count for _, count in division.rows], dict[str, list[str]]()
+    if len(rows) < 2:
+        return []
+    for node, owner in zip(division.nodes, division.owners):
+        x, how = node.value, "whole" if owner is None else "split between rows"
+        if node.dim is not None:
+            how = f"split along dimension {node.dim}" + f", {node.times} entries per row" * (node.times > 1)
+        what = str(tuple(x.shape)) if isinstance(x, Tensor) else f"({type(x).__name__})"
+        groups.setdefault(how, []).extend([f"{node.where} {what}"] * (x is not None))
+    batch = f", as {division.batch} has them" if division.batch else ""
+    return [f"microbatches of {rows[0]} rows of {sum(rows)}{batch} (batched= or split= changes how they are split)"] + [
+        f"{how}: {', '.join(each[:4])}{', ...' if len(each) > 4 else ''}" for how, each in groups.items() if each
+    ]
+
+
+@contextmanager
+def noted(*divisions: Division) -> Iterator[None]:
+    """Adds to what a microbatch raises how these values were divided."""
+    try:
+        yield
+    except Exception as error:
+        for lines in filter(None, map(describe, divisions)):
+            add_note(error, "\n    ".join(lines))
+        raise
+
+
+def pieces(leaf: Any, rows: Rows, dim: int | None) -> Sequence[Any]:
+    """A value for each microbatch, split along a dimension, or whole.
+
+    Slices aren't views, one of several of which may not be written to in place. The first one of what has no graph
+    shares the version counter of the batch, so that autograd notices a later write to the batch. Others have separate
+    ones: a write to one microbatch doesn't invalidate what autograd saved of the others. Along later dimensions, slices
+    of contiguous memory are copies, on which ``view`` works, and which cuDNN accepts as states of an RNN.
+    """
+    if not isinstance(leaf, Tensor):
+        return [leaf] * len(rows)
+    tracked = leaf.requires_grad and torch.is_grad_enabled()
+    if not leaf.dim() or dim is None and leaf.is_inference():
+        # Each microbatch gets a separate tensor: in place, m of them would write to the same memory. Where they do
+        # share it, writes are found by its version, which an inference tensor doesn't have.
+        return [leaf.clone() for _ in rows]
+    if dim is None:
+        return [leaf.view_as(leaf) if tracked else leaf.detach() for _ in rows]
+    with torch.set_grad_enabled(tracked):
+        # "Unsafe" is torch's word: the parts share memory, but not a version counter.
+        parts = [*torch.unsafe_split_with_sizes(leaf, [count for _, count in rows], dim)]
+    if not tracked:
+        parts[0] = leaf.detach().narrow(dim, *rows[0]).detach()
+    return [part.contiguous() for part in parts] if dim and leaf.is_contiguous() else parts
+
+
+def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], dim: int | None) -> Tensor | None:
+    """The gradient of a tensor of the batch, from its microbatches' gradients; None if none has one.
+
+    ``dim``: the dimension along which it was split; None if it wasn't.
+    """
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    if dim is None:
+        # The layer may have passed a single one to others too: it must be a separate tensor.
+        return reduce(torch.add, found) if len(found) > 1 else found[0].clone()
+    return torch.cat([
+        x.new_zeros((*x.shape[:dim], count, *x.shape[dim + 1 :])) if part is None else part
+        for part, (_, count) in zip(parts, rows)
+    ], dim)

@@ -1,0 +1,152 @@
+"""Joins the outputs of microbatches to that of the batch, and finds the loss among a module's.
+
+    a row, or k, for each row of the batch   joined along the first dimension, or the one that ``batched`` names
+    a list with one entry per row            concatenated
+    a number, [] in shape                    combined by the reducer; without one, stacked
+    equal in all microbatches                the value, once: a weight, positions, a name
+
+Anything else is an error. Only values are looked at: no code of the user runs for this.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from splitpipe.core.note import add_note
+from splitpipe.microbatch.rows import alike
+from splitpipe.microbatch.tree import PLAIN, flatten, open_level
+
+
+class _Batch(NamedTuple):
+    rows: list[int]
+    along: list[int]
+    reducer: Any
+
+    def has_rows(self, column: Sequence[Tensor], dim: int) -> bool:
+        return all(dim < x.dim() and x.shape[dim] == count for x, count in zip(column, self.rows))
+
+
+def gather(outputs: Sequence[Any], rows: Sequence[int], along: Sequence[int | None] = (0,), reducer: Any = None) -> Any:
+    """The output of the batch.
+
+    ``rows``: of each microbatch; ``along``: the dimensions along which the input was split, None for what was not;
+    ``reducer`` combines numbers (``loss.reducing``).
+    """
+    dims = sorted({dim for dim in along if dim is not None})
+    return _join([*outputs], _Batch([*rows], dims or [0], reducer), "the output")
+
+
+def _join(column: list[Any], batch: _Batch, where: str) -> Any:
+    first = column[0]
+    if len(column) > 1 and all(x is first for x in column):
+        return first
+    if all(isinstance(x, Tensor) for x in column):
+        return _join_tensors(column, batch, where)
+    if type(first) in (list, tuple) and _is_by_rows(column, batch, where):
+        return type(first)(chain.from_iterable(column))
+    levels = [None if isinstance(x, PackedSequence) else open_level(x, fields=True) for x in column]
+    for number, (x, level) in enumerate(zip(column, levels)):
+        if level is not None and levels[0] is not None:
+            fits = bool(level.kind == levels[0].kind)
+        else:
+            fits = isinstance(first, Tensor) and isinstance(x, Tensor) or _is_equal(first, x)
+        if not fits:
+            raise ValueError(
+                f"microbatches 0 and {number} return {_shown(first)} and {_shown(x)} as {where}, which can't be "
+                "joined: expected equal values, or tensors in the same nesting, such as mask.sum() for a number. "
+                "Leave it out (a cache: use_cache=False), or use chunks=1."
+            )
+    if levels[0] is None:
+        return first
+    columns = zip(*(level.parts for level in levels if level is not None))
+    parts = [_join([*each], batch, f"{where}[{key!r}]") for key, each in zip(levels[0].keys, columns)]
+    return levels[0].rebuild(parts)
+
+
+def _is_equal(x: Any, y: Any) -> bool:
+    try:
+        return x is y or type(x) is type(y) and bool(x == y)
+    except Exception:  # The result may be undefined, as for arrays.
+        return False
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, PLAIN):
+        return f"{value!r:.60}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if type(value) in (list, tuple, dict) else "")
+
+
+def _join_tensors(column: list[Tensor], batch: _Batch, where: str) -> Tensor:
+    first, rows = column[0], batch.rows
+    if batch.reducer is not None and batch.reducer.gives(column):
+        return batch.reducer.reduced(column, rows)  # type: ignore[no-any-return]
+    if not any(x.dim() for x in column):
+        return torch.stack(column)
+    if len(column) == 1 or any(x.is_nested for x in column):
+        return torch.cat(column) if len(column) > 1 else first
+    # A microbatch may have skipped the last stages, so that its values are on another device.
+    column = [x.to(first.device) for x in column]
+    same = all(x.shape == first.shape for x in column)
+    dims = [dim for dim in batch.along if batch.has_rows(column, dim)] or [0] * batch.has_rows(column, 0)
+    if not dims and same and all(torch.equal(x, first) for x in column):
+        return first
+    second = batch.has_rows(column, 1) and (max(rows) > 1 or first.dim() > 2)
+    if not dims and not second and (not same or len({*rows}) == 1 and first.shape[0] % rows[0] == 0):
+        dims = [0]  # Several entries per row, or selected ones.
+    if len(dims) != 1:
+        raise ValueError(
+            f"{where} has the shape {[*first.shape]} and differs between microbatches, of {rows[0]} rows: expected the "
+            "batch first, or where batched names it for an input: y.transpose(0, 1); or another number of chunks."
+        )
+    try:
+        return torch.cat(column, dims[0])
+    except RuntimeError as error:
+        add_note(error, f"in joining {where}: pad it; if it compares rows, return the features; or use chunks=1.")
+        raise
+
+
+def _is_by_rows(column: list[Any], batch: _Batch, where: str) -> bool:
+    """True for a list with one entry per row; raises if it may as well have one for each layer, for example."""
+    first, rows = column[0], batch.rows
+    if any(type(x) is not type(first) or len(x) != count for x, count in zip(column, rows)):
+        return False
+    shared = all(x is y and not isinstance(x, PLAIN) for each in column[1:] for x, y in zip(each, first))
+    if len({*rows}) > 1 or len(column) > 1 and shared or not alike(first):
+        return len({*rows}) > 1
+    leaves = [[x for x in flatten(own, fields=True)[0] if not isinstance(x, PLAIN)] for own in zip(*column)]
+    if any(not isinstance(x, Tensor) for own in leaves for x in own):
+        return True  # Objects can't be joined in any other way.
+    # An entry that holds for all rows, such as a layer's, has the batch as a dimension in every microbatch.
+    tensors = [own for own in ([x for x in each if x.dim()] for each in leaves) if own]
+    whole = [all(any([*x.shape[dim : dim + 1]] == rows[:1] for dim in batch.along) for x in own) for own in tensors]
+    if whole and not any(whole):
+        return True
+    layers = all(whole) and all(x is None or isinstance(x, Tensor) and x.dim() for x in first)
+    if type(first) is tuple or layers or len(column) == 1:
+        return False  # A tuple is rather several outputs.
+    raise ValueError(
+        f"{where} is a {type(first).__name__} of {rows[0]}, and each microbatch has {rows[0]} rows: it could have one "
+        f"entry per row, or {rows[0]} for all rows. Return a tensor or a dict, or choose another number of chunks."
+    )
+
+
+def find_loss(output: Any) -> tuple[int, Tensor]:
+    """The loss and its place among the leaves: the field or key ``loss``, or the one number with a graph."""
+    leaves, _ = flatten(output, fields=True)
+    found: Any = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    floating = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()]
+    numbers = [k for k in floating if not leaves[k].dim() and leaves[k].requires_grad >= torch.is_grad_enabled()]
+    places = numbers if found is None else [k for k in floating if leaves[k] is found]
+    if not places or found is None and len(places) > 1:
+        kind = f"{len(numbers)} numbers with a graph" if found is None else f"a {type(found).__name__} as its loss"
+        raise TypeError(
+            f"the module's output, a {type(output).__name__}, has {kind}: a schedule runs backward inside the forward, "
+            "so it needs the field or key 'loss', or just one such number. Pass labels=..., or a loss_fn and a target; "
+            "leave out the schedule; or, for outputs only, use model.eval() or torch.no_grad()."
+        )
+    return places[0], leaves[places[0]]

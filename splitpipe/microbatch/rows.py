@@ -1,0 +1,238 @@
+"""How each value of a call is split into microbatches: the rule for the batch.
+
+    the batch        the first dimension of the first tensor, or of what ``batched=`` names
+    its size         tensors are split along that dimension, and lists between their entries
+    one entry        whole
+    k times as many  an error that shows both readings; "groups" splits k entries with each row
+    any other size   whole, with a warning if the size is none of a tensor that is split
+
+A list may have one entry per row, or hold tensors that are each split. If sizes allow both, it is an error, too. Errors
+and warnings are kept until it is known that there are several microbatches.
+"""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from splitpipe.microbatch.chunk_spec import GROUPS, ROWS, flags_inside, is_nested, misfit
+from splitpipe.microbatch.tree import PLAIN, Nesting, hidden, open_level
+
+#: The first row and the number of rows of each microbatch.
+Rows = list[tuple[int, int]]
+
+
+def cuts(size: int, chunks: int) -> Rows:
+    """At most ``chunks`` microbatches, none of which is empty unless the batch is."""
+    step = max(1, -(-size // chunks))
+    return [(start, min(step, size - start)) for start in range(0, size, step)] or [(0, 0)]
+
+
+class Node:
+    """A value, its flag of ``batched=`` and the nodes inside.
+
+    ``record``: a tuple of several values, which isn't a list with one entry per row.
+    """
+
+    __slots__ = ("children", "dim", "flag", "listed", "rebuild", "times", "value", "where")
+
+    def __init__(self, value: Any, flag: Any, where: str, record: bool = False) -> None:
+        self.value, self.flag, self.where = value, flag, where
+        self.times = 0  #: The number of entries per row, if it is split.
+        self.dim: int | None = None  #: The dimension along which a tensor is split.
+        self.children: list[Node] | None = None
+        self.listed = type(value) in (list, tuple) and not record and not is_nested(flag)
+        level = None if isinstance(value, PackedSequence) else open_level(value)
+        if flag == ROWS and not self.listed or is_nested(flag) and level is None and value is not None:
+            raise misfit(where, flag, value)
+        if level is None:
+            self.flag = None if is_nested(flag) else flag  # An optional value may be left out.
+            return
+        flags = flags_inside(flag, value, len(level.parts), where)
+        if flag == GROUPS and not self.listed:
+            flags = [GROUPS] * len(flags)
+        self.rebuild = level.rebuild
+        self.children = [Node(x, inner, f"{where}[{key!r}]") for key, x, inner in zip(level.keys, level.parts, flags)]
+
+    def leaves(self, shared: bool = False) -> Iterator[Node]:
+        """The leaves, from the first to the last; ``shared``: without those in lists that are split between entries."""
+        if self.children is None:
+            yield self
+        for child in () if shared and self.times else self.children or ():
+            yield from child.leaves(shared)
+
+    def owners(self, rows: Rows, owner: int | None = None) -> Iterator[int | None]:
+        """For each leaf the one microbatch that has it, with an entry of a list; None: all have it, or a part of it."""
+        if self.children is None:
+            yield owner
+        of_row = [i for i, (_, count) in enumerate(rows) for _ in range(count * self.times)]
+        for entry, child in enumerate(self.children or ()):
+            yield from child.owners(rows, of_row[entry] if self.times else owner)
+
+    def nest(self, start: int, count: int) -> Nesting:
+        """The nesting of the value for these rows."""
+        if self.children is None:
+            return None
+        stop = (start + count) * self.times if self.times else None
+        return self.rebuild, [child.nest(start, count) for child in self.children[start * self.times : stop]]
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors inside that have dimensions."""
+        return [leaf.value for leaf in self.leaves() if isinstance(leaf.value, Tensor) and leaf.value.dim()]
+
+    def along(self) -> int:
+        """The dimension in which a tensor has the batch. Raises a ValueError if it hasn't the one that is named."""
+        dim, dims = int(self.flag) if type(self.flag) is int else 0, int(self.value.dim())
+        if not -dims <= dim < dims:
+            raise ValueError(
+                f"{self.where} has the shape {list(self.value.shape)}, but batched specifies dimension {dim} as the "
+                f"batch: expected a dimension from {-dims} to {dims - 1}."
+            )
+        return dim % dims
+
+
+class Reading:
+    """Reads the values of a call, and notes in their nodes how they are split.
+
+    ``size``: the number of rows of the input whose target is read, all tensors of which are split.
+    """
+
+    def __init__(self, root: Node, whose: str, size: int | None = None) -> None:
+        self._root, self._target = root, size is not None
+        self._doubt: ValueError | None = None  # Two readings, if there are several microbatches.
+        self.batch = "the input" if self._target else ""  #: The value that has shown the number of rows.
+        self.size: int = self._find_batch(root, whose) if size is None else size
+        self._decide(root)
+
+    def verify(self, rows: Rows, told: set[str]) -> Rows:
+        """For several microbatches: raises the error about two readings, and warns once of tensors of odd sizes."""
+        if len(rows) > 1 and self._doubt is not None:
+            raise self._doubt
+        leaves = [x for x in self._root.leaves(shared=True) if isinstance(x.value, Tensor) and x.value.dim()]
+        whole = [leaf for leaf in leaves if leaf.dim is None and leaf.flag is None and leaf.value.size(0) > 1]
+        if whole and len(rows) > 1:
+            # A mask, or positions, have a size in common with what they are used with.
+            sizes = {size for leaf in leaves if leaf.dim is not None for size in leaf.value.shape}
+            for node in [leaf for leaf in whole if leaf.value.size(0) not in sizes and leaf.where not in told]:
+                told.add(node.where)
+                warnings.warn(
+                    f"{node.where} has the shape {[*node.value.shape]}, but {self.batch} has {self.size} rows: every "
+                    "microbatch gets all of it. That is wrong for something of each row, such as images, edges or "
+                    f"offsets of packed sequences: write split=. Otherwise, write batched={written(node, False)}.",
+                    stacklevel=2,
+                )
+        return rows
+
+    def _find_batch(self, root: Node, whose: str) -> int:
+        items = shown(root)
+        if not items:
+            found = ", ".join(sorted({type(leaf.value).__name__ for leaf in root.leaves()})) or "nothing"
+            raise TypeError(
+                f"{whose} holds no tensor with a first dimension to split into microbatches (found: {found}): expected "
+                "a tensor, or a nesting of containers with one in it, that batched= doesn't mark False; or split=."
+            )
+        (first, sizes), *others = items
+        self.batch = first.where
+        # Another value decides if only one of the sizes matches it.
+        fitting = [[size for size in sizes if size in other] for _, other in others]
+        supported = {each[0] for each in fitting if len(each) == 1}
+        if len(sizes) > 1 and len(supported) != 1:
+            self._note(first, f"{sizes[0]} rows, one entry each", f"a batch of {sizes[1]} rows", ROWS, 0)
+        return supported.pop() if len(supported) == 1 else sizes[0]
+
+    def _decide(self, node: Node) -> None:
+        x = node.value
+        if isinstance(x, Tensor) and x.dim() and node.flag is not False:  # One without dimensions is always whole.
+            node.times = self._count(node, x.size(node.along()))
+            node.dim = node.along() if node.times else None
+            if node.times and (x.layout is not torch.strided or x.is_nested):
+                raise TypeError(
+                    f"{node.where} is {'nested' if x.is_nested else x.layout}, which can't be split into microbatches: "
+                    "expected torch.strided. Convert it first (to_dense(), to_padded_tensor()), or inside the model."
+                )
+        elif node.listed and (node.flag in (None, ROWS, GROUPS) or node.flag is True):
+            node.times = self._count(node, len(x))
+        for child in () if node.times else node.children or ():
+            self._decide(child)
+
+    def _count(self, node: Node, size: int) -> int:
+        """The entries per row of a tensor or list of ``size`` entries; 0 if it is whole, or split inside."""
+        rows, flag, x, listed = self.size, node.flag, node.value, node.children is not None
+        times = size // rows if rows and size % rows == 0 else int(not rows and not size)
+        if flag in (ROWS, GROUPS) or not listed and (flag is not None or self._target):
+            if not times or times > 1 and flag != GROUPS:
+                raise ValueError(
+                    f"{node.where} has {size} entries, but the batch has {rows} rows, as {self.batch} has them: "
+                    f"expected {'k for each row' if flag == GROUPS else 'as many'}. Reshape it, or change batched=."
+                )
+            return times
+        # A list of tensors that have the batch each is split inside, unless it has as many entries, too.
+        inner = listed and {tensor.size(0) for tensor in node.tensors()} == {rows}
+        if listed and (inner and size != rows or not alike(x)):
+            return 0
+        if inner and times == 1:
+            one, latter = f"one entry for each of {rows} rows", f"tensors whose first dimension is the {rows} rows"
+            self._note(node, one, latter, ROWS, 0)
+        elif times > 1:
+            one = f"{times} entries for each of the {rows} rows of {self.batch}"
+            self._note(node, one, "one value for all rows", GROUPS, False)
+        elif not times and not listed and x.dim() > 2 and size > 1 and x.size(1) == rows:
+            self._note(node, f"the {rows} rows of {self.batch} along dimension 1", "no rows", 1, False)
+        return int(times == 1 and not inner)
+
+    def _note(self, node: Node, one: str, other: str, first: Any, latter: Any) -> None:
+        """Keeps the error about two readings of a value, and how ``batched`` says either; the first one counts."""
+        shapes = ", ".join([str([*x.shape]) for x in node.tensors()[:3]]) + ", ..." * (len(node.tensors()) > 3)
+        what = f"has the shape {shapes}"
+        if node.children is not None:
+            what = f"is a {type(node.value).__name__} of {len(node.value)}"
+            what += f", with tensors of shapes {shapes}" if shapes else ""
+        self._doubt = self._doubt or ValueError(
+            f"{node.where} {what}: it could be {one}, or {other}. Which one is expected? In SplitPipe(..., batched=), "
+            f"write {written(node, first)} for the former, {written(node, latter)} for the latter."
+        )
+
+
+def shown(root: Node) -> list[tuple[Node, list[int]]]:
+    """The tensors and lists that may show the number of rows, and these; first what is named, and has tensors."""
+    return sorted(_shown(root), key=lambda item: (item[0].flag is None, not item[0].tensors()))
+
+
+def _shown(node: Node) -> Iterator[tuple[Node, list[int]]]:
+    x, flag = node.value, node.flag
+    if flag is False or flag == GROUPS:
+        return
+    if isinstance(x, Tensor) and x.dim() or flag == ROWS:
+        yield node, [len(x) if node.listed else x.size(node.along())]
+    elif node.listed and (flag is None or flag is True) and alike(x) and not isinstance(x[0], (int, float)):
+        inner = {tensor.size(0) for tensor in node.tensors()}
+        yield node, [*dict.fromkeys([len(x), *(inner if len(inner) == 1 else ())])]
+    else:
+        for child in node.children or ():
+            yield from _shown(child)
+
+
+def rows_of(root: Node) -> int:
+    """The rows of a microbatch, from the first tensor or list that may show it."""
+    for _, sizes in shown(root):
+        return sizes[0]
+    objects = [leaf.value for leaf in root.leaves() if leaf.flag is not False and not isinstance(leaf.value, Tensor)]
+    return next((x.shape[0] for value in objects for x in hidden(value) if x.dim()), 1)
+
+
+def written(node: Node, flag: Any) -> str:
+    """``batched=`` for an argument; for a value inside one, and for an input, the flag alone."""
+    name = node.where.removeprefix("argument ")
+    return f"{{{name}: {flag!r}}}" if name.endswith("'") else repr(flag)
+
+
+def alike(values: list[Any] | tuple[Any, ...]) -> bool:
+    """True if values are of one kind: tensors with the same dtype and number of dimensions, dicts, strings, numbers."""
+    entries = [entry for entry in values if entry is not None]
+    if not entries or callable(entries[0]) or isinstance(entries[0], PLAIN[-2:]):
+        return False
+    return len({(x.dtype, x.dim()) if isinstance(x, Tensor) else type(x) for x in entries}) == 1

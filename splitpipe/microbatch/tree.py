@@ -1,0 +1,110 @@
+"""A value as its leaves and their nesting: the containers that torch's pytree knows, and any other mapping."""
+from __future__ import annotations
+
+import dataclasses
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from copy import copy
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from splitpipe.core.torch_private import tree_flatten, tree_unflatten
+
+#: Classes of values that hold no others.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
+_LEAVES = (Tensor, *PLAIN)
+#: Classes of objects whose attributes aren't part of a batch.
+_CODE = (type, ModuleType, nn.Module, torch.Generator, *PLAIN)
+
+
+class Level(NamedTuple):
+    """The parts of a container, and a function that makes it from others; ``kind`` is equal for equal containers."""
+
+    keys: Sequence[Any]
+    parts: list[Any]
+    kind: Any
+    rebuild: Callable[[list[Any]], Any]
+
+
+#: A level without its parts, and the nestings of these; None: a leaf.
+Nesting = tuple[Callable[[list[Any]], Any], list[Any]] | None
+
+
+def open_level(value: Any, fields: bool = False) -> Level | None:
+    """One level of a container; None for a leaf. ``fields``: a dataclass is a container of its fields."""
+    kind = type(value)
+    if isinstance(value, _LEAVES):
+        return None
+    if kind is list or kind is tuple:
+        return Level(range(len(value)), [*value], (kind, len(value)), kind)
+    keys: Any = [*value] if isinstance(value, Mapping) else []
+    root = iter((False,))  # Asked first. In torch, a function that refers to the value would keep it, by a cycle.
+    parts, spec = tree_flatten(value, lambda _: next(root, True))
+    if len(parts) != 1 or parts[0] is not value:
+        return Level(keys or range(len(parts)), parts, spec, lambda parts: tree_unflatten(parts, spec))
+    if isinstance(value, Mapping):
+        return Level(keys, [value[key] for key in keys], (kind, keys), lambda parts: kind(dict(zip(keys, parts))))
+    if fields and dataclasses.is_dataclass(value) and kind is not type:
+        keys = [field.name for field in dataclasses.fields(value)]
+        return Level(keys, [getattr(value, key, None) for key in keys], (kind, keys), lambda x: _fill(value, keys, x))
+    return None
+
+
+def _fill(instance: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    copied = copy(instance)
+    for name, value in zip(names, values):
+        object.__setattr__(copied, name, value)  # It may be frozen.
+    return copied
+
+
+def flatten(value: Any, fields: bool = False) -> tuple[list[Any], Nesting]:
+    """The leaves of a value, and its nesting."""
+    level = open_level(value, fields)
+    if level is None:
+        return [value], None
+    flat = [flatten(part, fields) for part in level.parts]
+    return [leaf for leaves, _ in flat for leaf in leaves], (level.rebuild, [nesting for _, nesting in flat])
+
+
+def unflatten(leaves: Iterable[Any], nesting: Nesting) -> Any:
+    """The value with these leaves."""
+    rest = iter(leaves)
+    return next(rest) if nesting is None else nesting[0]([unflatten(rest, inner) for inner in nesting[1]])
+
+
+def hidden(value: object, deep: bool = True) -> Iterator[Tensor]:
+    """The tensors inside a leaf that isn't one, at any depth; ``deep``: also in attributes of any object."""
+    seen, stack = set[int](), [value]
+    while stack:
+        for part in _inside(stack.pop(), deep):
+            if isinstance(part, Tensor):
+                yield part
+            elif id(part) not in seen:
+                seen.add(id(part))
+                stack.append(part)
+
+
+def _inside(value: object, deep: bool) -> Iterable[Any]:
+    if isinstance(value, (Mapping, tuple, list, deque, UserList, Set)):
+        return value.values() if isinstance(value, Mapping) else value
+    record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if not record and (not deep or isinstance(value, _CODE) or hasattr(value, "__code__")):
+        return ()
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+    return [*getattr(value, "__dict__", {}).values(), *[getattr(value, name, None) for name in names]]
+
+
+def verify_open(leaves: Iterable[object], whose: str, deep: bool = False) -> None:
+    """Raises a TypeError for a leaf that holds tensors; ``deep``: also for one with tensors in its attributes."""
+    for leaf in leaves:
+        if not isinstance(leaf, _LEAVES) and next(hidden(leaf, deep), None) is not None:
+            advice = ", use False for it in batched= if every microbatch gets it whole, or split=" if deep else ""
+            raise TypeError(
+                f"{whose} holds tensors in a {type(leaf).__name__}, which can't be split into microbatches or moved "
+                "between devices: expected tensors in any nesting of tuple, list, dict and namedtuple. Unpack it, or "
+                f"register the class with torch.utils._pytree.register_pytree_node{advice}."
+            )

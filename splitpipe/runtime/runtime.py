@@ -1,0 +1,262 @@
+"""A call of a pipelined module, from its arguments to the output or the loss.
+
+    divide the batch ── the stages' layers ── begin ── a forward for each microbatch ── rows of ops ── end
+                                                                                     │
+                                              drop-in: outputs, in the outer graph ──┤
+                                              scheduled: the loss, with gradients ───┘
+
+Here, the module is an nn.Sequential; what any other one does differently is in ``module``.
+"""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from splitpipe.backward.leaf_hooks import LeafHooks
+from splitpipe.backward.report import DeferralReport, report
+from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
+from splitpipe.compiled.layers import Compiler
+from splitpipe.compiled.options import CompileOptions
+from splitpipe.core import thread_state
+from splitpipe.core.dtensor import is_dtensor
+from splitpipe.core.random_numbers import Draws
+from splitpipe.core.stream import Place
+from splitpipe.core.thread_state import State
+from splitpipe.core.worker import ProcessLock
+from splitpipe.engine.drop_in import attach_outputs
+from splitpipe.engine.module_output import Output
+from splitpipe.engine.record import Recordings
+from splitpipe.engine.rows import Rows, forward_rows, schedule_rows
+from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
+from splitpipe.engine.sequential import SequentialForward
+from splitpipe.engine.step import StepRun
+from splitpipe.engine.stitched.sequential import StitchedForward
+from splitpipe.loss.objective import TARGET, Objective, scale_of
+from splitpipe.loss.reducing import NO_FUNCTION, LossWarnings, Reducer
+from splitpipe.microbatch.divider import Divider, Split
+from splitpipe.microbatch.division import Division, absent, noted
+from splitpipe.microbatch.gather import gather
+from splitpipe.microbatch.tree import unflatten
+from splitpipe.partition.attributes import warn_of_losses
+from splitpipe.partition.placement import Placement
+from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.plurals import counted
+from splitpipe.stage.call import Activation, Call
+from splitpipe.stage.layers import ModelLayers, Named, StageLayers
+from splitpipe.stage.resources import Resources
+from splitpipe.stage.segment import RunningStage
+from splitpipe.stage.shared_parameters import SharedParameters
+
+
+class Options(NamedTuple):
+    """How a module is run, as SplitPipe and attach resolve their arguments."""
+
+    cuts: tuple[str, ...]
+    places: tuple[Place, ...]
+    chunks: int
+    checkpoint: Checkpoint
+    split: bool
+    stash_limit: int | None
+    schedule: Schedule | None
+    batched: Any
+    reduction: Any
+    loss_fn: Callable[..., Any] | None
+    grad_scaler: Any
+    compiling: CompileOptions | None
+    splitting: Split | None
+
+
+class Batch(NamedTuple):
+    """What a module was called with; ``whole``: not to be split; ``kind``: equal for calls that return the like."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = None
+    blocks: Any = None  #: The module's own, if it isn't an nn.Sequential.
+    whole: bool = False
+    kind: Any = None
+
+
+class Runtime:
+    """Runs an nn.Sequential, one call at a time: another thread's waits until the forward has returned."""
+
+    own_forward = False  #: Whether a microbatch runs through the module's own forward, rather than layer by layer.
+
+    def __init__(self, options: Options, spans: Sequence[tuple[int, int]] = (), divider: Any = Divider) -> None:
+        self.options = options
+        self._resources, self._placement = Resources(options.places), Placement(options.places)
+        self._lock, self.recordings = ProcessLock(), Recordings(options.schedule, options.places)
+        self._compiler = Compiler(options.compiling, options.split)
+        self._loss_warnings, self._hooks = LossWarnings(), LeafHooks()
+        self.hand_over: HandOver | None = HandOver()  #: Of the last scheduled step; None: one was warned of.
+        loss_fn = options.loss_fn
+        self._objective = None if loss_fn is None else Objective(loss_fn, options.reduction, self._loss_warnings)
+        self._rows: Callable[..., Rows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
+        #: Whether the model draws from the CPU's generator, in training and in evaluation, as calls have shown.
+        self.draws: dict[bool, bool] = {}
+        self._known: tuple[Any, ModelLayers] | None = None  # The layers for a key, if they may be used again.
+        self._last: list[StageLayers] = []  # Those of the last call with grad mode.
+        self._spans, self._looked = spans, False  # Whether a step has shown what layers keep.
+        self._divider = divider(options.batched, options.splitting, options.chunks, options.schedule is not None)
+
+    def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
+        return Runtime, (self.options, self._spans)
+
+    def run(self, batch: Batch) -> Any:
+        """The output; given a target, the loss; with a schedule and the module's own loss, the output with it."""
+        self._resources.refuse_own_threads()
+        with self._lock.lock:
+            state, own_loss = thread_state.capture(), self.options.schedule is not None and self.options.loss_fn is None
+            if batch.target is not None or own_loss and batch.module.training and state.grad:
+                return self._loss(batch, state)
+            return self._output(batch, state)
+
+    def _output(self, batch: Batch, state: State) -> Any:
+        # In one graph, microbatches that shared a weight's cast would add up its gradient in low precision.
+        cached = self.options.split or not any([enabled for _, enabled, _ in state.autocast])
+        step, _ = self._begin(batch, state if cached else state._replace(autocast_cache=False), outer=True)
+        call = step.call
+        with noted(call.input):
+            shared, forwards = self._begin_forwards(batch, step, None, [None] * len(call.rows)), step.forwards
+            step.run_rows(forward_rows(len(call.rows), step.workers))
+            outputs = attach_outputs(step, [forward.output for forward in forwards], shared)
+            call.rejoin()
+            shared.verify()
+        output = self._gather(call, outputs)
+        self._end(batch, step, outputs)
+        return output
+
+    def _loss(self, batch: Batch, state: State) -> Any:
+        """The loss of the batch, whose backward hands the gradients over; the module's own: in its output."""
+        options, objective = self.options, None if batch.target is None else self._objective
+        if callable(options.reduction):
+            raise ValueError(NO_FUNCTION)
+        if state.grad and self.hand_over is not None and self.hand_over.dropped:
+            warnings.warn(
+                "the loss of the last call was dropped without a backward: a schedule computes gradients in the call, "
+                "but only loss.backward() adds them to .grad. Expected loss.backward(), or torch.no_grad().",
+                stacklevel=4,
+            )
+            self.hand_over = None
+        scale = scale_of(options.grad_scaler, state, self._resources.devices[-1])
+        step, target = self._begin(batch, state, outer=False)
+        call = step.call
+        targets = call.cut(target, len(step.stages) - 1, TARGET, detached=True)
+        shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
+        ops = self._rows(step.workers, len(call.rows), state.grad, 0 if self.own_forward else call.checkpointed)
+        with noted(call.input, target):
+            scheduled = ScheduledStep(step, target, scale)
+            loss: Any = scheduled.run(ops, shared)
+        shared.verify()
+        outputs = [forward.output for forward in forwards]
+        if objective is None:
+            loss = self._gather(call, outputs, loss)
+        self.hand_over = self.hand_over and scheduled.hand_over
+        if step.recorder is not None:
+            step.recorder.end(step.traces)
+        self._end(batch, step, outputs)
+        return loss
+
+    def _gather(self, call: Call, outputs: Sequence[Output], loss: Any = None) -> Any:
+        """Joins the outputs of all microbatches; ``loss``: in the place of the module's own."""
+        reduction, rows, reducer = self.options.reduction, [count for _, count in call.rows], None
+        if self.own_forward and len(rows) > 1 or not self.own_forward and reduction is not None:
+            reducer = Reducer(reduction, [output.numbers for output in outputs], self._loss_warnings)
+        if loss is not None:
+            own = [output.leaves[output.place] for output in outputs]
+            if reducer is not None and reducer.gives(own):
+                reducer.reduced(own, rows)  # It warns if the batch's loss isn't known to be this one.
+            for output in outputs:
+                output.leaves[output.place] = loss
+        values = [unflatten(output.leaves, output.nesting) for output in outputs]
+        return values[0] if self.own_forward and len(rows) == 1 else gather(values, rows, call.input.dims, reducer)
+
+    def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Any]) -> None:
+        """Ends a call that completed."""
+        call, stages = step.call, [stage.own for stage in step.stages]
+        if call.state.grad and self._known is not None:
+            self._last = stages
+        call.draws.end(recomputes=call.checkpointed > 0 and call.state.grad)
+        call.end()
+        if not self.own_forward and not self._looked and step.split and len(call.rows) > 1:
+            self._looked = True
+            warn_of_losses(batch.module)
+
+    def _begin(self, batch: Batch, state: State, outer: bool) -> tuple[StepRun, Division]:
+        """The step of a call, and the target; ``outer``: drop-in."""
+        resources, options, (division, given, layers) = self._resources, self.options, self.prepare(batch)
+        if layers.computed and state.grad and (options.split or not outer):
+            raise RuntimeError(
+                f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
+                "each microbatch would run backward: expected, without a schedule, SplitPipe(..., backward='autograd')."
+            )
+        tail = UNCHECKPOINTED_TAIL[options.checkpoint] if batch.module.training and state.grad else None
+        checkpointed = 0 if tail is None else max(0, len(division.rows) - tail)
+        draws = Draws(self.draws, batch.module.training)
+        call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
+        target, objective = given or absent(call.input), None if batch.target is None else self._objective
+        if objective is not None:
+            objective.begin([count for _, count in call.rows], call.input.dims, target.dims)
+        odd = state.odd or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
+        odd = odd or objective is not None and objective.compiled
+        # Forwards that stay on their threads' stacks need one each.
+        pool = None if odd else resources.pool(layers.workers, len(call.rows) - 1 if self.own_forward else 0)
+        sides = resources.named if outer and not resources.on_cpu else None
+        stages = [RunningStage(own, call, outer, options.stash_limit, sides, layers.names) for own in layers.stages]
+        # Another thread may begin or end a recording: a step has the same one from start to end.
+        recorder = self.recordings.current if state.grad and not outer else None
+        step = StepRun(
+            call, stages, pool, layers.workers, resources.routes(call.computes), split=options.split and state.grad,
+            outer=outer, hooks=self._hooks, recorder=recorder,
+        )
+        return step, call.moves.target(target, resources.devices[-1])
+
+    def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
+        """Divides the arguments and the target, if there is one; returns the layers, of which the loss is the last."""
+        options, target = self.options, batch.target
+        known, objective = self._known, None if target is None else self._objective
+        if known is None or known[0] is not objective or not known[1].same():
+            stages = self._stages(batch.module)
+            self._compiler.compile(layer for stage in stages for _, layer in stage)
+            known = objective, ModelLayers(batch.module, stages, options.places, options.schedule, objective)
+            self._known = None if known[1].computed else known
+        return *self._divider.divide(batch.args, batch.kwargs, target), known[1]
+
+    def _stages(self, module: nn.Module) -> list[list[Named]]:
+        layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
+        if len(layers) != self._spans[-1][1]:
+            balance = [end - start for start, end in self._spans]
+            raise RuntimeError(
+                f"the model has {counted(len(layers), 'layer')} now, but balance {balance} was given for "
+                f"{sum(balance)}. Layers may be replaced; to add or remove some, build a new SplitPipe."
+            )
+        return [layers[start:end] for start, end in self._spans]
+
+    def _begin_forwards(
+        self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
+    ) -> SharedParameters:
+        """Gives a step its forwards, with their targets; returns the parameters that stages share."""
+        call, stitched, streams = step.call, step.outer and not self.options.split, self._resources.named
+        step.forwards = [
+            StitchedForward(step, i, part, streams) if stitched else SequentialForward(step, i, part, target)
+            for i, (part, target) in enumerate(zip(call.cut(call.input, 0, detached=not stitched), targets))
+        ]
+        return SharedParameters(batch.module, self._placement, step.stages, None)
+
+    def _stages_of(self, module: nn.Module) -> Mapping[nn.Module, int]:
+        """The stages of modules, as far as they are known."""
+        stages = [*enumerate(self._stages(module))]
+        return {part: j for j, stage in reversed(stages) for _, layer in stage for part in layer.modules()}
+
+    def report(self, module: nn.Module) -> DeferralReport:
+        """The report on deferral, from the steps so far."""
+        stage_of, parameters = self._stages_of(module), []
+        for prefix, part in module.named_modules():
+            own = [(f"{prefix}.{name}".strip("."), x) for name, x in part._parameters.items() if x is not None]
+            parameters += [(name, stage_of.get(part, 0), x) for name, x in own]
+        return report(parameters, {stage.index: stage.uses for stage in self._last}, self.options.split)

@@ -1,0 +1,152 @@
+"""A segment: the graph of one microbatch on one stage, from F to B; and the stage, which has them in one call.
+
+    stage 0 ── leave (number) ──> detached ── send ── copy ──> enter (guard) ──> stage 1
+             <── gradient for that number <── copy ── captured at the guard's edge
+
+Values enter through guard nodes, the layers run as they are, outputs leave detached. A value that leaves gets a
+number. The stage that takes it remembers where its gradient must go: its *origin*.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from splitpipe.backward.graph_walk import Walk, fused, walk
+from splitpipe.backward.report import uses
+from splitpipe.backward.weight_grad_store import WeightGradStore
+from splitpipe.core.guard import guard
+from splitpipe.core.stream import Stream
+from splitpipe.core.torch_private import RemovableHandle
+from splitpipe.core.transfer import Route
+from splitpipe.stage.call import Activation, Call, Origin, Origins
+from splitpipe.stage.layers import StageLayers
+
+
+class Segment:
+    """What F of a microbatch on a stage leaves for B.
+
+    Checkpointed, that is ``recompute``, which makes the segment with a graph, given the step and the stage.
+    """
+
+    def __init__(self, recompute: Callable[[Any, Any], Segment] | None = None) -> None:
+        self.entries: list[GradientEdge] = []
+        self.origins: list[Origin] = []
+        self.roots: list[GradientEdge] = []  #: The edges of values that have left.
+        self.graph = Walk([], [])
+        #: Gradients: the number of the root, and the event after which they are there.
+        self.arrived: list[tuple[int, Tensor, torch.Event | None]] = []
+        self.recompute = recompute
+        self.ran = False  #: Whether B has begun.
+        self._handle: int = RemovableHandle.next_id
+
+    def enter(self, tensors: Sequence[Tensor], origins: Sequence[Origin]) -> list[Tensor]:
+        """Tensors without a graph, as they enter this one."""
+        with torch.enable_grad():
+            entered = guard(tensors)
+        # Like get_gradient_edge, which makes a view to keep the node alive. The tensor does so, too.
+        self.entries += [GradientEdge(x.grad_fn, x.output_nr, x) for x in entered]
+        self.origins += origins
+        return entered
+
+    def leave(self, x: Tensor) -> int:
+        """Records that a tensor with a graph leaves; returns the number of its root."""
+        self.roots.append(get_gradient_edge(x))
+        return len(self.roots) - 1
+
+    def close(self, split: bool, own: StageLayers) -> None:
+        """Ends F on a stage with these layers. ``split``: whether weight gradients may wait."""
+        hooked, ends = self._hooked(), {edge.node for edge in self.entries}
+        self.graph = walk(self.roots, ends, split and not hooked)
+        if split and not own.uses_known:
+            own.add_uses(uses(self.roots, ends, self.graph, hooked), hooked)
+
+    def graph_for_backward(self) -> Walk:
+        """What B needs to know of the graph."""
+        if self._hooked():
+            self.graph = fused(self.graph)
+        for node in self.graph.weight_nodes if self.ran else ():
+            if node.whole:
+                node.node.left.clear()  # Of a backward that wanted no W, or failed.
+        self.ran = True
+        return self.graph
+
+    def _hooked(self) -> bool:
+        """True if a hook was registered since F began, or since the last time."""
+        # One of an activation may change its gradient behind the edge at which B captures it: W would miss that.
+        handle, self._handle = self._handle, RemovableHandle.next_id
+        return handle != self._handle
+
+
+class RunningStage:
+    """A stage in one call: what its microbatches leave for B (``fwd_cache``), and for W (``store``).
+
+    ``limit``: how many bytes may wait for W in a drop-in call; ``streams``: those of W; ``names``: of parameters.
+    """
+
+    def __init__(
+        self, own: StageLayers, call: Call, outer: bool, limit: int | None, streams: Callable[..., Stream] | None,
+        names: Mapping[int, str],
+    ) -> None:
+        self.own, self.index, self.name = own, own.index, own.name
+        self.device = own.place.device
+        self.compute: Stream = call.computes[own.index]
+        # Checkpointed, what waits keeps what was just recomputed; otherwise, what the forward has kept anyway.
+        limit = own.weight_bytes // (4 if call.checkpointed else 1) if limit is None else limit
+        weights = None if streams is None else streams(self.device, "weights")
+        self.store = WeightGradStore(self.compute, weights, limit if outer else None, names)
+        self.fwd_cache: dict[int, Segment] = {}
+        #: The leaves to which its microbatches' graphs lead, by identity.
+        self.reached: dict[int, Tensor] = {}
+        self.reached_by: set[Any] = set()  #: The blocks, as modules, whose graphs have led to all their parameters.
+
+    @cached_property
+    def phony(self) -> Tensor:
+        """A leaf through which autograd runs nodes on its device whose inputs need no gradient."""
+        return torch.empty(0, device=self.device, requires_grad=True)
+
+    def forget_backward(self) -> None:
+        """Forgets what a backward that has failed may have left."""
+        self.store.clear()
+        for segment in self.fwd_cache.values():
+            segment.arrived = []
+
+    def reached_all(self) -> bool:
+        """True if walks have reached all parameters, so that further microbatches lead to no others."""
+        return all([id(x) in self.reached for x in self.own.parameters if x.requires_grad])
+
+
+def detach(leaves: Sequence[Any], segment: Segment, stage: int, grad: bool) -> tuple[list[Any], Origins]:
+    """Leaves of a stage's output outside its graph, each tensor once, and their origins."""
+    known: dict[int, tuple[Any, Origin | None]] = {}
+    for x in leaves:
+        if id(x) not in known:
+            tracked = grad and isinstance(x, Tensor) and x.requires_grad
+            known[id(x)] = (x.detach(), (stage, segment.leave(x))) if tracked else (x, None)
+    pairs = [known[id(x)] for x in leaves]
+    return [x for x, _ in pairs], [origin for _, origin in pairs]
+
+
+def send(value: Activation, route: Route | None, timed: Any) -> Activation:
+    """Starts a detached value's way to another stage."""
+    if route is None:
+        return value
+    known = {id(x): x for x in value.leaves}
+    carried, event = route.carry([*known.values()], timed)
+    there = dict(zip(known, carried))
+    return replace(value, leaves=[there[id(x)] for x in value.leaves], event=event)
+
+
+def enter(activations: Sequence[Activation], segment: Segment) -> list[list[Any]]:
+    """The leaves of values as they enter a segment's graph, through one guard; each tensor once."""
+    pairs = [pair for value in activations for pair in zip(value.leaves, value.origins)]
+    known = {id(x): (x, origin) for x, origin in pairs if origin is not None}
+    if not known:
+        return [value.leaves for value in activations]
+    entered = dict(zip(known, segment.enter([x for x, _ in known.values()], [origin for _, origin in known.values()])))
+    return [[entered.get(id(x), x) for x in value.leaves] for value in activations]

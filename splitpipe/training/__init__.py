@@ -1,1 +1,0 @@
-"""One training step with a schedule: its ops, how they exchange values, the loss, and handing over the gradients."""

@@ -1,0 +1,196 @@
+"""The second half of a drop-in call inside a backward: autograd, and who uses it, can't tell the difference."""
+from __future__ import annotations
+
+import _thread
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitpipe import SplitPipe
+from tests.helpers.covering import pairwise
+from tests.helpers.deferring import double as double
+from tests.helpers.twin import Failing, Note, assert_same, assert_same_tensors, twins
+from tests.promise.layers import Apply
+
+CHECKPOINTS = ["never", "except_last", "always"]
+CHECKPOINT = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+LIMITS = [None, 0, 500]
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def pair(**options: Any) -> tuple[nn.Sequential, SplitPipe]:
+    return twins(layers(), [2, 3], chunks=3, **options)
+
+
+def gradients(module: nn.Module) -> list[Any]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def noted(log: list[Any], stages: int = 3, **options: Any) -> SplitPipe:
+    """A pipeline of a layer a stage, whose backwards are noted."""
+    modules = [nn.Sequential(nn.Linear(4, 4), Apply(lambda x, j=j: Note.apply(x, log, j))) for j in range(stages)]
+    return SplitPipe(nn.Sequential(*modules), [1] * stages, devices=["cpu"] * stages, chunks=2, **options)
+
+
+@pairwise(checkpoint=CHECKPOINTS, stash_limit=LIMITS, by=["balance", "cuts"],
+          chosen=[["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"]])
+def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(
+    checkpoint: str, stash_limit: Any, by: str, chosen: list[str]
+) -> None:
+    plain, model = pair(checkpoint=checkpoint, stash_limit=stash_limit, by=by)
+    given, found = torch.randn(7, 4), []
+    for each in (plain, model):
+        x, parameters = given.clone().requires_grad_(), dict(each.named_parameters())
+        loss = each(x).square().sum()
+        grads = torch.autograd.grad(loss, [parameters[name] for name in chosen], retain_graph=True)
+        loss.backward(inputs=[x, parameters["2.weight"]], retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="a second time.*retain_graph=True"):
+            loss.backward()
+        found.append([*grads, x.grad])
+    assert_same(found[1], found[0], "gradients")
+    assert_same_tensors(model, plain)
+
+
+def test_only_the_stages_that_are_needed_run() -> None:
+    log: list[int] = []
+    model = noted(log, checkpoint="never")
+    loss = model(torch.randn(6, 4, requires_grad=True)).sum()
+    for name, stages in ("2.0.weight", {2}), ("1.0.bias", {1, 2}), ("0.0.weight", {0, 1, 2}):
+        log.clear()
+        torch.autograd.grad(loss, model.get_parameter(name), retain_graph=True)
+        assert {*log} == stages and len(log) == 2 * len(stages)
+
+
+@CHECKPOINT
+@pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()])
+def test_a_failed_backward_of_a_retained_graph_may_be_run_again(checkpoint: str, error: BaseException) -> None:
+    failures, fired, own = list[BaseException](), list[None](), layers()
+    model = SplitPipe(nn.Sequential(own[0], Failing(failures), *own[2:]), [2, 3], devices=["cpu"] * 2, chunks=3,
+                      checkpoint=checkpoint)
+    plain, x = copy.deepcopy(nn.Sequential(*model)), torch.randn(7, 4)
+    model[0].weight.register_hook(lambda grad: fired.append(None))
+    loss = model(x).square().sum()
+    failures.append(error)
+    with pytest.raises(type(error)):
+        loss.backward(retain_graph=True)
+    model.zero_grad()
+    assert not fired
+    loss.backward()
+    plain(x).square().sum().backward()
+    assert_same_tensors(model, plain)
+    assert fired == [None]
+
+
+@pairwise(by=["balance", "cuts"], checkpoint=CHECKPOINTS, stash_limit=LIMITS)
+def test_second_derivatives_of_a_split_backward_are_an_error(by: str, checkpoint: str, stash_limit: Any) -> None:
+    plain, model = pair(by=by, checkpoint=checkpoint, stash_limit=stash_limit)
+    given = torch.randn(7, 4)
+    x = given.clone().requires_grad_()
+    for wanted in [x], list(model.parameters()):
+        with pytest.raises(RuntimeError, match="backward='autograd'"):
+            torch.autograd.grad(model(x).square().sum(), wanted, create_graph=True)
+    for module in model, plain:  # It has left nothing behind.
+        module(given).square().sum().backward()
+    assert_same_tensors(model, plain)
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+@contextmanager
+def autocast() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+@pairwise(around=[torch.inference_mode, default_device, autocast], retained=[False, True], checkpoint=CHECKPOINTS,
+          stash_limit=LIMITS)
+def test_backward_in_another_mode(around: Any, stash_limit: int | None, checkpoint: str, retained: bool) -> None:
+    plain, model = pair(stash_limit=stash_limit, checkpoint=checkpoint)
+    x = torch.randn(7, 4)
+    if around is autocast:  # It casts no doubles.
+        plain, model, x = plain.float(), model.float(), x.float()
+    for each in (plain, model):
+        loss = each(x).square().mean()
+        if retained:
+            loss.backward(retain_graph=True)
+        grad = torch.ones_like(loss)
+        with nullcontext() if each is plain and around is autocast else around():  # It casts in a plain backward.
+            loss.backward(grad)
+    assert_same_tensors(model, plain)
+
+
+def nesting(run: list[Callable[[], object]], **options: Any) -> tuple[nn.Sequential, SplitPipe]:
+    """A module and its pipeline, in whose backward what is in the list is called."""
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def between(x: Tensor) -> Tensor:
+        x.register_hook(lambda _: run.pop()() and None if run else None)
+        return x * 1
+
+    piped = copy.deepcopy(plain)
+    piped.insert(2, Apply(between))
+    return plain, SplitPipe(piped, [4], devices=["cpu"], chunks=3, checkpoint="never", **options)
+
+
+def test_a_backward_within_a_backward_of_the_same_call_is_an_error() -> None:
+    run: list[Callable[[], object]] = []
+    _, model = nesting(run)
+    loss = model(torch.rand(6, 4)).square().sum()
+    run.append(lambda: loss.backward(retain_graph=True))
+    with pytest.raises(RuntimeError, match="one at a time, or SplitPipe.*backward='autograd'"):
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_in_a_thread_that_python_did_not_start_all_ops_run_in_turn() -> None:
+    """Autograd's device threads are such: workers whose B needs one of these would wait for it, and it for them."""
+    threads: list[int] = []
+    between = Apply(lambda x: x.register_hook(lambda _: threads.append(threading.get_ident())) and x * 1)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = SplitPipe(nn.Sequential(plain[0], between, plain[1], between), [2, 2], devices=["cpu"] * 2, chunks=3)
+    plain = copy.deepcopy(plain)
+    x, ended = torch.randn(7, 4), threading.Event()
+    loss = model(x).square().sum()
+
+    def backward() -> None:
+        threads.append(threading.get_ident())
+        loss.backward()
+        ended.set()
+
+    _thread.start_new_thread(backward, ())
+    assert ended.wait(30) and len(threads) == 7 and len({*threads}) == 1
+    plain(x).square().sum().backward()
+    assert_same(gradients(model), gradients(plain), "gradients")
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_backward_of_an_earlier_call_inside_a_stage_that_draws_does_not_wait_for_it(checkpoint: str) -> None:
+    earlier: list[Tensor] = []
+    run = Apply(lambda x: x.register_hook(lambda _: earlier.pop().backward() and None if earlier else None) and x * 1)
+    inner, outer = (
+        SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), each, nn.Dropout()), balance=[3, 1],
+                  devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint)
+        for each in (nn.Linear(4, 4), run)
+    )
+    x = torch.rand(4, 4)
+    for _ in range(2):
+        earlier[:] = [inner(x).sum()]
+        outer(x).sum().backward()
+        assert not earlier
+    assert None not in gradients(inner)

@@ -1,0 +1,159 @@
+"""``backward="autograd"``: one graph over all stages, in which everything works that autograd can do."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from splitpipe import SplitPipe, is_recomputing
+from tests.helpers.covering import pairwise
+from tests.helpers.deferring import double as double
+from tests.helpers.modules import module_of
+from tests.helpers.skipping import Pop, Stash
+from tests.helpers.twin import assert_same, assert_same_tensors, stages
+
+CHECKPOINTS = ["never", "except_last", "always"]
+CHECKPOINT = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+BY = pytest.mark.parametrize("by", ["balance", "cuts"])
+
+
+def mlp(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), *more, nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def stitched(
+    module: nn.Sequential, balance: list[int] | None = None, by: str = "balance", **options: Any
+) -> SplitPipe:
+    """A pipeline of a copy."""
+    balance = balance or [len(module) - 2, 2]
+    wrapped, where = stages(copy.deepcopy(module), balance, by)
+    given = {"chunks": 3, "devices": ["cpu"] * len(balance), "backward": "autograd", **options}
+    return SplitPipe(wrapped, **where, **given)
+
+
+Results = Sequence[Tensor]
+
+
+def penalty(model: nn.Module, x: Tensor) -> Results:
+    """A loss with the gradient of the output in it."""
+    y = model(x)
+    [grad] = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    loss = y.sum() + grad.square().sum()
+    loss.backward()
+    return [loss]
+
+
+def hessian_products(model: nn.Module, x: Tensor) -> Results:
+    parameters = [*model.parameters()]
+    grads = torch.autograd.grad(model(x).square().sum(), parameters, create_graph=True)
+    product = torch.autograd.grad(sum(grad.square().sum() for grad in grads), parameters, retain_graph=True)
+    return [*product, *torch.autograd.grad(sum(grad.pow(3).sum() for grad in grads), parameters)]
+
+
+def inner_loop(model: nn.Module, x: Tensor) -> Results:
+    parameters = dict(model.named_parameters())
+    inner = functional_call(model, parameters, (x,)).square().sum()
+    grads = torch.autograd.grad(inner, [*parameters.values()], create_graph=True)
+    moved = {name: p - 0.1 * grad for (name, p), grad in zip(parameters.items(), grads)}
+    functional_call(model, moved, (x,)).square().sum().backward()
+    return []
+
+
+def parts_of_a_retained_graph(model: Any, x: Tensor) -> Results:
+    y = model(x)
+    y[:2].sum().backward(retain_graph=True)
+    y[-1:].sum().backward(retain_graph=True, inputs=[model[0].weight])
+    y.square().sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.square().sum().backward()
+    return []
+
+
+USES = [penalty, hessian_products, inner_loop, parts_of_a_retained_graph]
+
+
+@pairwise(use=USES, by=["balance", "cuts"], checkpoint=CHECKPOINTS)
+def test_what_autograd_can_do(use: Callable[[nn.Module, Tensor], Results], by: str, checkpoint: str) -> None:
+    plain, given = mlp(), torch.rand(7, 4)
+    model = stitched(plain, checkpoint=checkpoint, by=by)
+    for _ in range(2):
+        found, expected = (use(each, given.clone().requires_grad_()) for each in (model, plain))
+        assert_same(found, expected, "results")
+        assert_same_tensors(model, plain)
+
+
+@CHECKPOINT
+def test_skips_have_second_derivatives(checkpoint: str) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 2))
+    model, x = stitched(plain, [2, 2, 2], checkpoint=checkpoint), torch.rand(5, 4)
+    for each in plain, model:
+        penalty(each, x.clone().requires_grad_())
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.draws
+@BY
+def test_recomputation_has_the_mode_and_the_numbers_of_the_forward(by: str) -> None:
+    layers, x, steps = mlp(nn.Dropout(0.5)), torch.rand(6, 4), []
+    for checkpoint in CHECKPOINTS:
+        model = stitched(layers, checkpoint=checkpoint, by=by)
+        for _ in range(2):
+            torch.manual_seed(1)
+            model.zero_grad()
+            loss = model.train()(x).square().sum()
+            model.eval()
+            loss.backward()
+            assert not model[2].training
+            steps.append([p.grad for p in model.parameters()])
+    for step in steps[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(step, steps[0]))
+
+
+def test_parameters_that_were_written_to_before_the_recomputation_are_an_error() -> None:
+    model, x = stitched(mlp(), checkpoint="always"), torch.rand(6, 4)
+    loss = model(x).sum()
+    with torch.no_grad():
+        model[0].weight += 1
+    with pytest.raises(RuntimeError, match="parameters of stage 0.*written to.*expected backward first"):
+        loss.backward()
+    model(x).sum().backward()
+
+
+@BY
+def test_layers_that_do_something_else_the_second_time_are_an_error(by: str) -> None:
+    def other(self: Any, x: Tensor) -> Tensor:
+        return x.exp().sin() if is_recomputing() else x.exp()
+
+    model = stitched(mlp(module_of(other, own=nn.Linear(1, 1))), checkpoint="always", by=by)
+    with pytest.raises(RuntimeError, match=r"(stage 0 \(cpu\)|block '2'.*) saved other tensors in a recomputation"):
+        model(torch.rand(6, 4)).sum().backward()
+
+
+class Energy(nn.Module):
+    """Differentiates through stages in its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.two(self.one(x).tanh())
+        [force] = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, force
+
+
+@CHECKPOINT
+def test_forces_between_blocks(checkpoint: str) -> None:
+    plain, x = Energy(), torch.rand(6, 3)
+    model = SplitPipe(copy.deepcopy(plain), cuts=["two"], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
+                      backward="autograd")
+    for each in plain, model:
+        energy, force = each(x)
+        (energy.sum() + force.square().sum()).backward()
+    assert_same_tensors(model, plain)

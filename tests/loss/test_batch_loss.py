@@ -1,0 +1,108 @@
+"""The batch's loss, made of the microbatches': means by rows, totals by counts, targets of any nesting, and faults."""
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from splitpipe import SplitPipe
+from tests.helpers.deferring import double as double
+from tests.helpers.scheduled import mlp, twins
+from tests.helpers.twin import assert_same_tensors
+
+
+def assert_equal(plain: nn.Module, model: SplitPipe, x: Tensor, y: Any, loss_fn: Any) -> None:
+    for module in (plain, model):
+        module.zero_grad()
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    loss, expected = model(mine, target=y), loss_fn(plain(theirs), y)
+    torch.testing.assert_close(loss, expected)
+    assert loss.shape == () and loss.dtype == expected.dtype
+    (3 * loss).backward()
+    (3 * expected).backward()
+    assert_same_tensors(model, plain)
+    torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("kind", [
+    int, float, lambda n: torch.tensor(n), lambda n: torch.tensor([float(n)]), lambda n: n * 1e-30, lambda n: n * 1e30
+])
+def test_a_count_is_any_number(kind: Any) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+        return (output - target).square().sum().reshape(1), kind(output.numel())
+
+    plain, model = twins(mlp(5), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
+    factor = 28 / float(kind(28))
+    assert_equal(plain, model, torch.randn(7, 4), torch.randn(7, 4), lambda y, target: F.mse_loss(y, target) * factor)
+
+
+# Of torch's own
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
+@pytest.mark.filterwarnings("ignore:reduction='elementwise_mean':UserWarning")
+def test_a_function_with_old_arguments_is_understood() -> None:
+    for old in ({"size_average": False}, {"size_average": True}, {"reduce": True}, {"reduction": "elementwise_mean"}):
+        loss_fn = partial(F.mse_loss, **old)
+        plain, model = twins(mlp(4), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
+        assert_equal(plain, model, torch.randn(7, 4), torch.randn(7, 4), loss_fn)
+
+
+def test_a_list_of_targets_has_one_for_each_row_whatever_their_sizes() -> None:
+    def loss_fn(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([F.mse_loss(o[:2], own["y"][torch.tensor([1, 0])]) for o, own in zip(output, target)]).mean()
+
+    plain, model = twins(mlp(4), "1f1b", 2, loss_fn=loss_fn, chunks=2)
+    with pytest.warns(UserWarning, match="beyond unbind"):  # It is a mean over rows.
+        assert_equal(plain, model, torch.randn(4, 4), [{"y": torch.randn(2)} for _ in range(4)], loss_fn)
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # The compiler's own.
+@pytest.mark.thorough
+def test_a_compiled_loss_is_a_mean_over_rows_which_is_said() -> None:
+    for loss_fn in (nn.CrossEntropyLoss(), partial(F.cross_entropy)):
+        plain, model = twins(mlp(3), "1f1b", 2, loss_fn=torch.compile(loss_fn, backend="eager"), chunks=2)
+        with pytest.warns(UserWarning, match="a compiled function"):
+            assert_equal(plain, model, torch.randn(4, 4), torch.tensor([1, 1, 2, 3]), loss_fn)
+        assert_equal(plain, model, torch.randn(4, 4), torch.tensor([1, 1, 2, 3]), loss_fn)
+
+
+def test_what_torch_takes_for_one_sample() -> None:
+    for loss_fn, y in ((F.cross_entropy, torch.rand(6)), (F.multilabel_margin_loss, torch.zeros(6, dtype=torch.long))):
+        _, model = twins(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), "1f1b", 2, loss_fn=loss_fn, chunks=3)
+        with pytest.warns(UserWarning, match=f"beyond {loss_fn.__name__}"):
+            model(torch.randn(6, 4), target=y)
+
+
+# Targets
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (lambda y: y, r"tensor of shape \[3, 4\] and type torch.float64 as the loss: expected a tensor of one number"),
+        (lambda y: 3.0, "returned a float as the loss"),
+        (lambda y: None, "returned a NoneType as the loss"),
+        (lambda y: y.argmax(), r"tensor of shape \[\] and type torch.int64 as the loss"),
+        (lambda y: (y, 3), r"tensor of shape \[3, 4\] .* as the total of its pair"),
+        (lambda y: (1.0, 3), "returned a float as the total of its pair"),
+        (lambda y: (y.sum(), y), r"tensor of shape \[3, 4\] .* as the count of its pair: expected a number"),
+        (lambda y: (y.sum(), "3"), "returned a str as the count of its pair"),
+        (lambda y: (y.sum(), y.sum()), "returned a count that requires grad: .* Detach it"),
+        (lambda y: (y.sum(), 1, 2), "returned a tuple as the loss"),
+    ],
+)
+def test_an_invalid_return_value_of_loss_fn_is_named(found: Any, text: str) -> None:
+    _, model = twins(mlp(5), "zb-v", 2, loss_fn=lambda output, _: found(output), chunks=3)
+    with pytest.raises(TypeError, match=f"loss_fn returned .*{text}|loss_fn {text}") as info:
+        model(torch.randn(7, 4), target=0)
+    assert "loss_fn" in str(info.value)
+    assert "layer 'loss_fn'" in " ".join(info.value.__notes__)

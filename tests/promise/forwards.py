@@ -1,0 +1,214 @@
+"""Modules with a forward of their own, of every kind: what the promise is tried with by cuts."""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.modules import linears, module_of
+
+
+class Net(nn.Module):
+    """Five blocks and a parameter of a module that is never called; the forward is a function of the net and x."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], block: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        make = block or (lambda: nn.Linear(4, 4))
+        self.blocks = nn.ModuleList(make() for _ in range(5))
+        self.held = nn.Module()
+        self.held.scale = nn.Parameter(torch.tensor([1.0, 1.5, 2.0, 0.5]))
+        self.own = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.own(self, x)
+
+
+#: Where a Net is cut.
+CUTS = ["blocks.2", "blocks.4"]
+
+
+def through(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x).tanh()
+    return x
+
+
+def kept(net: Net, x: Tensor) -> tuple[Tensor, ...]:
+    """Uses outputs in later stages, and returns some of them."""
+    a, b, c, d, e = net.blocks
+    first = a(x)
+    second = b(first + x).tanh()
+    third = c(first * second)
+    return e(d(third + first)) * first + x, first, second, second[:, :2]
+
+
+def unused(net: Net, x: Tensor) -> Tensor:
+    """Of one block's output nothing is used, and of another's a part."""
+    a, b, c, d, e = net.blocks
+    y = a(x)
+    b(y)
+    return e(d(c(y)).chunk(2, dim=1)[0].repeat(1, 2))  # type: ignore[no-any-return]
+
+
+def scaled(net: Net, x: Tensor) -> Tensor:
+    """Uses a parameter between blocks, in all stages."""
+    x = x * net.held.scale
+    for block in net.blocks:
+        x = block(x).tanh() * net.held.scale
+    return x
+
+
+def in_place(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+        x.mul_(2).add_(1)
+    return x
+
+
+def hooked(net: Net, x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad * 3)
+    for block in net.blocks:
+        x = block(x).tanh()
+        x.register_hook(lambda grad: grad * 2)
+    return x
+
+
+def regions(net: Net, x: Tensor) -> Tensor:
+    """Switches grad mode and autocast around borders of stages."""
+    a, b, c, d, e = net.blocks
+    x = a(x)
+    with torch.no_grad():
+        y = c(b(x))
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        x = e(d(x + y))
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+    return x.detach() * x + y
+
+
+def twice(net: Net, x: Tensor) -> Tensor:
+    """Calls blocks of earlier stages again."""
+    return through(net, through(net, x))
+
+
+def checkpointed(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = checkpoint(lambda x, block=block: block(x).tanh(), x, use_reentrant=False)
+    return x
+
+
+def threaded(net: Net, x: Tensor) -> Tensor:
+    """Computes in a thread of its own, in the first stage."""
+    with ThreadPoolExecutor(1) as pool:
+        x = x + pool.submit(torch.tanh, net.blocks[0](x)).result()
+    for block in net.blocks[1:]:
+        x = block(x)
+    return x
+
+
+def gathered(net: Net, x: Tensor) -> Tensor:
+    """Gathers hidden states by hooks."""
+    hidden: list[Tensor] = []
+    handles = [block.register_forward_hook(lambda _, __, y: hidden.append(y)) for block in net.blocks]  # type: ignore[func-returns-value]
+    try:
+        x = through(net, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return x + sum(hidden)
+
+
+def repeated(net: Net, x: Tensor) -> Tensor:
+    """Gives its blocks one tensor as several arguments."""
+    for block in net.blocks:
+        x = x + block(x, x)
+    return x
+
+
+def asking(self: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Asks whether its arguments are one tensor, as attention does."""
+    return self.other(self.one(a).tanh() * (2 if a is b else 1)) + b  # type: ignore[no-any-return]
+
+
+def handed(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        same, name, y = block(x, name="handed on")
+        assert name == "handed on"
+        x = y + same
+    return x
+
+
+def handing(self: Any, x: Tensor, name: str) -> Any:
+    """Returns its arguments themselves."""
+    return x, name, self.layer(x)
+
+
+def iterating(net: Net, x: Tensor) -> Tensor:
+    """Gives its blocks iterators, which are spent when a block runs again."""
+    outputs: list[Tensor] = []
+    for block in net.blocks:
+        outputs.append(x)
+        x = block(x, (2 * each for each in outputs)).tanh()
+    return x
+
+
+def summing(self: Any, x: Tensor, others: Any) -> Tensor:
+    return self.layer(sum(others, x)).tanh()  # type: ignore[no-any-return]
+
+
+@dataclass
+class State:
+    """What blocks may change, since pytree doesn't know it."""
+
+    h: Tensor
+    kept: list[Tensor]
+
+
+def contained(net: Net, x: Tensor) -> Any:
+    """Gives its blocks containers."""
+    h = net.blocks[0].layer(x)  # type: ignore[union-attr, operator]
+    given: list[Any] = [[h * 2], {"inner": {"of": [(h, None)]}}, deque([h, x]), State(h * 2, [x])]
+    for block in net.blocks:
+        x = block(x, *given)
+    return x, given[3].h, *given[3].kept
+
+
+def reading(self: Any, x: Tensor, tensors: list[Tensor], names: Any, last: deque[Tensor], state: State) -> Tensor:
+    """Reads them, and changes the object."""
+    y: Tensor = self.layer(x).tanh() + tensors[0] + names["inner"]["of"][0][0] + sum(last) + state.h
+    state.h = state.h + y
+    state.kept.append(y)
+    return y
+
+
+def layered(forward: Callable[..., Any], *names: str) -> Callable[[], nn.Module]:
+    """Makes blocks with such a forward and linear layers of these names."""
+    return lambda: module_of(forward, **linears(*names or ("layer",)))
+
+
+def hooking(self: Any, x: Tensor) -> Tensor:
+    """Changes the gradient of its own input."""
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad * 3)
+    return self.layer(x).tanh()  # type: ignore[no-any-return]
+
+
+FORWARDS: dict[str, Callable[[], Net]] = {
+    **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
+        through, kept, unused, scaled, in_place, hooked, regions, twice, checkpointed, threaded, gathered,
+    )},
+    "blocks that hook their input": lambda: Net(hooked, layered(hooking)),
+    "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),
+    "handed on": lambda: Net(handed, layered(handing)),
+    "iterators": lambda: Net(iterating, layered(summing)),
+    "containers": lambda: Net(contained, layered(reading)),
+}

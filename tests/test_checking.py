@@ -1,0 +1,431 @@
+"""``splitpipe.check``: it finds what is silently different in microbatches, is quiet otherwise, and changes nothing."""
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import splitpipe
+from splitpipe import SplitPipe, check
+from splitpipe.checking.check import Check
+from splitpipe.runtime.runtime import Batch
+
+CPUS = ["cpu", "cpu"]
+ROWS, WIDTH = 16, 6
+
+
+class Net(nn.Module):
+    """Two layers, with ``between`` in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls, self.state = 0, SimpleNamespace(calls=0)
+        self.teacher = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("queue", torch.ones(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.between(self.first(x))
+        return self.last(y) if y.dtype == x.dtype else y
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+class _Whole(torch.autograd.Function):
+    """Its backward divides by a norm over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad / grad.norm()
+
+
+def _counts(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x * (1 + self.calls)
+
+
+def _counts_in_an_object(self: Any, x: Tensor) -> Tensor:
+    self.state.calls += 1
+    return x * (1 + self.state.calls)
+
+
+def _counts_unused(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x
+
+
+def _averages(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return x
+
+
+def _queues(self: Any, x: Tensor) -> Tensor:
+    y = x + self.queue.mean(0)
+    self.queue = torch.cat([self.queue, x.detach()])[-4:]
+    return y
+
+
+def _teaches(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.teacher.mul_(0.9).add_(self.first.weight, alpha=0.1)
+    return x
+
+
+def _fills(self: Any, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[0] = x.sum(0)
+    return y
+
+
+#: What a forward does between two stages that is silently different in microbatches.
+SILENT = {
+    "mean over rows": lambda self, x: x - x.mean(0),
+    "statistics by hand": lambda self, x: (x - x.mean(0)) / (x.var(0) + 1e-5).sqrt(),
+    "attention over rows": lambda self, x: (x @ x.T).softmax(-1) @ x,
+    "softmax along rows": lambda self, x: x.softmax(0),
+    "norm along rows": lambda self, x: F.normalize(x, dim=0),
+    "sums along rows": lambda self, x: x.cumsum(0),
+    "sorted rows": lambda self, x: x.sort(0).values,
+    "rows turned round": lambda self, x: x.flip(0),
+    "rows moved on": lambda self, x: x.roll(1, 0),
+    "positions of rows": lambda self, x: x + torch.arange(len(x), dtype=x.dtype)[:, None],
+    "the last row": lambda self, x: x + x[-1],
+    "the first row": lambda self, x: x * x[:1],
+    "number of rows": lambda self, x: x * len(x),
+    "the median": lambda self, x: x * (x > x.median()),
+    "the largest": lambda self, x: x / x.abs().max(),
+    "pairs of rows": lambda self, x: x + x.view(2, -1, WIDTH).flip(0).view(-1, WIDTH),
+    "a sum in one row": _fills,
+    "a function over the batch": lambda self, x: F.layer_norm(x, x.shape),
+    "a backward over the batch": lambda self, x: _Whole.apply(x),
+    "a counter": _counts,
+    "a counter in an object": _counts_in_an_object,
+    "a counter that nothing uses": _counts_unused,
+    "a moving average": _averages,
+    "a queue of rows": _queues,
+    "an average of parameters": _teaches,
+    "numbers of rows": lambda self, x: torch.arange(len(x)) + 100000,
+    "nothing finite": lambda self, x: (x - x.mean(0)) * math.nan,
+    "imaginary parts": lambda self, x: torch.complex(x, (x - x.mean(0)).detach()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the loss")
+@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("how", [{}, {"schedule": "1f1b", "loss_fn": F.mse_loss}], ids=["drop-in", "1f1b"])
+def test_what_microbatches_compute_otherwise_is_found(name: str, how: dict[str, Any]) -> None:
+    net = type("Net", (Net,), {"between": SILENT[name]})()
+    model = SplitPipe(net, cuts=["last"], devices=CPUS, chunks=4, **how)
+    target = {"target": torch.randn(ROWS, WIDTH)} if how else {}
+    if how and name in ("numbers of rows", "imaginary parts", "nothing finite"):
+        return  # These have no loss.
+    for _ in range(2):
+        found = check(model, torch.randn(ROWS, WIDTH), **target)
+        assert not found, str(found)
+        with pytest.raises(RuntimeError, match=r"Not the same(.|\n)*See docs/limits.md"):
+            found.raise_if_different()
+
+
+@pytest.mark.filterwarnings("ignore:layer")
+def test_a_batch_that_is_split_along_time_is_found() -> None:
+    layers = nn.GRU(WIDTH, WIDTH), _First(), nn.Linear(WIDTH, 2)
+    model = SplitPipe(nn.Sequential(*layers), [2, 1], devices=CPUS, chunks=4)
+    found = check(model, torch.randn(8, 3, WIDTH))
+    assert not found and "split along dimension 0: the input (8, 3, 6)" in str(found)
+
+
+class _Counter(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_a_counter_is_found_however_often_a_layer_is_recomputed(checkpoint: Any, chunks: int) -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Counter())
+    found = check(SplitPipe(layers, [1, 1], devices=CPUS, chunks=chunks, checkpoint=checkpoint), torch.randn(8, WIDTH))
+    assert not found and "state:     0 of 1 equal, different: 1.calls" in str(found)
+    assert layers[1].calls == 0
+
+
+class _First(nn.Module):
+    def forward(self, pair: Any) -> Any:
+        return pair[0]
+
+
+@pytest.mark.parametrize("loss_fn", [
+    lambda y, t: F.cross_entropy(y @ t.T, torch.arange(len(y))), lambda y, t: F.mse_loss(y, t) * len(y) ** 0.5,
+], ids=["contrastive", "a root of the rows"])
+@pytest.mark.filterwarnings("ignore:the loss")
+def test_a_loss_over_the_whole_batch_is_found(loss_fn: Any) -> None:
+    model = SplitPipe(Net(), cuts=["last"], devices=CPUS, chunks=4, schedule="zb-h1", loss_fn=loss_fn)
+    found = check(model, torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH))
+    assert [each.kind for each in found.comparisons if each.different][0] == "loss" and "reduction=" in str(found)
+
+
+def _layers(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 8), *more, nn.Dropout(), nn.Linear(8, 3))
+
+
+class Encoder(nn.Module):
+    """Attention and dropout, with the loss in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)])
+        self.head = nn.Linear(8, 9)
+        self.drop_path = 0.5
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        h = F.dropout(self.embed(ids), self.drop_path, self.training)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(h)
+        return {"logits": logits} if labels is None else {
+            "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits
+        }
+
+
+@pytest.mark.parametrize("how", [
+    {}, {"checkpoint": "always"}, {"backward": "autograd"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"},
+], ids=lambda how: "-".join(map(str, how.values())) or "drop-in")
+def test_it_is_quiet_where_rows_are_independent(how: dict[str, Any]) -> None:
+    own = {**how, "loss_fn": F.cross_entropy} if "schedule" in how else how
+    x, y = torch.randn(11, WIDTH), torch.randint(3, (11,))
+    target: dict[str, Any] = {"target": y} if "schedule" in how else {"loss": lambda output: F.cross_entropy(output, y)}
+    for more in [nn.BatchNorm1d(8)], [nn.LayerNorm(8), nn.GELU()]:
+        model = SplitPipe(_layers(*more), devices=CPUS, chunks=4, **own)
+        found = check(model, x, **target)
+        assert found, str(found)
+    net = splitpipe.attach(Encoder(), cuts=["blocks.1"], devices=CPUS, chunks=3, **how)
+    ids = torch.randint(9, (7, 5))
+    found = check(net, ids, labels=ids)
+    assert found and "The same." in str(found), str(found)
+    assert {each.kind for each in found.comparisons} == {"outputs", "loss", "gradients"}
+
+
+@pytest.mark.draws
+def test_a_module_that_draws_all_the_same_is_compared_in_eval_mode() -> None:
+    class Noisy(Net):
+        def between(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x) if self.training else x
+
+    model = SplitPipe(Noisy(), cuts=["last"], devices=CPUS, chunks=4)
+    found = check(model, torch.randn(ROWS, WIDTH))
+    assert found and "eval mode" in found.how and model.training
+
+
+def test_each_run_gets_the_batch_as_it_is() -> None:
+    model = SplitPipe(nn.Sequential(nn.ReLU(inplace=True), *_layers()), [2, 2], devices=CPUS, chunks=4)
+    x = torch.randn(8, WIDTH)
+    before = x.clone()
+    assert check(model, x, loss=lambda output: output.sum()) and torch.equal(x, before)
+
+
+def test_it_compares_with_another_module() -> None:
+    plain = _layers()
+    model = SplitPipe(copy.deepcopy(plain), [2, 1], devices=CPUS, chunks=4)
+    x, y = torch.randn(ROWS, WIDTH), torch.randint(3, (ROWS,))
+    assert check(model, x, against=plain)
+    with torch.no_grad():
+        plain[0].bias.add_(1)
+    found = check(model, x, against=plain, rows=6)
+    assert not found and found.how.startswith("6 rows through Sequential, and in 3")
+    model = SplitPipe(copy.deepcopy(plain), [2, 1], devices=CPUS, chunks=4, schedule="1f1b", loss_fn=F.cross_entropy)
+    assert check(model, x, target=y, against=plain) and check(model, x, y)
+
+
+def test_outputs_that_are_no_tensors_are_compared() -> None:
+    class Counted(Net):
+        def forward(self, x: Tensor) -> Any:
+            return {"y": super().forward(x), "n": float(len(x))}
+
+    found = check(SplitPipe(Counted(), cuts=["last"], devices=CPUS, chunks=4), torch.randn(ROWS, WIDTH))
+    assert [each.different for each in found.comparisons] == [("n",), (), ()]
+
+
+def test_a_large_fill_hides_nothing() -> None:
+    class Filled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return (y + y.detach().mean(0)).masked_fill(x < 0, -1e9)
+
+    assert not check(SplitPipe(Filled(), cuts=["last"], devices=CPUS, chunks=4), torch.randn(ROWS, WIDTH))
+
+
+def test_a_pipeline_whose_forward_was_wrapped_is_compared_all_the_same() -> None:
+    net = type("Net", (Net,), {"between": SILENT["mean over rows"]})()
+    model = SplitPipe(net, cuts=["last"], devices=CPUS, chunks=4)
+    forward = model.forward
+    model.forward = lambda *args: forward(*args)  # type: ignore[method-assign, assignment]
+    assert not check(model, torch.randn(ROWS, WIDTH))
+    x, y = torch.randn(ROWS, WIDTH), torch.randint(3, (ROWS,))
+    for how, target in ({}, {}), ({"schedule": "1f1b", "loss_fn": F.cross_entropy}, {"target": y}):
+        layers = SplitPipe(_layers(), [2, 1], devices=CPUS, chunks=4, **how)  # type: ignore[arg-type]
+        run = vars(layers)["_runtime"].run
+        layers.forward = lambda x, target=None, own=layers, run=run: run(  # type: ignore[method-assign, misc]
+            Batch(own, (x,), {}, target))
+        with pytest.raises(TypeError, match="forward of model was replaced"):
+            check(layers, x, **target)
+
+
+@pytest.mark.filterwarnings("ignore:argument 'mask' has the shape")
+@pytest.mark.parametrize("size", [8, 16])
+def test_with_fewer_rows_an_argument_is_treated_as_with_all(size: int) -> None:
+    class Masked(Net):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * mask.sum()
+
+    model = SplitPipe(Masked(), cuts=["last"], devices=CPUS, chunks=4)
+    found = check(model, torch.randn(32, WIDTH), torch.randn(size, size))
+    assert found, str(found)
+
+
+def test_what_is_rounding_and_what_rows_do_to_attributes_is_no_difference() -> None:
+    class Sized(Net):
+        def between(self, x: Tensor) -> Tensor:
+            self.rows, self.norm = len(x), x.norm().item()
+            return x
+
+    assert check(SplitPipe(Sized(), cuts=["last"], devices=CPUS, chunks=4), torch.randn(ROWS, WIDTH))
+    convolutions = [layer for k in range(4) for layer in (nn.Conv2d(16 if k else 3, 16, 3, padding=1), nn.ReLU())]
+    layers = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+    model, y = SplitPipe(layers, [5, 6], devices=CPUS, chunks=4), torch.randint(5, (8,))
+    found = check(model, torch.randn(8, 3, 32, 32), loss=lambda output: F.cross_entropy(output, y))
+    assert found, str(found)
+
+
+@pytest.mark.draws
+def test_a_module_that_draws_in_eval_mode_is_not_blamed() -> None:
+    class Noisy(Net):
+        def between(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x)
+
+    found = check(SplitPipe(Noisy(), cuts=["last"], devices=CPUS, chunks=4), torch.randn(ROWS, WIDTH))
+    assert not found and "nothing can be concluded" in str(found) and "Rows meet" not in str(found)
+
+
+def test_whatever_a_run_writes_is_restored() -> None:
+    class Centre(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(WIDTH))
+
+        def forward(self, y: Tensor, target: Tensor) -> Tensor:
+            self.centre.data.mul_(0.9).add_(y.detach().mean(0))
+            return F.mse_loss(y, target)
+
+    class Writing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.seen, self.kinds = torch.zeros(()), deque([1]), Counter(a=1)
+            self.generator = torch.Generator()
+            with torch.inference_mode():
+                self.register_buffer("fixed", torch.ones(2))
+
+        def between(self, x: Tensor) -> Tensor:
+            self.mean.data.mul_(0.9).add_(x.detach().mean(0))
+            self.count += 1
+            self.seen.append(x.detach())
+            self.kinds["b"] += 1
+            random.random(), numpy.random.rand(), torch.rand(1, generator=self.generator)
+            return x
+
+    net, loss_fn = Writing(), Centre()
+    model = SplitPipe(net, cuts=["last"], devices=CPUS, chunks=4, schedule="1f1b", loss_fn=loss_fn)
+    for x in net.parameters():
+        x.grad = torch.ones_like(x)
+    states = random.getstate(), numpy.random.get_state()[1].tolist(), net.generator.get_state().tolist()
+    assert not check(model, torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH))
+    assert not net.mean.any() and not net.count and not loss_fn.centre.any() and all(net.fixed == 1)
+    assert net.seen == deque([1]) and net.kinds == Counter(a=1) and all(x.grad.eq(1).all() for x in net.parameters())
+    assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), net.generator.get_state().tolist())
+
+
+def test_nothing_is_changed() -> None:
+    net = Net()
+    net.between = lambda x: _queues(net, _counts(net, x))  # type: ignore[method-assign]
+    net.seen = []  # type: ignore[assignment]
+    net.first.register_forward_hook(lambda layer, args, output: net.seen.append(output.detach()))  # type: ignore[operator]
+    stepped: list[Tensor] = []
+    for x in [*net.first.parameters(), *net.last.parameters()]:
+        x.register_post_accumulate_grad_hook(stepped.append)
+        x.grad = torch.ones_like(x)
+    model = SplitPipe(net, cuts=["last"], devices=CPUS, chunks=4)
+    before, runtime = copy.deepcopy(net.state_dict()), vars(model)["_runtime"]
+    grads, state, modes = [x.grad for x in net.parameters()], torch.get_rng_state(), [m.training for m in net.modules()]
+    assert not check(model, torch.randn(ROWS, WIDTH, generator=torch.Generator()))
+    net.last.bias.register_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        check(model, torch.randn(ROWS, WIDTH, generator=torch.Generator()))
+    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+    assert all(x.grad is grad for x, grad in zip(net.parameters(), grads)) and not stepped and net.seen == []
+    assert torch.equal(torch.get_rng_state(), state) and [m.training for m in net.modules()] == modes
+    assert net.calls == 0 and vars(model)["_runtime"] is runtime is vars(model)["forward"].runtime
+
+
+def test_a_hook_that_the_first_call_sets_is_not_set_twice() -> None:
+    class Recording(Net):
+        recorded = False
+
+        def between(self, x: Tensor) -> Tensor:
+            if not self.recorded:
+                self.recorded = True
+                self.last.register_forward_hook(lambda layer, args, output: output * 2)
+            return x
+
+    model = SplitPipe(Recording(), cuts=["last"], devices=CPUS, chunks=4)
+    assert check(model, torch.randn(ROWS, WIDTH)) and not model.last._forward_hooks and not model.recorded
+
+
+def _raise(grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.draws
+def test_what_cannot_be_compared_is_an_error() -> None:
+    with pytest.raises(TypeError, match="not a pipeline"):
+        check(nn.Linear(2, 2), torch.randn(2, 2))
+    model = SplitPipe(_layers(), [2, 1], devices=CPUS, chunks=4)
+    with pytest.raises(ValueError, match="one microbatch"):
+        check(model, torch.randn(1, WIDTH))
+    assert isinstance(check(model, torch.randn(2, WIDTH)), Check)
+    x = torch.randn(8, WIDTH)
+    with pytest.raises(TypeError, match="expected an input"):
+        check(model)
+    with pytest.raises(TypeError, match="loss returned a float"):
+        check(model, x, loss=lambda output: output.sum().item())
+    with pytest.raises(ValueError, match="both loss and target"):
+        check(model, x, target=x, loss=lambda output: output.sum())
+    with pytest.raises(ValueError, match="'1.bias' requires grad in one"):
+        check(model, x, against=nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, 3)))
+    net = splitpipe.attach(Net(), cuts=["last"], devices=CPUS, chunks=4)
+    with pytest.raises(ValueError, match="against is a pipeline"):
+        check(net, x, against=net)
+    layers = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+    lazy = SplitPipe(layers, [1, 1], devices=CPUS, chunks=4, checkpoint="never")
+    with pytest.raises(ValueError, match="'0.weight' has no values yet"):
+        check(lazy, x)
+    assert lazy(x).shape == (8, 4)
