@@ -257,7 +257,7 @@ class Loss:
         if len(number.terms) != len(self._whole):
             raise ValueError(_DIFFERENT)
         columns = [[term] for term in number.terms]  # Those of this microbatch only.
-        return terms.combined(columns, [1] * self._chunks, losses.given, self._whole)
+        return terms.combined(columns, losses.given, self._whole)
 
     def _divisors(self, number: Number, output: Any, target: Any) -> list[Any]:
         """The terms' divisors for the whole batch: counts may only depend on targets."""
@@ -267,7 +267,7 @@ class Loss:
                 empty = tree_map_only(Tensor, torch.zeros_like, output)
                 found = [self._objective.loss(empty, part).number for part in self._target.chunk(self._chunks)]
             each = [one for one in found if isinstance(one, Number)]
-            if len(each) < len(found) or terms.aligned(each) is None or terms.partial(each):
+            if len(each) < len(found) or terms.aligned(each) is None:
                 raise ValueError(_DIFFERENT)
         return [terms.whole([one.terms[k] for one in each]) for k in range(len(number.terms))]
 

@@ -71,11 +71,11 @@ class Reducer:
             each = [known.get(id(x), unseen) for x, known in zip(column, self._numbers)]
             numbers = [number for number in each if isinstance(number, Number)]
             columns = terms.aligned(numbers) if len(numbers) == len(values) else None
-            where = next(filter(None, map(terms.unknown_function, each)), "")
-            if like.is_floating_point() and (where or columns is None):
+            if columns is None and like.is_floating_point():
+                where = next((number.function for number in each if isinstance(number, Unknown)), "")
                 self._warnings.warn(where or "code that differs between microbatches", AS_FUNCTION)
             if columns is not None:
-                whole = _counted(columns) if not like.is_floating_point() else terms.combined(columns, rows, like)
+                whole = _counted(columns) if not like.is_floating_point() else terms.combined(columns, like)
                 if whole is not None:
                     return whole if any(value.requires_grad for value in values) else whole.detach()
         if not like.is_floating_point():
@@ -85,7 +85,7 @@ class Reducer:
                 "of row counts, or return float(...)."
             )
         parts = [terms.by_rows(value, count) for value, count in zip(values, rows)]
-        return terms.combined([[part.terms[0] for part in parts]], rows, like)
+        return terms.combined([[part.terms[0] for part in parts]], like)
 
 
 def _counted(columns: Sequence[Sequence[terms.Term]]) -> Tensor | None:

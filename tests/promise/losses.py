@@ -301,7 +301,6 @@ HAND: Table = {
     "from a zero": ("flat", lambda o, t: (torch.zeros(()) + (o - t) - torch.tensor(0.0)).square().mean()),
     "masked": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum()),
     "clamped": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum().clamp(min=1)),
-    "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
     "plus epsilon": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (counted(t).sum() + 1e-8)),
     "count_nonzero": ("tokens", lambda o, t: each(o, t).sum() / torch.count_nonzero(t != IGNORED)),
     "reciprocal": ("tokens", lambda o, t: each(o, t).sum() * (1.0 / counted(t).sum())),
@@ -321,14 +320,11 @@ HAND: Table = {
     "two terms times a constant": ("flat", lambda o, t: (F.mse_loss(o, t) + F.l1_loss(o, t)) * WEIGHT[3]),
     "weights of elements": ("flat", lambda o, t: (
         torch.linspace(0, 1, o[0].numel()).reshape(o.shape[1:]) * (o - t).square()).mean()),
-    "index of rows": ("classes", lambda o, t: -o.log_softmax(1)[torch.arange(len(o)), t].mean()),
     "sum": ("values", lambda o, t: (o - t).square().sum()),
     "sum by a constant": ("values", lambda o, t: (o - t).square().sum() / 64),
     "mean(1).mean": ("values", lambda o, t: (o - t).square().mean(1).mean()),
     "mean of dims": ("values", lambda o, t: (o - t).square().mean(dim=(0, 1, 2))),
     "sum(1).mean": ("values", lambda o, t: (o - t).square().sum(1).mean()),
-    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean()),
-    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum()),
     "stacked behind": ("flat", lambda o, t: torch.stack([o, t], -1).prod(-1).mean()),
     "each word": ("values", lambda o, t: sum(F.mse_loss(o[:, i], t[:, i]) for i in range(o.shape[1]))),
     "norm of rows": ("flat", lambda o, t: (o - t).norm(dim=1).mean()),
@@ -359,7 +355,6 @@ def guarded(o: Tensor, t: Tensor) -> Tensor:
 
 #: Terms of different counts, and what each of them counts in the three microbatches of the uneven batch.
 SEVERAL: dict[str, tuple[str, Loss, list[list[int]]]] = {
-    "rows, and tokens if there are any": ("tokens", guarded, [[7, 0, 3], [3, 3, 1]]),
     "tokens and elements": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) + 0.1 * o.square().mean(),
                             [[7, 0, 3], [60, 60, 20]]),
     "tokens and rows": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum() + F.mse_loss(
@@ -385,7 +380,6 @@ def weighted(o: Tensor, t: Tensor) -> Tensor:
 
 
 MIXED: Table = {
-    "tasks": ("tokens", tasks),
     "mean of words and sum": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) + 0.1 * o.square().sum()),
     "mean and sum": ("values", lambda o, t: F.mse_loss(o, t) + 0.1 * (o - t).abs().sum()),
 }
@@ -461,6 +455,12 @@ def logged(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
+    "index of rows": ("classes", lambda o, t: -o.log_softmax(1)[torch.arange(len(o)), t].mean()),
+    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean()),
+    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum()),
+    "tasks": ("tokens", tasks),
+    "rows, and tokens if there are any": ("tokens", guarded),
     "ctc": ("letters", _ctc),
     "words first": ("values", lambda o, t: (o - t).square().transpose(0, 1).sum(0).mean()),
     "where guard": ("some", lambda o, t: torch.where((t != IGNORED).any(), F.cross_entropy(o, t), o.sum() * 0)),
