@@ -63,7 +63,8 @@ def divide(call: FunctionCall) -> Meaning | None:
     above, below = call.args if len(call.args) == 2 else (1.0, call.args[0])
     above, below = (below, above) if call.name in ("rdiv", "rtruediv") else (above, below)
     by, value = call.ledger.of(below), call.number(above)
-    if not isinstance(by, (Quotient, Number)) or isinstance(by, Number) and not by.terms or below.numel() > 1:
+    counts = isinstance(by, Quotient) or isinstance(by, Number) and by.terms
+    if not counts or not isinstance(below, Tensor) or below.numel() > 1:
         return _scaled(call, above, below, -1) or _entries(call)
     count = count_of(by)
     if count is None or value is None:
@@ -174,6 +175,6 @@ def reduce(call: FunctionCall) -> Meaning | None:
     if out.numel() > 1:
         return None
     if meaning.share is not None:
-        return None if mean else Number((call.ledger.term(out, MEAN, meaning.share, call.name),))
-    name = f"{call.name} of a selection" if meaning.chosen is not None else call.name
-    return Number((call.ledger.term(out, *((MEAN, Count(size_along(x, dims))) if mean else (SUM, None)), name),))
+        return None if mean else Number((call.ledger.term(out, MEAN, meaning.share, call.name, meaning),))
+    kind, count = (MEAN, Count(size_along(x, dims))) if mean else (SUM, None)
+    return Number((call.ledger.term(out, kind, count, call.name, meaning),))

@@ -170,10 +170,10 @@ class Ledger:
             return Unknown("an in-place function")
         return meaning.counted(self.rows)
 
-    def term(self, value: Amount, kind: str, count: Count | None = None, function: str = "") -> Term:
-        """A new term."""
+    def term(self, value: Amount, kind: str, count: Count | None = None, function: str = "", of: Any = None) -> Term:
+        """A new term; ``of``: the rows of which it is made."""
         version = version_of(value) if isinstance(value, Tensor) else None
-        return Term(value, kind, count, function=function, version=version)
+        return Term(value, kind, count, 1.0, function, isinstance(of, Rows) and of.chosen is not None, version=version)
 
     def joined(self, operands: Sequence[Any], shape: Sequence[int]) -> Rows | Constant | None:
         """The result, of this shape, of a function of entries that broadcasting brings together; None: unknown."""

@@ -52,6 +52,7 @@ class Term:
     count: Count | None = None
     factor: float = 1.0
     function: str = ""
+    selected: bool = False  #: Whether a mask has selected what counts.
     divided: bool = True  #: Whether the value of a mean is its quotient, not its total.
     version: int | None = None  #: Of the value, when it was made.
 
@@ -108,10 +109,10 @@ def by_rows(value: Tensor, rows: int) -> Number:
 def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
     """For each term of the batch, those of all microbatches; None if these have different ones.
 
-    A microbatch may have none (``if mask.any():``) where nothing counts: if the others' counts are values of the batch.
+    A microbatch may have none (``if mask.any():``) where nothing counts: if masks decide what counts in the others.
     """
     longest = max([number.live for number in each], key=len)
-    counted = not any([term.count is not None and not isinstance(term.count.value, Tensor) for term in longest])
+    counted = all([t.count is None or t.selected or isinstance(t.count.value, Tensor) for t in longest])
     nothing = [replace(t, value=0.0, count=t.count and replace(t.count, value=0.0)) for t in longest] * counted
     rows = [number.live or nothing for number in each]
     if any([len(row) != len(longest) for row in rows]):
@@ -122,7 +123,7 @@ def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
 
 def _alike(column: Sequence[Term]) -> bool:
     def kind(term: Term) -> tuple[Any, ...]:
-        return term.kind, term.function, term.count and (term.count.more, term.count.least)
+        return term.kind, term.function, term.selected, term.count and (term.count.more, term.count.least)
 
     first = column[0]
     return all(kind(term) == kind(first) and math.isclose(term.factor, first.factor, rel_tol=1e-6) for term in column)

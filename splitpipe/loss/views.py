@@ -62,7 +62,7 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
 def _turns(call: FunctionCall, out: Tensor) -> bool:
     """Whether a function brings another dimension to the front, which a single row doesn't show."""
     if "expand" in call.name or "broadcast" in call.name:
-        return out.dim() != call.args[0].dim()
+        return bool(out.dim() != call.args[0].dim())
     if call.name not in _TURNING:
         return False
     named = [*call.args[1:], *call.kwargs.values()]
@@ -108,8 +108,10 @@ def index(call: FunctionCall) -> Meaning | None:
 
 def _chosen(rows: Meaning, by: Meaning, x: Tensor, mask: Tensor) -> Meaning | None:
     """The entries of rows that a mask of these rows selects."""
-    plain = isinstance(rows, Rows) and isinstance(by, Rows) and by.alike(rows) and mask.dtype == torch.bool
-    return replace(rows, chosen=mask) if plain and mask.dim() and mask.shape == x.shape[: mask.dim()] else None
+    if not isinstance(rows, Rows) or not isinstance(by, Rows) or not by.alike(rows):
+        return None
+    plain = mask.dtype == torch.bool and mask.dim() and mask.shape == x.shape[: mask.dim()]
+    return replace(rows, chosen=mask) if plain else None
 
 
 def choose(call: FunctionCall) -> Meaning | None:

@@ -191,6 +191,8 @@ AROUND: Table = {
         F.cross_entropy(o.transpose(1, 2), t), F.cross_entropy(2 * o.transpose(1, 2), t), alpha=0.5)),
     "if any of ones": ("values", lambda o, t: F.mse_loss(o, t) if torch.ones(len(o), 3).sum() > 0 else o.sum() * 0),
     "if guard": ("some", lambda o, t: F.cross_entropy(o, t) if (t != IGNORED).any() else o.sum() * 0),
+    "if guard of a selection": ("some", lambda o, t: (lambda has: o[has].square().mean() if has.any() else o.sum() * 0)(
+        t != IGNORED)),
     "plus 0 times the output": ("some", lambda o, t: F.cross_entropy(o, t) + 0.0 * o.sum()),
     "detached logging": ("some", lambda o, t: (F.cross_entropy(o, t), F.cross_entropy(o, t).detach().item())[0]),
     "rows and elements": ("flat", lambda o, t: F.mse_loss(o, t) + 0.1 * (o - t).pow(2).sum(1).mean()),
