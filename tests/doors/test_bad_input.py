@@ -42,8 +42,9 @@ FREE = {
     "distributed.Pipeline.forward": "refused, see distributed/test_pipeline",
     "Plan": "what splitpipe.plan gives",
     "schedule.Timeline": "what simulate gives",
+    "schedule.Recording": "what splitpipe.record gives",
+    "schedule.Recording.add": "for the pipeline",
     **{f"schedule.Recording.{name}": "Timeline's" for name in ("to_svg", "to_html", "curve")},
-    "schedule.Tiling.to_csv": "Schedule's",
     **{name: "a path, whose errors are Python's" for name in (
         "Plan.to_json", "Plan.to_html", "Plan.from_json", "schedule.Schedule.to_csv", "schedule.from_csv")},
     "Skippable.namespaced": "for the pipeline",

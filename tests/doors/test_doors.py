@@ -22,8 +22,8 @@ PUBLIC: dict[ModuleType, set[str]] = {
     skip: {"skippable", "stash", "pop", "Namespace", "verify_skippables"},
     balance: {"balance_by_time", "balance_by_size"},
     distributed: {"Pipeline"},
-    schedule: {"BuildingBlock", "Bytes", "Costs", "BlockOp", "Op", "Schedule", "Tiling", "Timeline", "build", "check",
-               "Recording", "Step", "from_csv", "names", "search", "simulate"},
+    schedule: {"BuildingBlock", "Costs", "BlockOp", "Op", "Schedule", "Timeline", "build", "check", "Recording",
+               "from_csv", "names", "reorder", "search", "simulate"},
 }
 NAMES = [(door, name) for door, names in PUBLIC.items() for name in sorted(names)]
 MODULES = ["splitpipe", *(found.name for found in pkgutil.walk_packages(splitpipe.__path__, "splitpipe."))]

@@ -18,19 +18,18 @@ from splitpipe.distributed import Pipeline
 from splitpipe.schedule import (
     BlockOp,
     BuildingBlock,
-    Bytes,
     Costs,
     Op,
     Recording,
     Schedule,
-    Step,
-    Tiling,
     Timeline,
     build,
     check,
+    reorder,
     search,
     simulate,
 )
+from splitpipe.schedule.recording.step import Step
 from splitpipe.skip import skippable, verify_skippables
 
 mse = nn.functional.mse_loss
@@ -451,8 +450,7 @@ COMPARE = Door(
 # Schedules. What is no number there is a ValueError, as a number that makes no sense is.
 
 HUGE = each(ValueError, "too many ops", [10**9, 10**30])
-COSTS = each(TypeError, "costs", [1, [1, 1, 1], Costs, Bytes(1, 1, 0), Odd()])
-BYTES = each(TypeError, "bytes", [1, [1, 1, 1], Bytes, Costs(), Odd()])
+COSTS = each(TypeError, "costs", [1, [1, 1, 1], Costs, Odd()])
 FOR_SCHEDULE: Rows = {"schedule": each(TypeError, "schedule", UNSCHEDULE)}
 SIZES: Rows = {"devices": no_number("devices=", error=ValueError) + HUGE,
                "chunks": no_number("chunks=", error=ValueError) + HUGE}
@@ -479,8 +477,7 @@ CHECK = Door(
 SIMULATE = Door(
     "schedule.simulate", simulate, lambda: {"schedule": build("1f1b", 2, 2)},
     {**CHECK.wrong,
-     "costs": COSTS + each(ValueError, "3 numbers", [Costs([1, 1, 1]), Costs(copy=[1, 1, 1])]),
-     "bytes": BYTES + each(ValueError, "", [Bytes([1], 1, 0), Bytes(3, 1, 1)])},
+     "costs": COSTS + each(ValueError, "3 numbers", [Costs([1, 1, 1]), Costs(copy=[1, 1, 1])])},
 )
 
 
@@ -505,24 +502,14 @@ SCHEDULE = Door(
                                       {0: [Op("F", 0, 0)]}, [{Op("F", 0, 0): 1}], build("1f1b", 1, 1), Odd()]),
      "placement": each(TypeError, "placement", PLACEMENT), "name": each(TypeError, "name", [None, *UNTEXT])},
 )
-TILING = Door(
-    "schedule.Tiling", Tiling, lambda: {**SCHEDULE.right(), "starts": [[0, 1]], "costs": Costs()},
-    {**SCHEDULE.wrong,
-     "starts": each(TypeError, "starts", [None, "01", [["0", "1"]], [[None, 1]], [0, 1], {0: 1}, [[0, math.nan]],
-                                           Odd()])
-     + each(ValueError, "starts", [[[]], [[0]], [[0, 1], []]]),
-     "costs": [*COSTS, *each(TypeError, "costs", [None])]},
-)
-
-
 def block(**options: Any) -> BuildingBlock:
     """Of one stage."""
     return BuildingBlock(**BLOCK.right() | options)
 
 
 REORDER = Door(
-    "schedule.Tiling.reorder", Tiling.reorder, lambda: {"memory": 1},
-    {"memory": each(ValueError, "memory=", [None, *UNREAL, -1, math.nan])}, on=lambda: block().repeat(2),
+    "schedule.reorder", reorder, lambda: {"schedule": build("1f1b", 2, 2), "memory": 1},
+    {**SIMULATE.wrong, "memory": each(ValueError, "memory=", [None, *UNREAL, -1, math.nan])},
 )
 BLOCK = Door(
     "schedule.BuildingBlock", BuildingBlock,
@@ -553,14 +540,10 @@ COST = Door(
      for name in ("forward", "backward_input", "backward_weight", "copy", "recompute")}
     | {"uncheckpointed": each(ValueError, "uncheckpointed=", [None, *UNWHOLE, -1])},
 )
-SIZE = Door(
-    "schedule.Bytes", Bytes, lambda: {"forward": 1, "backward_input": 1, "backward_weight": 0},
-    {name: each(ValueError, f"{name}=", UNTIME) for name in ("forward", "backward_input", "backward_weight")},
-)
 OF_SCHEDULES: list[tuple[Any, Callable[..., Any]]] = [
-    (Costs(), Costs.times), (Costs(recompute=1), Costs.again), (Costs(), Costs.hops), (Bytes(1, 1, 0), Bytes.changes),
+    (Costs(), Costs.times), (Costs(recompute=1), Costs.again), (Costs(), Costs.hops),
 ]
-TIMES, AGAIN, HOPS, CHANGES = (
+TIMES, AGAIN, HOPS = (
     Door(f"schedule.{method.__qualname__}", method, CHECK.right, FOR_SCHEDULE, on=lambda whose=whose: whose)
     for whose, method in OF_SCHEDULES
 )
@@ -584,31 +567,8 @@ SVG, HTML = (
 )
 CURVE = Door(
     "schedule.Timeline.curve", Timeline.curve, lambda: {"device": 0},
-    {"device": each(ValueError, "device=", [*WHOLES, -1, 2]), "bytes": BYTES}, on=timeline,
+    {"device": each(ValueError, "device=", [*WHOLES, -1, 2])}, on=timeline,
 )
-STEP = Door(
-    "schedule.Step", Step, lambda: {"spans": timeline().spans, "copies": (), "memory": (None, None)},
-    {
-        "spans": each(TypeError, "spans", [None, 1, [1, 2], ["x", "y"], [[None], [None]], Odd()])
-        + each(ValueError, "", [(), timeline().spans[:1], [(), ()]]),
-        "copies": each(TypeError, "copies", [None, 1, [1], ["xy"], [(None, None)], Odd()]),
-        "memory": each(TypeError, "memory", [None, 1, "xy", ["x", "y"], Odd()])
-        + each(ValueError, "", [(), (None,), (1, 2, 3)]),
-    },
-    call=lambda **given: Recording(build("1f1b", 2, 2)).add(Step(**given)), told=[Recording.add],
-)
-RECORDING = Door(
-    "schedule.Recording", Recording, CHECK.right,
-    {**FOR_SCHEDULE,
-     "devices": each(TypeError, "devices", [None, 1, "ab", [1, 2], [torch.device("cpu")] * 2, {"a": 1, "b": 2}, Odd()])
-     + each(ValueError, "name", [["a"], ["a", "b", "c"]])},
-)
-ADD = Door(
-    "schedule.Recording.add", Recording.add, lambda: {"step": Step(timeline().spans, (), (None, None))},
-    {"step": each(TypeError, "step", [None, timeline(), timeline().spans, Step, Odd()])},
-    on=lambda: Recording(build("1f1b", 2, 2)),
-)
-
 # Several processes
 
 ACROSS = Door(
