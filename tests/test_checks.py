@@ -9,13 +9,7 @@ import torch
 from torch import nn
 
 from splitpipe import SplitPipe, schedule
-from splitpipe.checks import (
-    TooFewDevicesError,
-    resolve_schedule,
-    verify_balance,
-    verify_devices,
-    verify_module,
-)
+from splitpipe.checks import resolve_schedule, verify_balance, verify_devices, verify_module
 from splitpipe.core.stream import Place
 from splitpipe.piped import Arguments, complete, options_of
 
@@ -36,10 +30,15 @@ class Plain(nn.Sequential):
     def penalty(self) -> int:
         return 0
 
+    def train(self, mode: bool = True) -> Plain:
+        return super().train(False)
 
-def test_subclasses_that_add_methods_are_welcome() -> None:
+
+def test_subclasses_with_other_methods_are_welcome() -> None:
     verify_module(nn.Sequential())
     verify_module(Plain(nn.Tanh()))
+    model = SplitPipe(Plain(nn.Linear(2, 2), nn.Dropout(0.5)), [1, 1], devices=["cpu", "cpu"], chunks=2).train()
+    assert not model.training and model(torch.ones(4, 2)).ne(0).all()
 
 
 @pytest.mark.parametrize("balance", [[2, 1], (2, 1), iter([2, 1]), numpy.array([2, 1]), torch.tensor([2, 1])])
@@ -79,12 +78,6 @@ def test_wrong_devices_are_refused_by_number(no_accelerator: None, devices: Any,
         assert text in str(error.value)
 
 
-def test_too_few_devices_are_an_index_error_too(no_accelerator: None) -> None:
-    assert issubclass(TooFewDevicesError, ValueError) and issubclass(TooFewDevicesError, IndexError)
-    with pytest.raises(IndexError):
-        verify_devices(["cpu"], 2)
-
-
 class Two:
     """Two accelerators, of which the second is the current one."""
 
@@ -101,8 +94,8 @@ def test_accelerators_are_the_default_and_a_bare_name_is_the_current_one(monkeyp
     assert verify_devices(None, 2) == [first, second]
     assert verify_devices(None, 1) == [first]
     assert verify_devices(["cuda", torch.device("cuda:0"), "cuda:1", "cpu"], 4) == [second, first, second, CPU]
-    with pytest.raises(ValueError, match=r"devices\[0\] is 'cuda:2', which isn't available: expected one of cpu and "
-                                         r"cuda:0 to cuda:1"):
+    with pytest.raises(ValueError, match=r"devices\[0\] is 'cuda:2', which isn't available: expected one of cpu, "
+                                         r"cuda:0, cuda:1"):
         verify_devices(["cuda:2", "xpu:0"], 2)
 
 
@@ -113,13 +106,6 @@ def test_devices_without_a_stage_are_warned_of_by_name(monkeypatch: pytest.Monke
         assert len(options_of(given, 2).places) == 2
     options_of(given, 4)
     SplitPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu", "cpu"])  # The CPU is used.
-
-
-def test_a_device_that_is_named_twice_while_others_are_idle_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    Two(monkeypatch)
-    with pytest.warns(UserWarning, match=r"devices names 'cuda' twice, .*: expected indices, such as \['cuda:0'"):
-        verify_devices(["cuda", torch.device("cuda")], 2)
-    assert verify_devices(["cuda:1", "cuda:1", "cpu", "cpu"], 4)[0] == Place(torch.device("cuda", 1))
 
 
 def test_a_class_is_no_loss_function() -> None:

@@ -140,20 +140,17 @@ def test_a_detached_splitpipe_says_where_the_module_is() -> None:
     for way in "balance", "cuts":
         make, wrap = WAYS[way]
         model = wrap(make())
-        detach(model)
+        plain = detach(model)
         with pytest.raises(RuntimeError, match="expected calls of the module that splitpipe.detach returned"):
             model(torch.randn(4, 4))
-        with pytest.raises(TypeError, match="is a SplitPipe that was detached"):
-            detach(model)
+        assert detach(model) is plain
 
 
-def test_what_is_no_pipeline_is_told_where_there_is_one() -> None:
+def test_what_is_no_pipeline_is_an_error() -> None:
     for way in WAYS:
         make, wrap = WAYS[way]
-        parent = nn.ModuleDict({"body": nn.Sequential(wrap(make()))})
-        with pytest.raises(TypeError, match=r"is a ModuleDict, not a pipeline: .*; 'body\.0' inside it is one"):
-            detach(parent)
-        detach(parent.get_submodule("body.0"))
+        with pytest.raises(TypeError, match="is a ModuleDict, not a pipeline: expected a SplitPipe"):
+            detach(nn.ModuleDict({"body": wrap(make())}))
     module = attached(Net())
     detach(module)
     with pytest.raises(TypeError, match="is a Net, not a pipeline: expected a SplitPipe, or an attached module"):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from splitpipe.balance.balances import balance_by_time
-from splitpipe.checks import accelerators, is_layered, resolve_devices, verify_python
+from splitpipe.checks import accelerators, is_layered, resolve_devices, verify_supported
 from splitpipe.core.stream import Device, Place
 from splitpipe.partition.blocks import Blocks, called, no_blocks, repeated
 from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of, share
@@ -34,7 +34,7 @@ def chosen_cuts(
     """The cuts and devices of a module, as given, or chosen where they are None."""
     if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
         return () if cuts is None else cuts, devices  # Faults are reported where all arguments are checked.
-    verify_python(module)
+    verify_supported(module)
     verify_filled(module)
     names, homes = cuts_of_map(module) if devices is None else ([], [])
     if cuts is not None:

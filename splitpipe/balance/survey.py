@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from splitpipe.backward.rules import unchanged
-from splitpipe.checks import is_layered, verify_python, verify_ungathered
+from splitpipe.checks import is_layered, verify_supported
 from splitpipe.core.note import add_note
 from splitpipe.core.torch_private import _top_saved_tensors_default_hooks, tree_map_only
 from splitpipe.microbatch.arguments import signature_of
@@ -67,8 +67,7 @@ def survey(module: object, sample: object, whose: str = "sample") -> Subject:
     """
     if not isinstance(module, nn.Module) or isinstance(module, Resident):
         raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module that isn't split yet.")
-    verify_python(module)
-    verify_ungathered(module)
+    verify_supported(module)
     verify_filled(module)
     layered = is_layered(module)
     if is_layered(module):

@@ -78,7 +78,6 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         checks.verify_module(module)
-        checks.verify_ungathered(module)
         numbers = checks.verify_balance(balance, len(module))
         checks.verify_options(chunks=chunks, schedule=schedule, loss_fn=loss_fn)
         if not dist.is_available() or not dist.is_initialized():

@@ -70,8 +70,6 @@ def test_what_was_chosen_is_said_in_a_form_to_paste(said: list[str]) -> None:
     assert "balance=[2, 2], devices=[cpu, cpu], chunks=8" in repr(model)
     inner = SplitPipe(Stack(), chunks=2)
     assert said[2:] == [f"chosen: cuts={inner.cuts}, devices=['cpu', 'cpu']"]
-    module = splitpipe.attach(Stack(), ["layers.1"], chunks=2)
-    assert repr(module.forward) == "<pipeline: cuts=['layers.1'], devices=['cpu', 'cpu'], chunks=2>"
 
 
 def test_what_is_given_stays() -> None:

@@ -47,7 +47,7 @@ def test_the_front_door_imports_what_it_says_when_it_is_asked() -> None:
     body = ast.parse(Path(str(splitpipe.__file__)).read_text(encoding="utf-8")).body
     said = {alias.name: node.module for branch in body if isinstance(branch, ast.If)
             for node in branch.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert said == splitpipe._OWNERS
+    assert said == {name: f"splitpipe.{owner}" for name, owner in splitpipe._OWNERS.items()}
     assert set(said) == set(splitpipe.__all__)
     for name, owner in said.items():
         assert getattr(splitpipe, name) is getattr(importlib.import_module(str(owner)), name)

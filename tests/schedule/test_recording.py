@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 from statistics import fmean
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
