@@ -59,11 +59,10 @@ def run(model: nn.Module, runtime: Runtime | None, call: CheckedCall, quiet: boo
     devices = [next((x.device for x in model.parameters()), torch.device("cpu"))]
     if runtime is not None:
         devices = [place.device for place in runtime.options.places]
-    parts = dict(module.named_modules())
-    for own, part in ("loss_fn", call.loss_fn), ("loss", call.loss):
-        if isinstance(part, nn.Module):
-            parts.update(part.named_modules(prefix=own))
-    parameters = _tensors(parts, "_parameters")
+    named = ("", module), ("loss_fn", call.loss_fn), ("loss", call.loss)
+    roots = [(name, root) for name, root in named if isinstance(root, nn.Module)]
+    parts = {name: part for own, root in roots for name, part in root.named_modules(prefix=own)}
+    parameters = {name: x for own, root in roots for name, x in root.named_parameters(own)}
     trained = {name: x for name, x in parameters.items() if x.requires_grad}
     with restore_after([*parts.values()], devices), torch.enable_grad(), _running(model, module, runtime):
         for part in parts.values():
@@ -71,15 +70,16 @@ def run(model: nn.Module, runtime: Runtime | None, call: CheckedCall, quiet: boo
         before, numbers = _positions(devices), _numbers(parts, parameters)
         output, loss = _computed(model, runtime, call, devices[0])
         outputs = {name: x for name, x in _named(output).items() if x is not loss}
-        roots = [x for x in (outputs.values() if loss is None else [loss]) if getattr(x, "requires_grad", False)]
+        ends = [x for x in (outputs.values() if loss is None else [loss]) if getattr(x, "requires_grad", False)]
         gradients: Sequence[Tensor | None] = [None] * len(trained)
-        if roots and trained:
+        if ends and trained:
             # Each element has another weight; that of a loss is 1.
-            weights = [torch.arange(x.numel(), device=x.device).cos().view_as(x).to(x.dtype) for x in roots]
-            gradients = torch.autograd.grad(roots, [*trained.values()], weights, allow_unused=True)
+            weights = [torch.arange(x.numel(), device=x.device).cos().view_as(x).to(x.dtype) for x in ends]
+            gradients = torch.autograd.grad(ends, [*trained.values()], weights, allow_unused=True)
         values = {
             "outputs": outputs, "loss": {} if loss is None else {"the loss": loss},
-            "gradients": dict(zip(trained, gradients)), "state": _tensors(parts, "_buffers"),
+            "gradients": dict(zip(trained, gradients)),
+            "state": {name: x for own, root in roots for name, x in root.named_buffers(own)},
         }
         kept = {kind: {name: _kept(x) for name, x in own.items()} for kind, own in values.items()}
         grown = {name: x - numbers[name] for name, x in _numbers(parts, parameters).items() if name in numbers}
@@ -124,17 +124,18 @@ def _computed(
 @contextmanager
 def _running(model: nn.Module, module: nn.Module, runtime: Runtime | None) -> Iterator[None]:
     """Has this runtime run the pipeline inside the block."""
+    if runtime is None:
+        yield
+        return
     forwards = [vars(each).get("forward") for each in (model, module)]
     piped = [each for each in forwards if isinstance(each, Piped)]
     owner, name = (piped[0], "runtime") if piped else (model, "_runtime")
-    before = getattr(owner, name, None)
-    if runtime is not None:
-        setattr(owner, name, runtime)
+    before = getattr(owner, name)
+    setattr(owner, name, runtime)
     try:
         yield
     finally:
-        if runtime is not None:
-            setattr(owner, name, before)
+        setattr(owner, name, before)
 
 
 def _silence(part: nn.Module, quiet: bool) -> None:
@@ -147,12 +148,6 @@ def _silence(part: nn.Module, quiet: bool) -> None:
             vars(part)[name] = 0.0
 
 
-def _tensors(parts: Mapping[str, nn.Module], table: str) -> dict[str, Tensor]:
-    """The parameters or buffers of modules, by name."""
-    own = [(prefix, name, x) for prefix, part in parts.items() for name, x in vars(part)[table].items()]
-    return {f"{prefix}.{name}".strip("."): x for prefix, name, x in own if x is not None}
-
-
 def _numbers(parts: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> dict[str, float]:
     """The numbers in attributes, and the versions of parameters."""
     own = [(prefix, name, x) for prefix, part in parts.items() for name, x in vars(part).items()]
@@ -162,8 +157,7 @@ def _numbers(parts: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -
 
 def _positions(devices: Sequence[torch.device]) -> list[str]:
     """Where all generators are."""
-    states = [state for _, state in random_states(devices)]
-    return [str(state.tolist() if isinstance(state, Tensor) else state) for state in states]
+    return [str(state.tolist() if isinstance(state, Tensor) else state) for _, state in random_states(devices)]
 
 
 def _named(output: Any) -> dict[str, Any]:

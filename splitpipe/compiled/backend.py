@@ -22,7 +22,7 @@ _SETTINGS = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": 
 class Backend:
     """A backend for torch.compile.
 
-    Without ``halves``, the backward stays whole, for a model that defers nothing: W would recompute what B has computed.
+    Without ``halves``, a backward stays whole, for a model that defers nothing: W would recompute what B has computed.
     """
 
     def __init__(self, options: CompileOptions, halves: bool = True) -> None:
