@@ -90,6 +90,8 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
         True
     """
     runtime_of(module, "module")  # Raises unless it is a pipeline.
+    if vars(module).get("forward") is _detached:
+        raise TypeError("module is a SplitPipe that was detached: expected the module that splitpipe.detach returned.")
     found = module.inner if isinstance(module, Resident) else module
     if device is not None:
         move(found, checks.resolve_device(device))  # First: if it fails, detach can be called again.

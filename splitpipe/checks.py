@@ -61,7 +61,8 @@ def verify_options(*, chosen: bool = False, own_loss: bool = False, **given: Any
         ("checkpoint", True, _is(str), lambda x: x in UNCHECKPOINTED_TAIL, _ONE_OF),
         ("backward", False, _is(str), lambda x: x in ("split", "autograd"), "'split' or 'autograd'"),
         ("schedule", chosen, _is(str, Schedule), None, "one of splitpipe.schedule.names(), a Schedule"),
-        ("loss_fn", True, _is_function, None, "a function of output and target, an instance, such as nn.MSELoss()"),
+        ("loss_fn", True, lambda x: callable(x) and not isinstance(x, type), None,
+         "a function of output and target, an instance, such as nn.MSELoss()"),
         ("grad_scaler", True, _is(torch.amp.GradScaler), None, "the loop's torch.amp.GradScaler"),
     ):
         value = given.get(name)
@@ -88,10 +89,6 @@ def verify_options(*, chosen: bool = False, own_loss: bool = False, **given: Any
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
-
-
-def _is_function(value: object) -> bool:
-    return callable(value) and not isinstance(value, type)
 
 
 _MEASURE = "splitpipe.balance.balance_by_time(devices, module, sample) measures the layers to find a balance that fits."
