@@ -419,10 +419,10 @@ def test_what_cannot_be_compared_is_an_error() -> None:
         check(model, x, loss=lambda output: output.sum().item())
     with pytest.raises(ValueError, match="both loss and target"):
         check(model, x, target=x, loss=lambda output: output.sum())
-    with pytest.raises(ValueError, match="'1.bias' requires grad in one"):
+    with pytest.raises(ValueError, match="'1.bias' requires grad in model or against alone"):
         check(model, x, against=nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, 3)))
     net = splitpipe.attach(Net(), cuts=["last"], devices=CPUS, chunks=4)
-    with pytest.raises(ValueError, match="against is a pipeline"):
+    with pytest.raises(TypeError, match="against is a Net: expected an nn.Module that isn't a pipeline"):
         check(net, x, against=net)
     layers = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
     lazy = SplitPipe(layers, [1, 1], devices=CPUS, chunks=4, checkpoint="never")

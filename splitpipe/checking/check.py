@@ -99,8 +99,7 @@ def check(
         kwargs: the arguments of a call that have names.
 
     Returns:
-        A Check: true if nothing differs. ``print`` shows what was compared, what differs and by how much, how each
-        argument was treated, and where to look.
+        A Check: true if nothing differs. ``print`` shows what does, by how much, and where to look.
 
     Raises:
         TypeError: ``model`` is not a pipeline, or an argument has a wrong type.
@@ -129,8 +128,7 @@ def check(
     pieces = len(division.rows)
     if pieces == 1 and against is None:
         raise ValueError(
-            "the batch is one microbatch, which leaves nothing to compare: expected more rows, and arguments that can "
-            "be split; or another module to compare with, against=plain."
+            "the batch is one microbatch: expected more rows, arguments that can be split, or a module, against=plain."
         )
     other, alone = (model, fresh(runtime, 1)) if against is None else (against, None)
     runs = run(other, alone, call), run(model, several, call)
@@ -148,20 +146,16 @@ def check(
 
 def _verify(model: nn.Module, target: Any, loss: Any, against: Any) -> None:
     """Raises for wrong arguments."""
-    if against is not None and not isinstance(against, nn.Module):
-        raise TypeError(f"against is a {type(against).__name__}: expected an nn.Module.")
-    if against is not None and is_pipeline(against):
-        raise ValueError("against is a pipeline, as the module is that model runs: expected a copy, made before.")
+    if against is not None and (not isinstance(against, nn.Module) or is_pipeline(against)):
+        raise TypeError(f"against is a {type(against).__name__}: expected an nn.Module that isn't a pipeline.")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss is a {type(loss).__name__}: expected a function of the output.")
     if loss is not None and target is not None:
         raise ValueError("both loss and target are given: expected a target for loss_fn, or a function of the output.")
-    own, others = [
-        {name for name, x in each.named_parameters() if x.requires_grad} for each in (model, against or model)
-    ]
-    if own != others:
-        name = min(own ^ others)
-        raise ValueError(f"{name!r} requires grad in one of model and against: expected the same parameters in both.")
+    trained = [[name for name, x in each.named_parameters() if x.requires_grad] for each in (model, against or model)]
+    unlike = {*trained[0]} ^ {*trained[1]}
+    if unlike:
+        raise ValueError(f"{min(unlike)!r} requires grad in model or against alone: expected the same in both.")
     lazy = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]
     if lazy:
         raise ValueError(f"{lazy[0]!r} has no values yet: expected a model that was called, or loaded, before.")
