@@ -107,7 +107,7 @@ class TimedSchedule:
             curve.append((start if kind == "F" else end, alive / share))
         return curve
 
-    @cached_property
+    @property
     def bounds(self) -> dict[str, float]:
         """Lower bounds for any schedule of these stages and microbatches with as much memory as this one.
 

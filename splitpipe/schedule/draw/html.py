@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from operator import itemgetter
 from string import Template
 from typing import Any
 
@@ -77,10 +78,10 @@ def _table(timelines: Sequence[TimedSchedule]) -> str:
     least = min(each.makespan for each in timelines)
     lines = [_row("th", ["schedule", "devices", "microbatches", *texts[0], "lower bound"])]
     for each, text in zip(timelines, texts):
-        bound = max(each.bounds, key=lambda name: each.bounds[name])
+        reason, bound = max(each.bounds.items(), key=itemgetter(1))
         cells = [
             measures.name(each), str(each.schedule.devices), str(each.schedule.microbatches),
-            *text.values(), f"{measures.short(each.bounds[bound])} ({bound})",
+            *text.values(), f"{measures.short(bound)} ({reason})",
         ]
         lines.append(_row("td", cells, ' class="best"' if len(timelines) > 1 and each.makespan <= least else ""))
     return "\n".join(lines)
