@@ -60,7 +60,7 @@ def attach(module: M, cuts: Iterable[str] | None = None, **options: Unpack[Argum
     """
     given = complete("attach", options)
     names, given["devices"] = chosen_cuts(module, cuts, given["devices"], given["schedule"], given["sample"])
-    piped(module, names, given)
+    vars(module)["extra_repr"] = piped(module, names, given).extra_repr
     return module
 
 
@@ -100,6 +100,7 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
     forward = vars(found).get("forward")
     vars(found).pop("hf_device_map", None)
     if isinstance(forward, Piped):
+        vars(found).pop("extra_repr", None)
         for name, before in ("forward", forward.runtime.own), ("hf_device_map", forward.map_before):
             vars(found).pop(name, None)
             if before is not None:

@@ -5,6 +5,7 @@ import math
 import operator
 import reprlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, Literal, TypeGuard
@@ -189,6 +190,12 @@ def resolve_devices(devices: Iterable[Device | Place]) -> list[Place]:
     found = listed(devices)
     if found is None:
         raise TypeError(f"devices is {devices!r}: expected a list with one per stage, such as ['cuda:0', 'cuda:1'].")
+    plain = [str(each) for each in found if str(each) in ("cuda", "xpu")]
+    if len({*plain}) < len(plain) and torch.accelerator.device_count() > 1:
+        warnings.warn(
+            f"devices names {plain[0]!r} twice, which is one device, and leaves others idle: expected indices, "
+            "such as ['cuda:0', 'cuda:1'].", stacklevel=5,
+        )
     return [_place(f"devices[{number}]", device) for number, device in enumerate(found)]
 
 

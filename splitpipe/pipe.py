@@ -17,7 +17,7 @@ from splitpipe.microbatch.chunk_spec import verify_batched
 from splitpipe.partition import placing
 from splitpipe.partition.moving import move_stages
 from splitpipe.partition.resident import Resident
-from splitpipe.piped import Arguments, complete, options_of, piped, with_arguments
+from splitpipe.piped import Arguments, complete, described, options_of, piped, with_arguments
 from splitpipe.runtime.guards import outside_of_compilers, refuse_export, refuse_transforms
 from splitpipe.runtime.runtime import Batch, Runtime
 from splitpipe.schedule.construct.library import build
@@ -191,11 +191,8 @@ class SplitPipe(Resident):
         return self._runtime.run(Batch(self, (input,), {}, target))
 
     def extra_repr(self) -> str:
-        devices = ", ".join(map(str, self._places))
-        options = self._runtime.options
-        named = "" if options.schedule is None else f", schedule={options.schedule.name or 'custom'!r}"
         parts = f"balance={self._balance}" if self._balance else f"cuts={self.cuts}"
-        return f"{parts}, devices=[{devices}], chunks={options.chunks}, checkpoint={options.checkpoint!r}{named}"
+        return described(self._runtime.options, parts)
 
 
 def chained(module: nn.Sequential, balance: list[int], given: Arguments) -> Runtime:

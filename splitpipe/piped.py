@@ -73,11 +73,24 @@ class Piped:
             self.write_map()
         return value
 
+    def extra_repr(self) -> str:
+        """What ``print`` shows of the attached module, besides its layers."""
+        module, options = self.runtime.module, self.runtime.options
+        own = type(module).extra_repr(module)
+        return f"{own}{', ' if own else ''}{described(options, f'cuts={[*options.cuts]}')}"
+
     def write_map(self) -> None:
         """Writes ``hf_device_map``: accelerate and Trainer don't move a model that has one."""
         runtime = self.runtime
         runtime.mapped = len(runtime.stage_of)
         vars(runtime.module)["hf_device_map"] = runtime.device_map()
+
+
+def described(options: Options, parts: str) -> str:
+    """The stages and how they run, for ``print``."""
+    named = "" if options.schedule is None else f", schedule={options.schedule.name or 'custom'!r}"
+    devices = ", ".join(map(str, options.places))
+    return f"{parts}, devices=[{devices}], chunks={options.chunks}, checkpoint={options.checkpoint!r}{named}"
 
 
 class Arguments(TypedDict, total=False):

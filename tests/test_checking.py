@@ -429,3 +429,18 @@ def test_what_cannot_be_compared_is_an_error() -> None:
     with pytest.raises(ValueError, match="'0.weight' has no values yet"):
         check(lazy, x)
     assert lazy(x).shape == (8, 4)
+
+
+def test_a_generator_of_a_layer_draws_too_and_is_where_it_was_afterwards() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = torch.Generator().manual_seed(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(x.shape, generator=self.numbers)
+
+    model = SplitPipe(nn.Sequential(Noisy(), nn.Linear(4, 2)), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    before = model[0].numbers.get_state()
+    assert "draws random numbers" in splitpipe.check(model, torch.randn(8, 4)).advice
+    assert torch.equal(before, model[0].numbers.get_state())

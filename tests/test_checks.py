@@ -108,6 +108,13 @@ def test_devices_without_a_stage_are_warned_of_by_name(monkeypatch: pytest.Monke
     SplitPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu", "cpu"])  # The CPU is used.
 
 
+def test_a_device_that_is_named_twice_while_others_are_idle_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    Two(monkeypatch)
+    with pytest.warns(UserWarning, match=r"devices names 'cuda' twice, .*: expected indices, such as \['cuda:0'"):
+        verify_devices(["cuda", torch.device("cuda")], 2)
+    assert verify_devices(["cuda:1", "cuda:1", "cpu", "cpu"], 4)[0] == Place(torch.device("cuda", 1))
+
+
 def test_a_class_is_no_loss_function() -> None:
     with pytest.raises(TypeError, match=r"loss_fn is <class .*: expected .* an instance, such as nn.MSELoss\(\)"):
         SplitPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], schedule="1f1b", loss_fn=nn.MSELoss)

@@ -240,3 +240,12 @@ def test_after_a_move_that_fails_detach_can_be_called_again(monkeypatch: pytest.
         detach(model, device="cpu")
     torch.testing.assert_close(model(x), expected)
     assert detach(model, device="cpu") is layers
+
+
+def test_printing_an_attached_module_shows_its_pipeline_until_it_is_detached() -> None:
+    net = Net()
+    before = repr(net)
+    for each in (attached(net, schedule="1f1b"), copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert repr(each).startswith(
+            "Net(\n  cuts=['last'], devices=[cpu, cpu], chunks=2, checkpoint='never', schedule='1f1b'\n")
+        assert repr(detach(each)) == before

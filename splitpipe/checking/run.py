@@ -67,7 +67,8 @@ def run(model: nn.Module, runtime: Runtime | None, call: CheckedCall, quiet: boo
     with restore_after([*parts.values()], devices), torch.enable_grad(), _running(model, module, runtime):
         for part in parts.values():
             _silence(part, quiet)
-        before, numbers = _positions(devices), _numbers(parts, parameters)
+        generators = [x for part in parts.values() for x in vars(part).values() if isinstance(x, torch.Generator)]
+        before, numbers = _positions(devices, generators), _numbers(parts, parameters)
         output, loss = _computed(model, runtime, call, devices[0])
         outputs = {name: x for name, x in _named(output).items() if x is not loss}
         ends = [x for x in (outputs.values() if loss is None else [loss]) if getattr(x, "requires_grad", False)]
@@ -86,7 +87,7 @@ def run(model: nn.Module, runtime: Runtime | None, call: CheckedCall, quiet: boo
         computed = [x for x in (*outputs.values(), loss, *trained.values()) if isinstance(x, Tensor)]
         dtypes = {x.dtype for x in computed if x.is_floating_point()}
         dtypes |= {torch.get_autocast_dtype(d.type) for d in devices if torch.is_autocast_enabled(d.type)}
-        return Run(kept, grown, dtypes, before != _positions(devices))
+        return Run(kept, grown, dtypes, before != _positions(devices, generators))
 
 
 def _computed(
@@ -155,9 +156,10 @@ def _numbers(parts: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -
     return numbers | {name: version_of(x) or 0 for name, x in parameters.items()}
 
 
-def _positions(devices: Sequence[torch.device]) -> list[str]:
-    """Where all generators are."""
-    return [str(state.tolist() if isinstance(state, Tensor) else state) for _, state in random_states(devices)]
+def _positions(devices: Sequence[torch.device], generators: Sequence[torch.Generator]) -> list[str]:
+    """Where the default generators are, and others."""
+    states = [*[state for _, state in random_states(devices)], *[x.get_state() for x in generators]]
+    return [str(state.tolist() if isinstance(state, Tensor) else state) for state in states]
 
 
 def _named(output: Any) -> dict[str, Any]:
