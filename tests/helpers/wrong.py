@@ -354,6 +354,7 @@ BY_SIZE = Door(
     lambda: {"partitions": 2, "module": layers(), "device": "cpu", "input": x()},
     {"partitions": PARTITIONS, "module": LEARNED, "chunks": no_number("chunks"), "param_scale": no_real("param_scale"),
      "device": DEVICE, "input": each(TypeError, "input", NESTED) + each(ValueError, "input", UNEQUAL)},
+    told=[balance_by_time],
 )
 UNCUTTABLE = [
     *each(TypeError, "expected an nn.Module", UNMODULE),
