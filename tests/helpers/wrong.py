@@ -595,7 +595,7 @@ STEPS, EVALUATE = (
          {"input": ROWS_OF + each(ValueError, "input", [None, (), lambda: (x(),)])
           + each(TypeError, "input 1", [lambda: (x(), "x")]),
           "target": ROWS_OF + each(ValueError, "target", [None]) + each(TypeError, "target", [lambda: (x(),)])},
-         on=across)
+         on=across, told=[Pipeline.step])
     for method in (Pipeline.step, Pipeline.evaluate)
 )
 CLIP = Door(
