@@ -147,7 +147,7 @@ class Rig:
         ))
         module = subject.module.train()
         if subject.layered:
-            resolved = options_of(options, count)
+            resolved = options_of(options, count, batched=(None, None))
             layers = [[layer] for layer in module._modules.values() if layer is not None]
             verify_stages(layers, resolved.places)
             move_stages(layers, resolved.places)

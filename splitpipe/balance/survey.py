@@ -1,7 +1,4 @@
-"""Finds where a module may be cut: between the layers of an nn.Sequential, or at the calls of repeated blocks.
-
-A copy of the module is called once, on two rows, to see which blocks are called, and in which order.
-"""
+"""Finds where a module may be cut: between the layers of an nn.Sequential, or at the calls of repeated blocks."""
 from __future__ import annotations
 
 import copy
@@ -17,13 +14,13 @@ from torch import Tensor, nn
 from splitpipe.checks import is_layered, verify_supported
 from splitpipe.core.note import add_note
 from splitpipe.core.torch_private import tree_map_only
-from splitpipe.microbatch.arguments import signature_of
-from splitpipe.microbatch.divider import ArgumentDivider, Divider
+from splitpipe.microbatch.divider import ArgumentDivider, Divider, signature_of
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.partition.blocks import no_blocks, repeated
+from splitpipe.partition.call_hook import expose
 from splitpipe.partition.placement import arguments_of, rehearsal, verify_filled
-from splitpipe.partition.resident import is_pipeline
+from splitpipe.partition.resident import Resident, is_pipeline
 from splitpipe.partition.restore import random_states
 from splitpipe.skip.layout import verify_skippables
 
@@ -52,15 +49,15 @@ class Subject(NamedTuple):
 
 def survey(module: object, sample: object, whose: str = "sample") -> Subject:
     """Copies a module, and finds where it may be cut. Raises for a module that can't be, or for an invalid sample."""
-    if not isinstance(module, nn.Module) or is_pipeline(module):
-        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module that isn't split (see detach).")
+    if not isinstance(module, nn.Module) or isinstance(module, Resident):
+        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module that isn't split yet.")
     verify_supported(module)
     verify_filled(module)
     if is_layered(module):
         verify_skippables(module)
         if not len(module):
             raise ValueError("the module has no layers: expected at least one.")
-        batch, _ = Divider(None, None, 2, whose=whose).divide((sample,), {})
+        batch, _ = Divider((None, None), None, 2, whose=whose).divide((sample,), {})
     elif repeated(module):
         divider = ArgumentDivider(signature_of(module.forward), None, None, 2, whose=whose)
         batch, _ = divider.divide(*arguments_of(sample))
@@ -76,22 +73,22 @@ def survey(module: object, sample: object, whose: str = "sample") -> Subject:
 
 
 def _at_blocks(subject: Subject, home: torch.device) -> Subject:
-    """A module to be cut at the calls of its blocks, which a call in eval mode shows."""
+    """A module to be cut at the calls of its blocks, which a call in eval mode on two rows shows, in order."""
     module = subject.module
     names = {part: name for name, part in repeated(module).items()}
     calls: list[nn.Module] = []  # Of blocks that begin, and of others that end.
-    handles = [part.register_forward_pre_hook(lambda part, _: calls.append(part)) for part in names]
-    others = [part for part in module.modules() if part not in names]
-    handles += [part.register_forward_hook(lambda part, *_: calls.append(part)) for part in others]
     args, kwargs = subject.arguments(min(2, subject.rows), home)
     try:
-        with rehearsal(module, [home]):
+        with rehearsal(module, [home]):  # It takes these hooks off, too.
+            for part in module.modules():
+                if part in names:
+                    part.register_forward_pre_hook(lambda part, _: calls.append(part))
+                else:
+                    part.register_forward_hook(lambda part, *_: calls.append(part))
             output = module(*args, **kwargs)
     except Exception as error:
         add_note(error, f"Raised while a copy of the {type(module).__name__} ran on two rows, to find its blocks.")
         raise
-    for handle in handles:
-        handle.remove()
     times = Counter(calls)
     # Before the first cut there must be something for the stage before it.
     cuts = [names[part] for part in calls[1:] if part in names and times[part] == 1]
@@ -119,9 +116,9 @@ def measuring(device: torch.device) -> Iterator[None]:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """A copy without gradients and without the user's hooks: one that counts or records would notice the runs.
+    """A copy, of an attached module a plain one, without gradients, and without hooks that would notice the runs.
 
-    Modules with none but torch's keep these, since they compute: of the old weight_norm, of pruning, of lazy layers.
+    Modules with none but torch's keep these, which compute: those of the old weight_norm, of pruning, of lazy layers.
     """
     tables = [getattr(part, name) for part in module.modules() for name in _HOOKS]
     foreign = [each for each in tables if any(not f"{x.__module__}".startswith("torch.") for x in each.values())]
@@ -129,4 +126,8 @@ def copy_of(module: nn.Module) -> nn.Module:
     # deepcopy raises for tensors with a graph, such as the weights of the old weight_norm.
     computed = [x for part in module.modules() for x in vars(part).values() if isinstance(x, Tensor) and not x.is_leaf]
     memo.update({id(x): x.detach().clone() for x in computed})
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    if is_pipeline(copied):
+        del vars(copied)["forward"]
+        expose(copied)
+    return copied

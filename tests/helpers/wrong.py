@@ -361,7 +361,6 @@ UNCUTTABLE = [
     *each(ValueError, "no repeated blocks", MODULES),
     *each(ValueError, "no repeated blocks", [type("Own", (nn.Sequential,), {"forward": lambda self, x: x})()]),
     *each(TypeError, "module is a SplitPipe", [lambda: SplitPipe(Net(), cuts=["layers.2"], devices=["cpu"] * 2)]),
-    *each(TypeError, "see detach", [lambda: splitpipe.attach(Net(), cuts=["layers.2"], devices=["cpu"] * 2)]),
 ]
 SAMPLE = [
     *each(TypeError, "", [None, 2, [x()], {}, (), {"x": 1}]),
