@@ -48,8 +48,7 @@ class Piped:
         self.runtime = runtime
         #: accelerate's hooks that were removed, and the module's previous map.
         self.hooks, self.map_before = hooks, map_before
-        if runtime.signature is not None:
-            self.__signature__ = runtime.signature
+        self.__signature__ = runtime.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_export()

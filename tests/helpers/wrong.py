@@ -354,6 +354,7 @@ BY_SIZE = Door(
     lambda: {"partitions": 2, "module": layers(), "device": "cpu", "input": x()},
     {"partitions": PARTITIONS, "module": LEARNED, "chunks": no_number("chunks"), "param_scale": no_real("param_scale"),
      "device": DEVICE, "input": each(TypeError, "input", NESTED) + each(ValueError, "input", UNEQUAL)},
+    told=[balance_by_time],
 )
 UNCUTTABLE = [
     *each(TypeError, "expected an nn.Module", UNMODULE),
@@ -593,7 +594,7 @@ STEPS, EVALUATE = (
          {"input": ROWS_OF + each(ValueError, "input", [None, (), lambda: (x(),)])
           + each(TypeError, "input 1", [lambda: (x(), "x")]),
           "target": ROWS_OF + each(ValueError, "target", [None]) + each(TypeError, "target", [lambda: (x(),)])},
-         on=across)
+         on=across, told=[Pipeline.step])
     for method in (Pipeline.step, Pipeline.evaluate)
 )
 CLIP = Door(
