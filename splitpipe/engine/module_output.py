@@ -10,7 +10,7 @@ from splitpipe.engine.crossing import changed
 from splitpipe.engine.drop_in import Left
 from splitpipe.loss.objective import Losses, Objective
 from splitpipe.loss.reducing import AS_FUNCTION, LossWarnings
-from splitpipe.loss.terms import SUM, Number, Term, Unknown
+from splitpipe.loss.terms import SUM, Number, Term, Unknown, unknown_function
 from splitpipe.loss.tracing import numbers_of
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.microbatch.tree import flatten, unflatten
@@ -78,8 +78,8 @@ def keep_own_loss(reduction: Any, warnings: LossWarnings, forward: Any, output: 
     value = value.reshape(()) if value.dim() else value
     if reduction == "sum":
         number = Number((Term(value, SUM),))
-    if isinstance(number, Unknown):
-        warnings.warn(number.function, AS_FUNCTION)
+    if number is not None and (where := unknown_function(number)):
+        warnings.warn(where, AS_FUNCTION)
     kept = kept_output(forward, output, lambda x: crossing.latest(x).detach())
     _keep(forward, Losses(value, number or Unknown("")), kept._replace(place=place))
 

@@ -27,23 +27,29 @@ def add(call: FunctionCall) -> Meaning | None:
     ledger, args, alpha = call.ledger, call.args, call.kwargs.get("alpha", 1)
     meanings = [ledger.of(x) for x in args]
     if not any(isinstance(each, Number) for each in meanings) or any(isinstance(each, Rows) for each in meanings):
-        rows = call.joined()
+        rows = next((each for each in meanings if isinstance(each, Unknown)), None) or call.joined()
         return None if isinstance(rows, Rows) and rows.share is not None else rows
     signs = [-alpha, 1] if call.name == "rsub" else [1, -alpha if "sub" in call.name else alpha]
     terms: list[Term] = []
+    unknown = ""
     for x, meaning, sign in zip(args, meanings, signs):
         number = meaning if isinstance(meaning, Number) else _as_number(call, x, meaning)
         if not isinstance(number, Number) or abs(alpha) != 1 and ledger.doubt(alpha):
             return number if isinstance(number, Unknown) else None
         terms += number.scaled(sign).terms
+        unknown = unknown or number.unknown
     if terms and all(term.kind is SUM for term in terms):
         return Number((ledger.term(call.out, SUM, function=terms[0].function),))
-    return Number(tuple(terms)) if call.out.numel() == 1 else None
+    return Number(tuple(terms), unknown) if call.out.numel() == 1 else None
 
 
 def _as_number(call: FunctionCall, x: Any, meaning: Meaning) -> Number | Unknown | None:
-    """A constant next to a number."""
+    """A constant next to a number, or one that isn't recognised."""
     value = call.number(x)
+    if isinstance(meaning, Unknown) and x.numel() == 1:
+        counts = [term.count for y in call.args for term in getattr(call.ledger.of(y), "terms", ()) if term.count]
+        term = call.ledger.term(x, MEAN, next(iter(counts), Count(float(call.ledger.rows))), meaning.function)
+        return Number((term,), meaning.function)
     if value is not None and abs(value) >= 1 and call.ledger.doubt(value):  # mask.numel() - mask.sum() counts elements.
         return Unknown(MAY_COUNT)
     if value is None and not (isinstance(meaning, Constant) and not meaning.made and isinstance(x, Tensor)):
@@ -149,7 +155,7 @@ def _times(call: FunctionCall, x: Tensor, meaning: Meaning, value: float, power:
         return None if meaning.above is None else replace(meaning, above=meaning.above * factor)
     if not isinstance(meaning, Constant) or doubt > 1 and x.requires_grad:
         return Unknown(MAY_COUNT) if isinstance(meaning, Constant) else None
-    return replace(meaning, value=meaning.value * factor if meaning.value and value else None)
+    return replace(meaning, value=meaning.value * factor if meaning.value and value else None, positions=None)
 
 
 def reduce(call: FunctionCall) -> Meaning | None:

@@ -52,11 +52,12 @@ class Turned:
 
 @dataclass(frozen=True)
 class Constant:
-    """``made``: by the code: ``uniform`` (all entries are ``value``, if known), or not."""
+    """``made``: by the code: ``uniform`` (all are ``value``, if known), torch.arange(``positions``), or other."""
 
     made: bool = False
     uniform: bool = False
     value: float | None = None
+    positions: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

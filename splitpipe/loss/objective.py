@@ -12,7 +12,7 @@ from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.ledger import Ledger, tensors
 from splitpipe.loss.reducing import AS_PAIR, LossWarnings
-from splitpipe.loss.terms import MEAN, SUM, Amount, Count, Number, Term, Unknown
+from splitpipe.loss.terms import MEAN, SUM, Amount, Count, Number, Term, Unknown, unknown_function
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, current
 
@@ -86,8 +86,8 @@ class Objective(nn.Module):
             number: Number | Unknown = Unknown("a compiled function" if self.compiled and not self.reduction else "")
             if trace is not None:
                 number = trace.number(value) or Unknown("loss_fn")
-            if isinstance(number, Unknown) and number.function:
-                self._warnings.warn(number.function, AS_PAIR if self._pairs else "another loss_fn")
+            if where := unknown_function(number):
+                self._warnings.warn(where, AS_PAIR if self._pairs else "another loss_fn")
             return Losses(loss, number)
 
     def _begun(self, trace: Trace | None, output: Any, target: Any) -> Trace:

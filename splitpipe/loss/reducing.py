@@ -71,8 +71,8 @@ class Reducer:
             each = [known.get(id(x), unseen) for x, known in zip(column, self._numbers)]
             numbers = [number for number in each if isinstance(number, Number)]
             columns = terms.aligned(numbers) if len(numbers) == len(values) else None
-            if columns is None and like.is_floating_point():
-                where = next((number.function for number in each if isinstance(number, Unknown)), "")
+            where = next(filter(None, map(terms.unknown_function, each)), "")
+            if like.is_floating_point() and (where or columns is None):
                 self._warnings.warn(where or "code that differs between microbatches", AS_FUNCTION)
             if columns is not None:
                 whole = _counted(columns) if not like.is_floating_point() else terms.combined(columns, like)

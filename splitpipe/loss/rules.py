@@ -88,9 +88,10 @@ def create(call: FunctionCall) -> Meaning | None:
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
 
 
-def vary(_: FunctionCall) -> Meaning:
+def vary(call: FunctionCall) -> Meaning:
     """Numbers of positions, which begin again in each microbatch; or random ones."""
-    return VARIED
+    plain = call.name == "arange" and len(call.args) == 1 and not {"start", "end", "step"} & {*call.kwargs}
+    return replace(VARIED, positions=len(call.out)) if plain else VARIED
 
 
 def ask(_: FunctionCall) -> Meaning:
@@ -118,7 +119,7 @@ def size(call: FunctionCall) -> Meaning:
 #: Where recognition ended at values whose number depends on the batch.
 _RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique", "where"])
 #: Rules that say themselves what Unknown arguments mean.
-_OF_ANYTHING = frozenset([ask, read, size, create, vary])
+_OF_ANYTHING = frozenset([ask, read, size, create, vary, add])
 #: Rules for which a number of Python is a size or a position, not a factor.
 _BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary])
 _GROUPS: list[tuple[Rule, str]] = [

@@ -64,9 +64,10 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """A sum of terms."""
+    """A sum of terms; ``unknown``: where recognition of one ended, which counts like the mean next to it."""
 
     terms: tuple[Term, ...] = ()
+    unknown: str = ""
 
     @property
     def live(self) -> list[Term]:
@@ -91,7 +92,8 @@ class Number:
         counts = [term.count for term in self.terms if term.count is not None and term.factor]
         count = counts[0] if counts else Count(float(rows))
         terms = sorted(self.terms, key=lambda term: not term.factor)
-        return Number(tuple([replace(t, kind=MEAN, count=count) if t.kind is CONSTANT else t for t in terms]))
+        found = [replace(t, kind=MEAN, count=count) if t.kind is CONSTANT else t for t in terms]
+        return replace(self, terms=tuple(found))
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class Unknown:
     """A number that isn't recognised beyond ``function``."""
 
     function: str
+
+
+def unknown_function(number: Number | Unknown) -> str:
+    """The function where recognition of a number, or of a part of it, ended; empty if all of it is recognised."""
+    return number.function if isinstance(number, Unknown) else number.unknown
 
 
 def by_rows(value: Tensor, rows: int) -> Number:

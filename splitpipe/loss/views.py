@@ -88,7 +88,7 @@ def join(call: FunctionCall) -> Meaning | None:
 
 
 def index(call: FunctionCall) -> Meaning | None:
-    """Entries by slices and numbers, or by a mask."""
+    """Entries by slices and numbers, by a mask, or one of each row."""
     (x, given), meaning, ledger = call.args, call.meaning, call.ledger
     places = given if isinstance(given, tuple) else (given,)
     if isinstance(meaning, Stack):
@@ -103,6 +103,12 @@ def index(call: FunctionCall) -> Meaning | None:
         if all(isinstance(each, Constant) and not each.made for each in (meaning, *kinds)):
             return GIVEN
         return kinds[0] if isinstance(kinds[0], Rows) and not rest and first.dtype != torch.bool else None
+    if isinstance(meaning, Rows) and isinstance(kinds[0], Constant) and kinds[0].positions == len(x):
+        plain = all(  # x[arange(len(x)), labels]
+            isinstance(each, int) or isinstance(each, Tensor) and each.dim() == 1 and each.dtype != torch.bool
+            and isinstance(kind, Rows) and kind.alike(meaning) for each, kind in zip(rest, kinds[1:])
+        )
+        return meaning if plain else None
     return _chosen(meaning, kinds[0], x, first) if not rest else None
 
 

@@ -322,6 +322,7 @@ HAND: Table = {
     "two terms times a constant": ("flat", lambda o, t: (F.mse_loss(o, t) + F.l1_loss(o, t)) * WEIGHT[3]),
     "weights of elements": ("flat", lambda o, t: (
         torch.linspace(0, 1, o[0].numel()).reshape(o.shape[1:]) * (o - t).square()).mean()),
+    "index of rows": ("classes", lambda o, t: -o.log_softmax(1)[torch.arange(len(o)), t].mean()),
     "sum": ("values", lambda o, t: (o - t).square().sum()),
     "sum by a constant": ("values", lambda o, t: (o - t).square().sum() / 64),
     "mean(1).mean": ("values", lambda o, t: (o - t).square().mean(1).mean()),
@@ -458,7 +459,6 @@ def logged(o: Tensor, t: Tensor) -> Tensor:
 
 SAID: Table = {
     "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
-    "index of rows": ("classes", lambda o, t: -o.log_softmax(1)[torch.arange(len(o)), t].mean()),
     "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean()),
     "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum()),
     "tasks": ("tokens", tasks),
