@@ -66,6 +66,8 @@ def multiply(call: FunctionCall) -> Meaning | None:
 
 def divide(call: FunctionCall) -> Meaning | None:
     """A quotient, by a constant, by a count, or of entries."""
+    if call.kwargs.get("rounding_mode") is not None:
+        return None
     above, below = call.args if len(call.args) == 2 else (1.0, call.args[0])
     above, below = (below, above) if call.name in ("rdiv", "rtruediv") else (above, below)
     by, value = call.ledger.of(below), call.number(above)
@@ -152,8 +154,8 @@ def _times(call: FunctionCall, x: Tensor, meaning: Meaning, value: float, power:
             return Stack(tuple([number.scaled(factor) for number in numbers]))
         return meaning.scaled(factor)
     if isinstance(meaning, Quotient):
-        return None if meaning.above is None else replace(meaning, above=meaning.above * factor)
-    if not isinstance(meaning, Constant) or doubt > 1 and x.requires_grad:
+        return None if meaning.above is None or doubt > 1 else replace(meaning, above=meaning.above * factor)
+    if not isinstance(meaning, Constant) or doubt > 1 and not meaning.uniform:
         return Unknown(MAY_COUNT) if isinstance(meaning, Constant) else None
     return replace(meaning, value=meaning.value * factor if meaning.value and value else None, positions=None)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +64,10 @@ class Constant:
 class Stack:
     numbers: tuple[Number, ...]
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Stack:
+        """With other tensors as values."""
+        return Stack(tuple([number.mapped(change) for number in self.numbers]))
+
 
 @dataclass(frozen=True, eq=False)
 class Quotient:
@@ -84,6 +88,8 @@ class HostReads:
     sizes: frozenset[int] = frozenset()  #: Sizes along the rows, and their products with others.
     values: str = ""  #: The function by which it has read values.
     counts: frozenset[float] = frozenset()  #: Whole numbers among these.
+    asked: int = 0  #: How many conditions it has asked,
+    empty: bool = False  #: and whether one of them was that nothing counts.
 
 
 class Ledger:
@@ -102,6 +108,8 @@ class Ledger:
 
     def put(self, x: Tensor, meaning: Meaning) -> None:
         """Records what a tensor is."""
+        if isinstance(meaning, (Number, Stack)) and not x.requires_grad:  # Detached, or made without grad mode.
+            meaning = meaning.mapped(Tensor.detach)
         self._entries[id(x)] = weakref.ref(x), meaning, x.grad_fn is not None, version_of(x)
 
     def of(self, x: Any) -> Meaning:
@@ -169,12 +177,15 @@ class Ledger:
             return meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
         if any(t.version not in (None, version_of(t.value)) for t in meaning.terms if isinstance(t.value, Tensor)):
             return Unknown("an in-place function")
-        return meaning.counted(self.rows)
+        if x.grad_fn is not None and (x._backward_hooks or x.retains_grad):
+            return Unknown("a hook of the number")
+        return replace(meaning.counted(self.rows), asked=self.reading.asked, empty=self.reading.empty)
 
     def term(self, value: Amount, kind: str, count: Count | None = None, function: str = "", of: Any = None) -> Term:
         """A new term; ``of``: the rows of which it is made."""
+        selected = isinstance(of, Rows) and of.chosen is not None
         version = version_of(value) if isinstance(value, Tensor) else None
-        return Term(value, kind, count, 1.0, function, isinstance(of, Rows) and of.chosen is not None, version=version)
+        return Term(value, kind, count, 1.0, function, selected, self.reading.asked, version=version)
 
     def joined(self, operands: Sequence[Any], shape: Sequence[int]) -> Rows | Constant | None:
         """The result, of this shape, of a function of entries that broadcasting brings together; None: unknown."""
@@ -217,7 +228,9 @@ class Ledger:
     def note_read(self, value: Any, name: str) -> None:
         """Records that Python has read a value of the batch."""
         self.reading.values = self.reading.values or name
-        if isinstance(value, (int, float)) and math.isfinite(value) and value == round(value):
+        if not isinstance(value, (int, float)):
+            self.reading.counts |= {0.0}  # Python may count its entries.
+        elif math.isfinite(value) and value == round(value):
             self.reading.counts |= {abs(float(value))}
 
     def note_numbers(self, value: Any, block: str) -> bool:

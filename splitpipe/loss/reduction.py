@@ -19,7 +19,7 @@ from torch import Tensor
 
 from splitpipe.loss import terms
 from splitpipe.loss.objective import Losses
-from splitpipe.loss.terms import Amount, Count, Number, Term, Unknown, wide
+from splitpipe.loss.terms import NOTHING, Amount, Count, Number, Term, Unknown, wide
 
 _WAYS = (
     "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts, pass "
@@ -59,10 +59,11 @@ class Reduction:
     def _estimate(self, term: Term, microbatch: int) -> Amount | None:
         if term.count is None:
             return None
-        here, grown = term.count.here, sum(self._rows) / max(1, self._rows[microbatch])
-        if isinstance(here, Tensor):
-            return torch.where(here == 0, sum(self._rows), here * grown)
-        return here * grown or 1.0
+        value, rows = term.count.value, sum(self._rows)
+        many = value * (rows / max(1, self._rows[microbatch]))
+        if isinstance(value, Tensor):
+            return term.count.of(torch.where(value <= NOTHING, rows, many))
+        return term.count.of(rows or 1.0 if value <= NOTHING else many)
 
     def seeds(self, microbatch: int) -> list[Tensor]:
         """The gradients that a microbatch's backward starts from, one per root."""

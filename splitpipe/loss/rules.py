@@ -10,22 +10,40 @@ from torch import Tensor
 from splitpipe.loss import views
 from splitpipe.loss.arithmetic import add, count_of, divide, multiply, reduce
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of
-from splitpipe.loss.ledger import GIVEN, UNIFORM, VARIED, Constant, Meaning, Quotient, Rows
+from splitpipe.loss.ledger import GIVEN, UNIFORM, VARIED, Constant, Meaning, Quotient, Rows, tensors
 from splitpipe.loss.terms import Number, Unknown
 
 
 def each_entry(call: FunctionCall) -> Meaning | None:
     """A function of entries, which broadcasting brings together."""
     rows = call.joined()
-    return None if isinstance(rows, Rows) and rows.share is not None and call.name != "masked_fill" else rows
+    if not isinstance(rows, Rows) or call.name not in _FILLING:
+        return None if isinstance(rows, Rows) and rows.share is not None else rows
+    values = [x for x in map(call.number, (*call.args, *call.kwargs.values())) if x is not None]
+    if rows.share is not None and any(values):
+        return None
+    return replace(rows, doubt=max([rows.doubt, *map(call.ledger.doubt, values)]))
+
+
+_FILLING = frozenset(["where", "masked_fill", "fill"])
+
+
+def compare(call: FunctionCall) -> Meaning | None:
+    """A comparison; that of a count with 0 asks whether anything counts."""
+    plain = isinstance(call.meaning, Number) and call.number(call.args[1]) == 0
+    found = {"gt": _SOME, "ne": _SOME, "eq": _NONE, "le": _NONE}.get(call.name) if plain else None
+    return call.joined() if found is None else found
+
+
+_SOME, _NONE = Unknown("any"), Unknown("all")  # That all are ignored.
 
 
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
 _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logsumexp var std amax amin prod argmax argmin "
-                    "var_mean std_mean all any is_all_true is_any_true max min".split(), (1, None)),
+                    "var_mean std_mean all any is_all_true is_any_true max min median flip".split(), (1, None)),
     **dict.fromkeys("kthvalue quantile norm vector_norm linalg_vector_norm linalg_norm roll".split(), (2, None)),
-    **dict.fromkeys("sort argsort median flip glu".split(), (1, -1)),
+    **dict.fromkeys("sort argsort glu".split(), (1, -1)),
     **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "pairwise_distance": (9, -1), "topk": (2, -1),
 }
 
@@ -36,6 +54,8 @@ def along(call: FunctionCall) -> Meaning | None:
     dims = call.argument(at, "dim", call.kwargs.get("dims", default))
     if isinstance(dims, Tensor):  # torch.max(x, y)
         return each_entry(call)
+    if isinstance(dims, bool) or call.name == "flip" and len(call.args) > 2:  # std(unbiased), flip(0, 1)
+        return None
     whole = torch.broadcast_tensors(*call.operands)[0]
     rows = call.ledger.joined(call.operands, whole.shape)
     if isinstance(rows, Rows):
@@ -52,7 +72,7 @@ def bound(call: FunctionCall) -> Meaning | None:
     if call.name in ("clamp", "clamp_min", "clip", "max", "maximum") and len(bounds) == 1 and "max" not in call.kwargs:
         least, count = call.number(bounds[0]), count_of(call.ledger.of(x))
         if least is not None and count is not None:
-            return Quotient(None, replace(count, least=float(least)))
+            return Quotient(None, replace(count, least=max(float(least), count.least or float(least))))
     return each_entry(call)
 
 
@@ -79,6 +99,8 @@ def create(call: FunctionCall) -> Meaning | None:
     one = one[0] if name in (*_COPIES, "new_tensor") and type(one) in (list, tuple) and len(one) == 1 else one
     value = 0.0 if "zeros" in name else 1.0 if "ones" in name else None
     if value is None and "empty" not in name:
+        if "like" not in name and not all(isinstance(call.ledger.of(x), Constant) for x in tensors((one,))):
+            return None  # torch.tensor([mask.sum()])
         value = None if isinstance(one, Tensor) else call.number(call.kwargs.get("fill_value", one))
         if value is None or call.ledger.may_be_read(value):
             return Unknown(read) if read else None if "full" in name else VARIED
@@ -94,8 +116,12 @@ def vary(call: FunctionCall) -> Meaning:
     return replace(VARIED, positions=len(call.out)) if plain else VARIED
 
 
-def ask(_: FunctionCall) -> Meaning:
+def ask(call: FunctionCall) -> Meaning:
     """A condition, which Python asks for each microbatch."""
+    reading, meaning = call.ledger.reading, call.meaning
+    reading.asked += not isinstance(meaning, Constant)
+    some = meaning == _SOME or isinstance(meaning, Number)  # if mask.sum():
+    reading.empty |= some and not call.out or meaning == _NONE and bool(call.out)
     return GIVEN
 
 
@@ -117,7 +143,8 @@ def size(call: FunctionCall) -> Meaning:
 
 
 #: Where recognition ended at values whose number depends on the batch.
-_RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique", "where"])
+_RAGGED = frozenset(["an entry of a list with one per row", "a part of the rows", "__getitem__", "unbind", "nonzero",
+                     "argwhere", "unique", "unique_consecutive", "where", "index_select", "bincount"])
 #: Rules that say themselves what Unknown arguments mean.
 _OF_ANYTHING = frozenset([ask, read, size, create, vary, add])
 #: Rules for which a number of Python is a size or a position, not a factor.
@@ -129,7 +156,8 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "logsigmoid logaddexp logical_and logical_or logical_xor logit masked_fill mish mod positive pow "
                  "remainder relu relu6 rpow rsqrt round sgn sigmoid sign silu sin sinh softplus softshrink softsign "
                  "sqrt square tan tanh threshold trunc xlogy and rand or ror xor invert logical_not bitwise_not "
-                 "eq ne lt gt le ge less greater less_equal greater_equal not_equal isfinite isinf isnan where"),
+                 "isfinite isinf isnan where"),
+    (compare, "eq ne lt gt le ge less greater less_equal greater_equal not_equal"),
     (add, "add radd iadd sub subtract isub rsub"), (multiply, "mul multiply rmul imul neg negative"),
     (divide, "div divide true_divide truediv itruediv idiv rdiv rtruediv reciprocal"),
     (reduce, "sum mean nansum count_nonzero"), (along, " ".join(_ALONG)),

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 SUM, MEAN, CONSTANT = "sum", "mean", "constant"
+#: What a constant counts where nothing does: if nothing counts in the whole batch, it is there all the same.
+NOTHING = 1e-20
 Amount = Tensor | float
 
 
@@ -53,6 +55,7 @@ class Term:
     factor: float = 1.0
     function: str = ""
     selected: bool = False  #: Whether a mask has selected what counts.
+    asked: int = 0  #: How many conditions Python had asked before.
     divided: bool = True  #: Whether the value of a mean is its quotient, not its total.
     version: int | None = None  #: Of the value, when it was made.
 
@@ -64,10 +67,15 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """A sum of terms; ``unknown``: where recognition of one ended, which counts like the mean next to it."""
+    """A sum of terms; ``unknown``: where recognition of one ended, which counts like the mean next to it.
+
+    ``asked``: how many conditions Python had asked in the end; ``empty``: if one of them was that nothing counts.
+    """
 
     terms: tuple[Term, ...] = ()
     unknown: str = ""
+    asked: int = 0
+    empty: bool = False
 
     @property
     def live(self) -> list[Term]:
@@ -89,11 +97,13 @@ class Number:
 
     def counted(self, rows: int) -> Number:
         """The number with constants as means, which count like its first mean, or rows; terms times 0 come last."""
-        counts = [term.count for term in self.terms if term.count is not None and term.factor]
-        count = counts[0] if counts else Count(float(rows))
-        terms = sorted(self.terms, key=lambda term: not term.factor)
-        found = [replace(t, kind=MEAN, count=count) if t.kind is CONSTANT else t for t in terms]
-        return replace(self, terms=tuple(found))
+        terms = tuple(sorted(self.terms, key=lambda term: not term.factor))
+        if not any([term.kind is CONSTANT for term in terms]):
+            return replace(self, terms=terms)
+        counts = [term.count.value for term in terms if term.count is not None and term.factor]
+        count = Count(counts[0] + NOTHING if counts else float(rows))
+        return replace(self, terms=terms).changed(
+            lambda term: replace(term, kind=MEAN, count=count) if term.kind is CONSTANT else term)
 
 
 @dataclass(frozen=True)
@@ -116,21 +126,23 @@ def by_rows(value: Tensor, rows: int) -> Number:
 def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
     """For each term of the batch, those of all microbatches; None if these have different ones.
 
-    A microbatch may have none (``if mask.any():``) where nothing counts: if masks decide what counts in the others.
+    A microbatch may have none where nothing counts (``if mask.any():``), if masks decide what counts in the others.
     """
     longest = max([number.live for number in each], key=len)
-    counted = all([t.count is None or t.selected or isinstance(t.count.value, Tensor) for t in longest])
+    apart = len({number.asked for number in each if number.live}) < 2  # Else they have run other code.
+    counted = all([t.selected or t.count is not None and isinstance(t.count.value, Tensor) for t in longest])
     nothing = [replace(t, value=0.0, count=t.count and replace(t.count, value=0.0)) for t in longest] * counted
-    rows = [number.live or nothing for number in each]
+    rows = [number.live or nothing * number.empty for number in each]
     if any([len(row) != len(longest) for row in rows]):
         return None
     columns = [[*column] for column in zip(*rows)]
-    return columns if all(map(_alike, columns)) else None
+    return columns if all([_alike(column, apart) for column in columns]) else None
 
 
-def _alike(column: Sequence[Term]) -> bool:
+def _alike(column: Sequence[Term], apart: bool) -> bool:
     def kind(term: Term) -> tuple[Any, ...]:
-        return term.kind, term.function, term.selected, term.count and (term.count.more, term.count.least)
+        count = term.count and (term.count.more, term.count.least)
+        return term.kind, term.function, term.selected, count, term.asked * apart
 
     first = column[0]
     return all(kind(term) == kind(first) and math.isclose(term.factor, first.factor, rel_tol=1e-6) for term in column)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.ledger import Constant, Ledger, Meaning, Rows, Turned
+from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows, Turned
 from splitpipe.loss.terms import MEAN, SUM, Count, Number, Unknown
 
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
@@ -52,6 +52,8 @@ def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence
         try:
             kind = _counted if name in _COUNTED else _of_elements if name in _ELEMENTS else _of_samples
             meaning = meaning or kind(ledger, name, given)
+            if how == "sum" and isinstance(meaning, Rows) and any(_counts(ledger, x) for x in given.values()):
+                meaning = Unknown(MAY_COUNT)
             if how not in ("none", "sum") and isinstance(meaning, Rows):
                 count = Count(_count(name, given, how))
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
@@ -80,6 +82,13 @@ def _unknown(ledger: Ledger, given: dict[str, Any]) -> Meaning | None:
         if isinstance(x, float) and ledger.may_be_read(x):
             return Unknown(ledger.reading.values)
     return None
+
+
+def _counts(ledger: Ledger, x: Any) -> bool:
+    """True for an argument that was divided by, or consists of, a number that may count rows."""
+    meaning = ledger.of(x)
+    return isinstance(meaning, Rows) and meaning.doubt > 0 or (
+        isinstance(meaning, Constant) and meaning.value is not None and ledger.doubt(meaning.value) > 0)
 
 
 def _counted(ledger: Ledger, name: str, given: dict[str, Any]) -> Rows | None:

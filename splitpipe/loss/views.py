@@ -19,10 +19,9 @@ _ORDERED = frozenset("view reshape view_as reshape_as flatten unflatten ravel".s
 _TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
 
 
-def keep(call: FunctionCall) -> Meaning:
+def keep(call: FunctionCall) -> Meaning | None:
     """The same values in another dtype or place."""
-    meaning = call.meaning
-    return meaning.mapped(Tensor.detach) if isinstance(meaning, Number) and call.name in ("detach", "data") else meaning
+    return None if isinstance(call.meaning, Number) and call.out.dtype == torch.bool else call.meaning
 
 
 def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
@@ -83,6 +82,8 @@ def join(call: FunctionCall) -> Meaning | None:
     whole = ledger.joined(parts, parts[at].shape) if len({x.dim() for x in parts}) < 2 else None
     if not isinstance(whole, Rows):
         return VARIED if whole is not None and whole.made else whole
+    if whole.share is not None and len(parts) > 1:
+        return None
     [dim] = dims_of(out, call.argument(1, "dim", 0))
     return whole if dim or len(parts) == 1 and "cat" in call.name else None
 
@@ -95,8 +96,10 @@ def index(call: FunctionCall) -> Meaning | None:
         return meaning.numbers[given] if isinstance(given, int) else None
     if not any(isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
-        if any(type(y) is int and abs(y) > 1 and abs(y) in ledger.reading.counts for y in bounds):
+        if any(type(y) is int and abs(y) > 1 and ledger.may_be_read(y) for y in bounds):
             return Unknown(ledger.reading.values)
+        if not all(isinstance(ledger.of(y), Constant) for y in bounds):
+            return None  # x[:, :lengths.max()]
         return _cut(call, meaning, places) if isinstance(meaning, Rows) else _viewed(call, x, call.out)
     [first, *rest], kinds = places, [ledger.of(each) for each in places]
     if isinstance(meaning, Constant):  # A table with an entry for each class.
@@ -142,7 +145,10 @@ def write(call: FunctionCall) -> Meaning | None:
     constant = isinstance(call.ledger.of(value), Constant) and not (isinstance(value, Tensor) and value.dim())
     if not isinstance(by, Rows) or not constant or mask.dtype != torch.bool or mask.shape != x.shape[: mask.dim()]:
         return None
-    same_rows = isinstance(meaning, Rows) and meaning.alike(by)
+    numbers = [call.number(value), meaning.value if isinstance(meaning, Constant) else None]
+    if any(number is not None and call.ledger.doubt(number) for number in numbers):
+        return None
+    same_rows = isinstance(meaning, Rows) and meaning.alike(by) and meaning.share is None and not meaning.doubt
     return by if same_rows or isinstance(meaning, Constant) and meaning.uniform else None
 
 

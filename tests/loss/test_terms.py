@@ -21,11 +21,13 @@ def test_numbers_that_differ_in_kind_are_not_aligned() -> None:
 
 
 def test_a_microbatch_without_terms_counts_nothing_if_counts_are_values_of_the_batch() -> None:
-    counted, none = [Number((mean(value, torch.tensor(count)),)) for value, count in ((1.0, 2), (4.0, 3))], Number()
+    counted = [Number((mean(value, torch.tensor(count)),)) for value, count in ((1.0, 2), (4.0, 3))]
+    none = Number(empty=True)
     columns = terms.aligned([counted[0], none, counted[1]])
     assert columns is not None
     assert float(terms.combined(columns, torch.tensor(0.0))) == pytest.approx((2 * 1.0 + 3 * 4.0) / 5)
     assert terms.aligned([Number((mean(1.0, 2.0),)), none]) is None
+    assert terms.aligned([*counted, Number()]) is None
 
 
 def test_a_constant_counts_like_the_first_mean() -> None:

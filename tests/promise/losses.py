@@ -147,6 +147,13 @@ TORCH |= {
 
 # Around torch's losses.
 
+def without_gradient(o: Tensor, t: Tensor) -> Tensor:
+    loss = F.mse_loss(o, t)
+    with torch.no_grad():
+        more = 0.5 * loss
+    return loss + more
+
+
 class Module(nn.Module):
     """A loss in a module, with a buffer."""
 
@@ -193,6 +200,11 @@ AROUND: Table = {
     "if guard": ("some", lambda o, t: F.cross_entropy(o, t) if (t != IGNORED).any() else o.sum() * 0),
     "if guard of a selection": ("some", lambda o, t: (lambda has: o[has].square().mean() if has.any() else o.sum() * 0)(
         t != IGNORED)),
+    "at least one, and a penalty": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum().clamp(
+        min=1) + 0.5),
+    "at least three, twice": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum().clamp(
+        min=3).clamp(min=1)),
+    "a part without a gradient": ("flat", without_gradient),
     "plus 0 times the output": ("some", lambda o, t: F.cross_entropy(o, t) + 0.0 * o.sum()),
     "detached logging": ("some", lambda o, t: (F.cross_entropy(o, t), F.cross_entropy(o, t).detach().item())[0]),
     "rows and elements": ("flat", lambda o, t: F.mse_loss(o, t) + 0.1 * (o - t).pow(2).sum(1).mean()),
@@ -457,7 +469,43 @@ def logged(o: Tensor, t: Tensor) -> Tensor:
     return loss * (2.0 if loss.item() > 1 else 1.0)
 
 
+def by_class(o: Tensor, t: Tensor) -> Tensor:
+    """A mean for each class that there is."""
+    losses, total = each(o, t), o.new_zeros(())
+    for k in range(CLASSES):
+        if (t == k).any():
+            total = total + losses[t == k].mean()
+    return total
+
+
+def hooked(o: Tensor, t: Tensor) -> Tensor:
+    loss = F.mse_loss(o, t) * 2
+    loss.register_hook(lambda grad: 2 * grad)
+    return loss
+
+
+def cropped(o: Tensor, t: Tensor) -> Tensor:
+    lengths = counted(t).sum(1).long()
+    return o[:, :lengths.max()].square().mean()
+
+
 SAID: Table = {
+    "each class": ("tokens", by_class),
+    "a hook of a number": ("flat", hooked),
+    "up to the longest": ("tokens", cropped),
+    "if more than one counts": ("tokens", lambda o, t: (
+        F.cross_entropy(o.flatten(0, 1), t.flatten()) if counted(t).sum() > 1 else 0 * o.sum())),
+    "a sum if any": ("tokens", lambda o, t: o.square().sum() if counted(t).any() else 0 * o.sum()),
+    "by a list": ("tokens", lambda o, t: each(o, t).sum() / len([x for x in t.flatten().tolist() if x != IGNORED])),
+    "by what NumPy counts": ("tokens", lambda o, t: each(o, t).sum() / (t.numpy() != IGNORED).sum()),
+    "by what is not zero": ("tokens", lambda o, t: each(o, t).sum() / (t != IGNORED).nonzero().shape[0]),
+    "by lengths of rows": ("tokens", lambda o, t: each(o, t).sum() / sum(len(row[row != IGNORED]) for row in t)),
+    "by a tensor of a count": ("tokens", lambda o, t: each(o, t).sum() / torch.tensor([counted(t).sum()])),
+    "weights by rows": ("classes", lambda o, t: ((WEIGHT / len(o))[t] * F.cross_entropy(o, t, reduction="none")).sum()),
+    "where of a share": ("flat", lambda o, t: (torch.where(t > 0, 1 / len(o), 0.0) * o.square()).sum()),
+    "rounded": ("flat", lambda o, t: torch.div(o.square().sum(), 2, rounding_mode="floor") + F.mse_loss(o, t)),
+    "written shares": ("classes", lambda o, t: (lambda w: (w.masked_fill(t == 0, 1.0) * F.cross_entropy(
+        o, t, reduction="none")).sum())(WEIGHT[t] / WEIGHT[t].sum())),
     "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
     "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean()),
     "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum()),
