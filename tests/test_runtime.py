@@ -51,14 +51,3 @@ def test_a_checkpoint_around_a_model_whose_layer_differentiates_is_right(mode: A
     for either in plain, model:
         checkpoint(either, x, use_reentrant=False).sum().backward()
     assert_same_tensors(model, plain)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_a_checkpoint_around_a_model_calls_it_again_in_backward(name: str, mode: Any) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    plain, model = twins(module, name, checkpoint=mode, loss_fn=F.mse_loss)
-    x = torch.rand(5, 4)
-    for either in plain, model:
-        checkpoint(either, x, use_reentrant=False).sum().backward()
-    assert_same_tensors(model, plain)

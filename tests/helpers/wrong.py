@@ -169,7 +169,8 @@ SCHEDULES = [
     *each(ValueError, "the schedule does not fit", [build("1f1b", 3, 2), build("1f1b", 2, 3), build("zb-v", 2, 2)]),
     *each(ValueError, "missing", [Schedule([[Op("F", 0, 0)], [Op("F", 1, 0)]], [0, 1])]),
 ]
-LOSS = [*each(TypeError, "loss_fn", UNCALLABLE), *each(ValueError, "expected loss_fn", [None])]
+LOSS = [*each(TypeError, "loss_fn", UNCALLABLE), *each(ValueError, "expected loss_fn", [None]),
+        *each(TypeError, "an instance, such as nn.MSELoss()", [nn.MSELoss])]
 COMPILE = [
     *each(TypeError, "compile", ["inductor", 1, [True], Odd(), {"fullgraph": True}]),
     *each(TypeError, "compile has dynamic", [{"dynamic": 1}]),
@@ -200,7 +201,7 @@ OPTIONS: Rows = {
 PIPE = Door(
     "SplitPipe", SplitPipe,
     lambda: {"module": layers(), "balance": [2, 2], "devices": ["cpu", "cpu"], "chunks": 2, "schedule": "1f1b",
-             "loss_fn": mse},
+             "loss_fn": mse, "deferred_batch_norm": True},
     {
         **OPTIONS,
         "module": [*MODULE, *SKIPS, *each(ValueError, "sums to 4", [nn.Sequential()])],
@@ -289,7 +290,7 @@ TARGETS = [
 ]
 FORWARD = Door(
     "SplitPipe.forward", SplitPipe.forward, lambda: {"input": x()},
-    {"input": BATCH, "target": each(ValueError, "the model has no loss_fn", [lambda: x(), "x"])},
+    {"input": BATCH, "target": each(ValueError, "expected model((x, mask))", [lambda: x(), "x"])},
     on=model, call=lambda model, **given: model(**given),
 )
 TRAIN = Door(

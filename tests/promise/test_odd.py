@@ -86,8 +86,9 @@ def test_a_step_is_that_of_the_module(around: str, where: str, way: dict[str, An
 @pytest.mark.parametrize("by", ["balance", "cuts"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("mode", ["never", "always"])
-def test_a_checkpoint_around_the_pipeline(by: str, reentrant: bool, mode: str) -> None:
-    plain, model, _ = twins(by, checkpoint=mode)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_checkpoint_around_the_pipeline(by: str, reentrant: bool, mode: str, schedule: str) -> None:
+    plain, model, _ = twins(by, checkpoint=mode, schedule=schedule)
     for _ in range(2):
         x = torch.randn(7, 4)
         leaves = [x.clone().requires_grad_() for _ in range(2)]
