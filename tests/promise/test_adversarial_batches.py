@@ -83,10 +83,6 @@ def passed(net: Net, nodes: Tensor, edges: Tensor) -> Tensor:
     return net.last(y.index_add(0, edges[0], y[edges[1]]))
 
 
-def images(rows: int) -> list[Tensor]:
-    return [torch.randn(6, 4 + row, 5) for row in range(rows)]
-
-
 CASES: dict[str, Case] = {
     "a mask of positions": Case(lambda net, a, m: net.rows(m @ a), lambda n: (x(n, 5), torch.rand(5, 5))),
     "a row for all": Case(lambda net, a, m: net.rows(a * m), lambda n: (x(n, 5), x(1, 5))),

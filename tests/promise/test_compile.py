@@ -1,7 +1,7 @@
 """Layers under torch.compile beside layers whose weight gradients are deferred. No C++ compiler is needed."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,29 +11,17 @@ from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe
+from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.covering import graded, pairs
 from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import stages
 
 # The compiler's own.
 pytestmark = [
-    pytest.mark.compiles,
+    pytest.mark.compiles, pytest.mark.usefixtures("nothing_compiled"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    dynamo = pytest.importorskip("torch._dynamo", reason="needs torch.compile, which torch does not have here")
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    # What is compiled is compiled again for another number of threads, and the caller has more of them than a worker.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    dynamo.reset()
 
 
 class Dense(nn.Linear):

@@ -25,20 +25,6 @@ def there() -> None:
     pytest.importorskip("torch.distributed.tensor.parallel", reason="needs DTensor, and this build of torch has none")
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.up(x).tanh())
-
-
-def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 6), Mlp(), Mlp(), nn.Linear(6, 6)).double()
-
-
 @lru_cache(None)
 def mesh(number: int) -> Any:
     """Made once a process: each group has a permanent thread, which looks for work a hundred times a second."""
@@ -47,15 +33,6 @@ def mesh(number: int) -> Any:
 
     group = dist.new_group([0, 1], timeout=timedelta(seconds=40))
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{number}",))
-
-
-def shard(module: nn.Module) -> None:
-    """Shards each Mlp, with local tensors between them."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    for part in module.modules():
-        if isinstance(part, Mlp):
-            parallelize_module(part, mesh(0), {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 class Parts(nn.Module):
@@ -160,10 +137,9 @@ class Model(NamedTuple):
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-#: Layers with local tensors between them; gradients of which each process has a part, in groups of their own; words,
-#: with DTensors between layers; and scores of which each process has a part.
+#: Gradients of which each process has a part, in groups of their own; words, with DTensors between layers; and scores
+#: of which each process has a part, with local tensors between layers.
 MODELS = {
-    "local": Model(layers, shard),
     "parts": Model(lambda: nn.Sequential(nn.Linear(6, 6), nn.Identity(), Parts(), Parts()).double(), in_parts),
     "words": Model(words, in_sequence, text, entropy),
     "parted scores": Model(words, with_parted_scores, text, entropy, around=loss_parallel),
@@ -239,12 +215,12 @@ def test_sharded_layers_train_as_the_plain_module_and_gradients_keep_their_place
     assert "0.weight" in sharded_names or rows["0.weight"] is (way[1] == "split")
 
 
-class Masked(Mlp):
+class Masked(nn.Module):
     """With dropout of the columns that the process has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.masks: list[Tensor] = []
+        self.up, self.down, self.masks = nn.Linear(6, 8), nn.Linear(8, 6), list[Tensor]()
 
     def forward(self, x: Tensor) -> Any:
         mask = F.dropout(torch.ones_like(hidden := self.up(x)))
@@ -255,8 +231,11 @@ class Masked(Mlp):
 @pytest.mark.parametrize("way", [(None, "autograd"), ("zb-h1", "split")])
 @both
 def test_a_recomputation_drops_the_same_columns(rank: int, way: tuple[str | None, str]) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     module = nn.Sequential(Masked(), Masked(), nn.Linear(6, 6)).double()
-    shard(module)
+    for layer in module[:2]:
+        parallelize_module(layer, mesh(0), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     model = pipeline(module, way, (1,), checkpoint="always")
     torch.manual_seed(rank)
     step(model, *numbers())

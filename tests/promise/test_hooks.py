@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from splitpipe.backward.leaf_hooks import LeafHooks
-from splitpipe.engine.rows import OpRun
-from splitpipe.engine.step import StepRun
 from tests.helpers import scheduled, twin
 from tests.helpers.covering import few
 from tests.helpers.deferring import double as double
@@ -293,10 +291,7 @@ def test_hooks_of_a_linear_layers_output_change_its_gradients(at: str, way: str)
     scheduled.assert_steps(plain, model, lambda: torch.randn(6, 4), 2)
 
 
-# In the package, hooks of parameters are parked while B computes the gradients of microbatches.
-
-
-def test_hooks_that_two_calls_park_are_back_after_both() -> None:
+def test_hooks_that_two_calls_park_while_b_computes_gradients_are_back_after_both() -> None:
     weight, seen = nn.Parameter(torch.ones(2)), list[Tensor]()
     weight.register_hook(seen.append)
     weight.register_hook(lambda grad: grad * 2)
@@ -307,22 +302,3 @@ def test_hooks_that_two_calls_park_are_back_after_both() -> None:
     other.restore()
     weight.sum().backward()
     assert len(seen) == 1 and weight.grad is not None and weight.grad.tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("way", ["drop-in", "1f1b"])
-def test_hooks_are_back_after_an_interrupt(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model = twins(mlp(4), way)
-    x, log, run = torch.randn(4, 4), watched(model), StepRun.run
-
-    def interrupted(self: StepRun, op: OpRun) -> None:
-        if op.kind != "F":
-            raise KeyboardInterrupt
-        run(self, op)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(StepRun, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            loss_of(model, x).backward()
-    assert not log
-    loss_of(model, x).backward()
-    assert len(log) == 2 * len([*model.parameters()])

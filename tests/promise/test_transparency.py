@@ -17,7 +17,7 @@ from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.covering import graded, pairs, pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import inside
-from tests.helpers.twin import assert_same, assert_same_tensors, assert_transparent, twins
+from tests.helpers.twin import assert_same, assert_transparent, twins
 from tests.promise.forwards import CUTS, FORWARDS
 from tests.promise.layers import LAYERS, ON_THE_CPU, batched_of
 
@@ -133,21 +133,3 @@ def test_eval_mode_and_modes_without_gradients(by: str, training: bool, mode: An
         y, expected = model(x), plain(x)
         assert_same(y, expected, "output")
     assert y.requires_grad == expected.requires_grad
-
-
-@pairwise(by=AXES["by"], checkpoint=AXES["checkpoint"], backward=AXES["backward"])
-def test_microbatches_normalised_apart_are_microbatches_run_one_after_the_other(
-    by: str, checkpoint: str, backward: str
-) -> None:
-    """Without deferral BatchNorm sees microbatches: the pipeline equals a loop over them, in buffers too."""
-    plain, model = twins(
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)),
-        by=by, chunks=3, checkpoint=checkpoint, backward=backward)
-    x = torch.randn(8, 3, 5, 5)
-    for _ in range(3):
-        y = model(x)
-        expected = torch.cat([plain(part) for part in x.chunk(3)])
-        assert_same(y, expected, "output")
-        y.square().mean().backward()
-        expected.square().mean().backward()
-        assert_same_tensors(model, plain)
