@@ -178,8 +178,6 @@ def test_a_wrong_argument_is_said_where_others_are_chosen(given: dict[str, Any])
             make(Stack(), **given)
     with pytest.raises((TypeError, ValueError), match=next(iter(given))):
         SplitPipe(layers(), **given)
-    with pytest.raises(TypeError, match="module is a int"):
-        splitpipe.attach(4)  # type: ignore[type-var]
 
 
 def test_a_map_to_load_by() -> None:
@@ -189,5 +187,3 @@ def test_a_map_to_load_by() -> None:
     assert set(found.values()) == {CPU}
     for name, _ in model.named_parameters():
         assert any(name == own or name.startswith(own + ".") for own in found)
-    with pytest.raises(TypeError, match="module is a int"):
-        splitpipe.device_map(4)  # type: ignore[arg-type]
