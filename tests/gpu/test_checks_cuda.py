@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from splitpipe import SplitPipe
 from tests.devices.log import softcuda
 from tests.gpu import checks
+from tests.gpu.__main__ import ROOT, STEPS
 from tests.gpu.checks import WIDTH, assert_same_gradients, exact, loss_of, slow, squared, wrapped
-from tests.gpu.parts import ROOT, STEPS
 from tests.helpers.world import World
 
 #: Of the steps on memory that is used again; a tenth of them on streams.

@@ -1,7 +1,7 @@
 """Runs the package on torch's CUDA build, on a machine without a GPU.
 
     python -m tests.softcuda tests
-    python -m tests.softcuda hazards readme
+    python -m tests.softcuda hazards gpu
     python -m tests.softcuda tests -- -k stream
 
 The first time it fetches torch's CUDA wheel (some 530 MB, which get 1.1 GB) with pip, builds a fake CUDA runtime with
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"found {len(given.parts)} parts and arguments behind --: expected one part, which gets them")
     them = {name: parts()[name] for name in dict.fromkeys(given.parts)}
     try:
-        python = ready(given, sorted({"test", *(extra for part in them.values() for extra in part.extras)}))
+        python = ready(given)
     except Missing as error:
         print(f"wrong: {error}", file=sys.stderr)
         return 2
@@ -67,7 +67,7 @@ def _part(name: str) -> str:
     return name
 
 
-def ready(given: argparse.Namespace, extras: Sequence[str]) -> Path:
+def ready(given: argparse.Namespace) -> Path:
     """The environment's Python, when all is there."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise Missing(f"found {platform.system()} on {platform.machine()}: expected Linux on x86_64, as torch has the "
@@ -77,8 +77,7 @@ def ready(given: argparse.Namespace, extras: Sequence[str]) -> Path:
     torch = wheel.unpacked(given.torch or wheel.constrained(), cache, given.wheel)
     with ThreadPoolExecutor(1) as pool:  # One computes, the other loads.
         built = pool.submit(libraries.built, torch, cache)
-        folder = environment.ready(torch, cache, extras)
-        return environment.use(folder, built.result())
+        return environment.use(environment.ready(torch, cache), built.result())
 
 
 if __name__ == "__main__":

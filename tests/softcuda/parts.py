@@ -1,4 +1,4 @@
-"""What runs in the environment: for each part a command, the variables of the fake, and what has to be installed."""
+"""What runs in the environment: for each part a command, and the variables of the fake."""
 from __future__ import annotations
 
 import os
@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.gpu.parts import cuda_files
+from tests.gpu.__main__ import cuda_files
 from tests.tools import covered
 
 from .wheel import ROOT
 
-#: Accesses that nothing orders are looked for. A query is not a wait then, which would hide some.
-WATCHED = {"SOFTCUDA_HAZARDS": "2", "SOFTCUDA_LAG": "1000"}
-#: Two of them reach each other's memory.
-FOUR = {**WATCHED, "SOFTCUDA_DEVICES": "4", "SOFTCUDA_PEERS": "2"}
+#: Accesses that nothing orders are looked for. A query is not a wait then, which would hide some. Of the four devices
+#: two reach each other's memory.
+FOUR = {"SOFTCUDA_HAZARDS": "2", "SOFTCUDA_LAG": "1000", "SOFTCUDA_DEVICES": "4", "SOFTCUDA_PEERS": "2"}
 #: Tests of what the fake hasn't got, and why.
 WITHOUT = {
     **{f"tests/gpu/test_checks_cuda.py::test_ddp_around_a_pipeline_takes_the_mean[{where}-each-nccl-{backward}]":
@@ -32,7 +31,6 @@ class Part:
     about: str
     command: tuple[str, ...]  # Arguments of Python.
     variables: dict[str, str] = field(default_factory=dict)
-    extras: tuple[str, ...] = ("test",)  # Of setup.cfg, without which it can't run.
     skipped: dict[str, str] = field(default_factory=dict)  # What is left out of it, and why.
 
 
@@ -50,11 +48,6 @@ def parts() -> dict[str, Part]:
         "host": Part(
             "python -m benchmarks.parts.host: the host's time for a step whose kernels take none",
             ("-m", "benchmarks.parts.host"), {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_DEVICES": "8"},
-        ),
-        "readme": Part("README's examples with cuda devices", ("-m", "tests.softcuda.readme"), WATCHED),
-        "clients": Part(
-            "models of transformers by cuts, drop-in and scheduled, under the same eyes as hazards",
-            ("-m", "tests.softcuda.clients"), WATCHED, ("test", "clients"),
         ),
         "python": Part("the environment's Python, with arguments of your own", ()),
     }
