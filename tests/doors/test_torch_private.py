@@ -122,7 +122,8 @@ def overridden(kind: type, attributes: set[str]) -> list[str]:
     """
     theirs = {name for base in kind.__mro__ if base.__module__.split(".")[0] == "torch" for name in vars(base)}
     undocumented = issubclass(kind, pipelining.PipelineStage)
-    return [f"{kind.__qualname__}.{name}" for name in vars(kind) if name in theirs - attributes
+    return [f"{kind.__qualname__}.{name}" for name, own in vars(kind).items()
+            if inspect.isroutine(own) and name in theirs - attributes
             and not (name.startswith("__") and name.endswith("__")) and (undocumented or is_private(name))]
 
 

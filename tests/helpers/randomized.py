@@ -387,8 +387,9 @@ def sound(case: Case) -> bool:
 
 
 def _counts_otherwise(case: Case) -> bool:
-    """Whether a block that is called or run twice changes itself each time, which its reference does not do so."""
-    called = [act.which % len(case.layers) for act in case.acts if act.kind in CALLS + SOMETIMES]
+    """Whether a block that is called, run or cut twice changes itself each time, which its reference does not do so."""
+    called = [act.which % len(case.layers) for act in case.acts for _ in range(1 + (act.kind == "sometimes"))
+              if act.kind in CALLS + SOMETIMES]
     twice = [case.layers[number] for number in {*called} if called.count(number) > 1]
     again = [case.layers[act.which % len(case.layers)] for act in case.acts if act.kind == "checkpoint"]
     return "batchnorm" in kinds(twice) or bool({*NOT_TWICE} & kinds(again))
