@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,17 +63,13 @@ def step(case: Case, draw: random.Random) -> str:
     """A step without a fault, with one, or thrown away; in the caller's thread or another: what it was."""
     what = draw.choices(["without a fault", "thrown away", "fails"], [10, 1, 10])[0]
     elsewhere = draw.random() < 0.1
-    call: Callable[[], object] = case.trains_on
-    if what == "thrown away":
-        call = lambda: case.loss(case.model)  # noqa: E731
-    elif what == "fails":
-        place = draw.choice(case.places)
+    call: Callable[[], object] = case.trains_on if what == "without a fault" else partial(case.loss, case.model)
+    if what == "fails":
         error: type[BaseException] = draw.choice(ERRORS)
         what, act = error.__name__, throws(error("no"))
         if not elsewhere and draw.random() < 0.25:  # Signals come to the main thread.
-            what, act = draw.choice([*SIGNALS.items()])
-            error = KeyboardInterrupt
-        call = lambda: case.fails(place, act, error, same=False)  # noqa: E731
+            (what, act), error = draw.choice([*SIGNALS.items()]), KeyboardInterrupt
+        call = partial(case.fails, draw.choice(case.places), act, error, same=False)
         what = f"{what} raised"
     if not elsewhere:
         call()
@@ -84,13 +81,11 @@ def step(case: Case, draw: random.Random) -> str:
 
 def join(before: set[threading.Thread]) -> None:
     """Waits for the workers of models that are gone; a thread that is ending may hold what is to be collected."""
-    gc.collect()
-    for thread in set(threading.enumerate()) - before:
-        for _ in range(60):
-            thread.join(0.5)
-            if not thread.is_alive():
-                break
-            gc.collect()
+    for _ in range(60):
+        gc.collect()
+        if not (left := set(threading.enumerate()) - before):
+            break
+        left.pop().join(0.5)
 
 
 def soak(steps: int, seed: int = 0, device: str = "cpu") -> tuple[Counter[str], list[dict[str, int]]]:
@@ -120,15 +115,13 @@ def soak(steps: int, seed: int = 0, device: str = "cpu") -> tuple[Counter[str], 
     return did, counts
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.soak", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the stages (default: %(default)s)")
-    given = parser.parse_args(arguments)
-    did, counts = soak(given.steps, given.seed, given.device)
-    for what, number in sorted(did.items()):
-        print(f"{number:6} {what}")
+    did, counts = soak(**vars(parser.parse_args()))
+    print(*[f"{number:6} {what}" for what, number in sorted(did.items())], sep="\n")
     more = grown(counts)
     print(f"{did.total()} steps with {len(counts)} models; " + (f"more and more {', '.join(more)}" if more else "flat"))
     return int(bool(more))
