@@ -117,50 +117,21 @@ SILENT = {
 
 @pytest.mark.filterwarnings("ignore:the loss")
 @pytest.mark.parametrize("name", SILENT)
-@pytest.mark.parametrize("how", [{}, {"schedule": "1f1b", "loss_fn": F.mse_loss}], ids=["drop-in", "1f1b"])
+@pytest.mark.parametrize("how", [
+    {}, {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b", "loss_fn": F.mse_loss},
+], ids=["drop-in", "never", "always", "1f1b"])
 def test_what_microbatches_compute_otherwise_is_found(name: str, how: dict[str, Any]) -> None:
     net = type("Net", (Net,), {"between": SILENT[name]})()
     model = SplitPipe(net, cuts=["last"], devices=CPUS, chunks=4, **how)
-    target = {"target": torch.randn(ROWS, WIDTH)} if how else {}
-    if how and name in ("numbers of rows", "imaginary parts", "nothing finite"):
+    target = {"target": torch.randn(ROWS, WIDTH)} if "schedule" in how else {}
+    if target and name in ("numbers of rows", "imaginary parts", "nothing finite"):
         return  # These have no loss.
     for _ in range(2):
         found = check(model, torch.randn(ROWS, WIDTH), **target)
         assert not found, str(found)
+        assert name != "a counter that nothing uses" or "different: calls" in str(found)
         with pytest.raises(RuntimeError, match=r"Not the same(.|\n)*See docs/limits.md"):
             found.raise_if_different()
-
-
-@pytest.mark.filterwarnings("ignore:layer")
-def test_a_batch_that_is_split_along_time_is_found() -> None:
-    layers = nn.GRU(WIDTH, WIDTH), _First(), nn.Linear(WIDTH, 2)
-    model = SplitPipe(nn.Sequential(*layers), [2, 1], devices=CPUS, chunks=4)
-    found = check(model, torch.randn(8, 3, WIDTH))
-    assert not found and "split along dimension 0: the input (8, 3, 6)" in str(found)
-
-
-class _Counter(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 3)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("chunks", [2, 4])
-def test_a_counter_is_found_however_often_a_layer_is_recomputed(checkpoint: Any, chunks: int) -> None:
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Counter())
-    found = check(SplitPipe(layers, [1, 1], devices=CPUS, chunks=chunks, checkpoint=checkpoint), torch.randn(8, WIDTH))
-    assert not found and "state:     0 of 1 equal, different: 1.calls" in str(found)
-    assert layers[1].calls == 0
-
-
-class _First(nn.Module):
-    def forward(self, pair: Any) -> Any:
-        return pair[0]
 
 
 @pytest.mark.parametrize("loss_fn", [
