@@ -21,6 +21,7 @@ from tests.helpers.compiling import graphs as graphs
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.covering import few
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 pytestmark = [
@@ -48,28 +49,15 @@ class Block(nn.Module):
         return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Told(nn.Module):
+def told(self: Any, x: Tensor) -> Tensor:
     """A layer of two ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y.tanh()
+    return self.layer(x).tanh()  # type: ignore[no-any-return]
 
 
-class Asks(nn.Module):
+def asks(self: Any, x: Tensor) -> Tensor:
     """A layer that looks at a number: no single graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return y if y.sum().item() < 1e9 else 2 * y
+    y: Tensor = self.layer(x)
+    return y if y.sum().item() < 1e9 else 2 * y
 
 
 def blocks(count: int = 4) -> nn.Sequential:
@@ -138,7 +126,8 @@ def test_for_a_second_size_a_graph_of_all_sizes_is_compiled(graphs: list[str]) -
 @pytest.mark.thorough
 @WAYS
 def test_code_that_torch_can_not_trace_runs_as_it_is(way: dict[str, Any]) -> None:
-    plain, model = twins(nn.Sequential(Block(), Asks(), Block(), Asks()), **way)
+    odd = [module_of(asks, **linears("layer")) for _ in range(2)]
+    plain, model = twins(nn.Sequential(Block(), odd[0], Block(), odd[1]), **way)
     for rows in (6, 5):
         assert_right(model, plain, rows)
     found = {row.parameter: row.why for row in splitpipe.deferral_report(model)}
@@ -156,15 +145,11 @@ def test_what_is_one_op_is_not_compiled() -> None:
 @pytest.mark.draws
 @pytest.mark.thorough
 def test_recomputation_draws_what_forward_drew() -> None:
-    class Drops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
+    def drop(self: Any, x: Tensor) -> Tensor:
+        return F.dropout(x * self.scale, 0.5) + 0 * x
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x * self.scale, 0.5) + 0 * x
-
-    drops = piped(nn.Sequential(Drops(), nn.Identity()), **ALWAYS, chunks=3)
+    layer = module_of(drop, scale=nn.Parameter(torch.ones(4)))
+    drops = piped(nn.Sequential(layer, nn.Identity()), **ALWAYS, chunks=3)
     given = torch.ones(60, 4, requires_grad=True)
     output = drops(given)
     output.sum().backward()
@@ -221,18 +206,13 @@ def test_layers_that_the_user_compiles_by_our_backend_are_the_same(how: str, way
 @pytest.mark.thorough
 @WAYS
 def test_blocks_of_a_module_with_cuts(way: dict[str, Any], graphs: list[str]) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks, self.scale = blocks(), nn.Parameter(torch.rand(4))
+    def forward(self: Any, given: Tensor) -> Tensor:
+        y = given
+        for block in self.blocks:
+            y = block(y) + given
+        return y * self.scale  # type: ignore[no-any-return]
 
-        def forward(self, given: Tensor) -> Tensor:
-            y = given
-            for block in self.blocks:
-                y = block(y) + given
-            return y * self.scale
-
-    plain = Net()
+    plain = module_of(forward, blocks=blocks(), scale=nn.Parameter(torch.rand(4)))
     net = attach(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=2, compile=EAGER, **way)
     for rows in (6, 5):
         for each in (plain, net):
@@ -249,7 +229,8 @@ def test_blocks_of_a_module_with_cuts(way: dict[str, Any], graphs: list[str]) ->
 @pytest.mark.parametrize("ours", [True, False])
 def test_all_run_in_the_callers_thread_forward_and_backward(ours: bool, graphs: list[str]) -> None:
     torch.manual_seed(0)
-    plain, threads = nn.Sequential(Told(), nn.Linear(4, 4), Told(), nn.Linear(4, 4)), set[str]()
+    pairs = [(module_of(told, **linears("layer")), nn.Linear(4, 4)) for _ in range(2)]
+    plain, threads = nn.Sequential(*pairs[0], *pairs[1]), set[str]()
     layers = copy.deepcopy(plain)
     for layer in () if ours else layers[::2]:
         layer.compile(backend="aot_eager")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe
+from tests.compiled.test_layers import Block
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.covering import graded, pairs
 from tests.helpers.scheduled import inside, loss_of
@@ -24,37 +24,17 @@ pytestmark = [
 ]
 
 
-class Dense(nn.Linear):
-    """A layer that is not torch's own: compile() has no effect on those."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up = Dense(6, 8)
-        self.down = nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(self.up(self.norm(x)).tanh())
-        return y
-
-
 class Breaking(Block):
     """Compiled in two pieces."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         torch._dynamo.graph_break()
-        y: Tensor = self.down(self.up(x))
-        return y
+        return self.scale * self.down(self.up(x))
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 6), Block(), nn.Tanh(), Block(), nn.Linear(6, 6)).double()
+    return nn.Sequential(nn.Linear(6, 6), Block(6), nn.Tanh(), Block(6), nn.Linear(6, 6)).double()
 
 
 def wrapper(module: nn.Sequential, backend: Any) -> None:
@@ -66,7 +46,7 @@ def method(module: nn.Sequential, backend: Any) -> None:
 
 
 def breaking(module: nn.Sequential, backend: Any) -> None:
-    module[1] = Breaking().double()
+    module[1] = Breaking(6).double()
     module[1].compile(backend=backend)
 
 

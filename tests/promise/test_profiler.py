@@ -13,21 +13,20 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from splitpipe import SplitPipe
 from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import stages
+from tests.promise.layers import Apply
 
 CHUNKS = 4
 BY = pytest.mark.parametrize("by", ["balance", "cuts"])
 
 
-class Named(nn.Module):
+def named(x: Tensor) -> Tensor:
     """A layer that has a name in profiles."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with record_function("mine"):
-            return x.tanh()
+    with record_function("mine"):
+        return x.tanh()
 
 
 def piped(by: str, **options: Any) -> SplitPipe:
-    module, where = stages(nn.Sequential(nn.Linear(8, 8), Named(), nn.Linear(8, 4)), [2, 1], by)
+    module, where = stages(nn.Sequential(nn.Linear(8, 8), Apply(named), nn.Linear(8, 4)), [2, 1], by)
     return SplitPipe(module, devices=["cpu", "cpu"], chunks=CHUNKS, **where, **inside(options))
 
 
