@@ -113,13 +113,6 @@ def test_every_schedule(
     )
 
 
-@pairwise(balance=[[4], [1, 3], [1, 1, 1, 1]], **{axis: AXES[axis] for axis in ("by", "checkpoint", "backward")})
-def test_any_number_of_stages(by: str, balance: list[int], checkpoint: str, backward: str) -> None:
-    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6)]
-    assert_transparent(nn.Sequential(*layers), torch.randn(6, 6), balance, by=by, chunks=3, checkpoint=checkpoint,
-                       backward=backward)
-
-
 @pairwise(by=AXES["by"], training=[True, False], mode=[torch.enable_grad, torch.no_grad, torch.inference_mode],
           backward=AXES["backward"])
 def test_eval_mode_and_modes_without_gradients(by: str, training: bool, mode: Any, backward: str) -> None:
