@@ -1,7 +1,6 @@
 """``python -m splitpipe plan``: a plan from the command line."""
 from __future__ import annotations
 
-import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -126,12 +125,3 @@ def test_an_error_of_a_layer_says_where_it_comes_from() -> None:
     arguments = "planned_train:model", "--sample", "4x6", "--target", "4x3", "--loss", "planned_train:fails", *QUICK
     with pytest.raises(TypeError, match="of the user's"):
         main(["plan", *arguments])
-
-
-def test_help_is_found_from_the_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["splitpipe", "plan", "--help"])
-    monkeypatch.delitem(sys.modules, "splitpipe.__main__")
-    with pytest.raises(SystemExit, match="^0$"):
-        runpy.run_module("splitpipe", run_name="__main__")
-    said = capsys.readouterr().out
-    assert "--optimizer-state" in said and "examples:" in said

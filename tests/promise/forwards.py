@@ -30,12 +30,6 @@ class Net(nn.Module):
 CUTS = ["blocks.2", "blocks.4"]
 
 
-def through(net: Net, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = block(x).tanh()
-    return x
-
-
 def unused(net: Net, x: Tensor) -> Tensor:
     """Of one block's output nothing is used, and of another's a part."""
     a, b, c, d, e = net.blocks
@@ -75,18 +69,6 @@ def threaded(net: Net, x: Tensor) -> Tensor:
     for block in net.blocks[1:]:
         x = block(x)
     return x
-
-
-def gathered(net: Net, x: Tensor) -> Tensor:
-    """Gathers hidden states by hooks."""
-    hidden: list[Tensor] = []
-    handles = [block.register_forward_hook(lambda _, __, y: hidden.append(y)) for block in net.blocks]  # type: ignore[func-returns-value]
-    try:
-        x = through(net, x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return x + sum(hidden)
 
 
 def repeated(net: Net, x: Tensor) -> Tensor:
@@ -166,7 +148,7 @@ def hooking(self: Any, x: Tensor) -> Tensor:
 
 FORWARDS: dict[str, Callable[[], Net]] = {
     **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
-        unused, hooked, regions, threaded, gathered,
+        unused, hooked, regions, threaded,
     )},
     "blocks that hook their input": lambda: Net(hooked, layered(hooking)),
     "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),
