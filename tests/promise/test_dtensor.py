@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -94,14 +93,14 @@ def in_sequence(module: nn.Module) -> None:
     parallelize_module(module, mesh(0), plan)
 
 
-def with_parted_scores(module: nn.Module) -> None:
-    """Shards words, and of the scores each process has those of its words: as loss_parallel takes them."""
-    from torch.distributed.tensor import Replicate, Shard
+def in_columns(module: nn.Module) -> None:
+    """Shards words, with local tensors between layers."""
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan: dict[str, Any] = {
         "0": RowwiseParallel(input_layouts=Replicate()),
-        "4": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        "4": ColwiseParallel(output_layouts=Replicate()),
     }
     for at in "12":
         plan |= {f"{at}.up": ColwiseParallel(), f"{at}.down": RowwiseParallel()}
@@ -110,12 +109,6 @@ def with_parted_scores(module: nn.Module) -> None:
 
 def entropy(scores: Any, y: Tensor) -> Any:
     return F.cross_entropy(scores.flatten(0, 1), y.flatten())
-
-
-def loss_parallel() -> AbstractContextManager[None]:
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    return loss_parallel()
 
 
 def numbers() -> tuple[Tensor, Tensor]:
@@ -128,21 +121,20 @@ def text() -> tuple[Tensor, Tensor]:
 
 
 class Model(NamedTuple):
-    """A module, how it is sharded, its batches and loss, and what is around its steps."""
+    """A module, how it is sharded, its batches and loss."""
 
     make: Callable[[], nn.Sequential]
     shard: Callable[[nn.Module], None]
     batch: Callable[[], tuple[Tensor, Tensor]] = numbers
     loss_fn: Callable[[Any, Tensor], Any] = F.mse_loss
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-#: Gradients of which each process has a part, in groups of their own; words, with DTensors between layers; and scores
-#: of which each process has a part, with local tensors between layers.
+#: Gradients of which each process has a part, in groups of their own; words, with DTensors between layers, and with
+#: local tensors.
 MODELS = {
     "parts": Model(lambda: nn.Sequential(nn.Linear(6, 6), nn.Identity(), Parts(), Parts()).double(), in_parts),
     "words": Model(words, in_sequence, text, entropy),
-    "parted scores": Model(words, with_parted_scores, text, entropy, around=loss_parallel),
+    "columns": Model(words, in_columns, text, entropy),
 }
 AXES: dict[str, list[Any]] = {
     "name": [*MODELS],
@@ -202,10 +194,9 @@ def test_sharded_layers_train_as_the_plain_module_and_gradients_keep_their_place
     collectives: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
     for _ in range(2):  # The second step's gradients are added.
         (x, y), before = its.batch(), collectives()
-        with its.around():
-            loss = step(model, x, y, its.loss_fn)
-            assert collectives() == before, "one is left that was not waited for"
-            step(sharded, x, y, its.loss_fn)
+        loss = step(model, x, y, its.loss_fn)
+        assert collectives() == before, "one is left that was not waited for"
+        step(sharded, x, y, its.loss_fn)
         torch.testing.assert_close(loss, step(plain, x, y, its.loss_fn))
         assert_same_gradients(model, plain, sharded)
         assert all(type(p.grad) is type(q.grad) for p, q in zip(model.parameters(), sharded.parameters()))
