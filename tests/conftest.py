@@ -43,8 +43,6 @@ hypothesis.settings.load_profile("repeats")
 LONG = "devices", "gpu", "clients", "compiled", "promise", "benchmarks", "schedule", "doors", "faults", "distributed"
 #: What setup.cfg selects where the command line selects nothing.
 ESSENCE = "not thorough"
-#: How long the essential tests take.
-TAKES = "the essential tests take about 2 minutes on a quiet machine, or 80 seconds with -n 2 --dist loadfile"
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 NO_FAKE = "needs the fake CUDA runtime: python -m tests.softcuda tests"
 
@@ -130,10 +128,6 @@ def pytest_configure(config: pytest.Config) -> None:
             config.option.markexpr = ""
         else:
             hypothesis.settings.load_profile("few")
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    return TAKES if config.option.markexpr == ESSENCE and config.args == config.getini("testpaths") else None
 
 
 def settings() -> dict[str, object]:

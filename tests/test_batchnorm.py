@@ -14,7 +14,6 @@ from splitpipe.core.phase import phase
 from splitpipe.core.thread_state import Bound
 
 KINDS = {nn.BatchNorm1d: (3, 7), nn.BatchNorm2d: (3, 4, 5), nn.BatchNorm3d: (3, 2, 3, 4)}
-KEYS = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 convert = DeferredBatchNorm.convert_deferred_batch_norm
 
 

@@ -49,13 +49,6 @@ def test_times_are_those_above_what_an_empty_unit_takes(monkeypatch: pytest.Monk
     }
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.2])
-def test_runs_are_repeated_if_there_is_time(seconds: float) -> None:
-    seen = Log()
-    layers(nn.Sequential(Apply(lambda x: (seen.append(1), x)[1])), leaf(2, 3), seconds=seconds)
-    assert (len(seen) > 2) is (seconds > 0)
-
-
 def test_bytes_are_those_of_a_microbatch() -> None:
     one, two, three = layers(mlp(), torch.randn(8, 64), chunks=2)
     assert (one.input, two.input, three.input) == (4 * 64 * FLOAT, 4 * 32 * FLOAT, 4 * 32 * FLOAT)

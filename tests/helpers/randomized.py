@@ -148,11 +148,7 @@ def _common(draw: Any) -> dict[str, Any]:
 
 @st.composite
 def chains(draw: Any, more: tuple[str, ...] = ()) -> Case:
-    """Any nn.Sequential, and any balance of it.
-
-    Args:
-        more: kinds of layers that are not there otherwise.
-    """
+    """Any nn.Sequential, and any balance of it; ``more``: kinds of layers that are not there otherwise."""
     name = draw(st.sampled_from(SCHEDULES))
     each = stages_per_device(name)
     kind = _layer(SIMPLE + more) | st.sampled_from([*PACKS, "merge"]).map(Layer)
@@ -169,11 +165,7 @@ def chains(draw: Any, more: tuple[str, ...] = ()) -> Case:
 
 @st.composite
 def forwards(draw: Any, more: tuple[str, ...] = ()) -> Case:
-    """Any module with a forward of its own, and any cuts of it.
-
-    Args:
-        more: kinds of blocks that are not there otherwise.
-    """
+    """Any module with a forward of its own, and any cuts of it; ``more``: as of ``chains``."""
     blocks = draw(st.lists(_layer(SIMPLE + more), min_size=1, max_size=6))
     act = st.builds(Act, st.sampled_from([*CALLS * 3, *SOMETIMES, *BETWEEN]), st.integers(0, 5))
     acts = draw(st.lists(act, min_size=2, max_size=14))
@@ -189,13 +181,7 @@ def forwards(draw: Any, more: tuple[str, ...] = ()) -> Case:
 
 
 def module_of(case: Case, reference: bool = False, plain: bool = False) -> nn.Module:
-    """The module of a case.
-
-    Args:
-        case: that it is of.
-        reference: knowing of microbatches, as its pipeline does.
-        plain: without torch.utils.checkpoint.
-    """
+    """The module of a case; as a reference it knows of microbatches, and plain it has no torch.utils.checkpoint."""
     def norm() -> nn.Module:
         return ByMicrobatch(case.chunks, case.deferred) if reference else nn.BatchNorm1d(WIDTH)
 
@@ -212,14 +198,7 @@ def module_of(case: Case, reference: bool = False, plain: bool = False) -> nn.Mo
 
 
 def pipeline_of(case: Case, plain: bool = False, kind: str = "cpu", **options: Any) -> SplitPipe:
-    """The pipeline of a case.
-
-    Args:
-        case: that it is of.
-        plain: without torch.utils.checkpoint.
-        kind: of its devices, three of them if they are not CPUs.
-        options: that take the place of the case's.
-    """
+    """The pipeline of a case, on three devices of a kind if they are not CPUs; options take the place of its own."""
     own: dict[str, Any] = {"balance": case.balance}
     count = len(case.balance)
     if case.acts:
@@ -349,12 +328,7 @@ def _fields(output: Any) -> Any:
 
 
 class Reference:
-    """The module itself.
-
-    Args:
-        case: what it goes through.
-        module: what is right; by default the unwrapped module.
-    """
+    """What is right: another module that goes through the case, by default the unwrapped module."""
 
     def __init__(self, case: Case, module: nn.Module | None = None) -> None:
         self.case = case

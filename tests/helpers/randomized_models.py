@@ -148,13 +148,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class Builder:
-    """Makes the modules of one model.
-
-    Args:
-        layers: descriptions of all its layers.
-        norm: makes a BatchNorm layer.
-        plain: without torch.utils.checkpoint.
-    """
+    """Makes the modules of one model from descriptions; ``norm`` makes a BatchNorm, plain is without checkpoints."""
 
     def __init__(self, layers: Sequence[Any], norm: Callable[[], nn.Module], plain: bool = False) -> None:
         self.layers, self.norm, self.plain = layers, norm, plain
@@ -255,16 +249,7 @@ class Result:
 
 @dataclass
 class Frame:
-    """Where a forward stands.
-
-    Attributes:
-        h: its value.
-        block: that the statement is about.
-        one: of the values that are kept.
-        which: number the statement has.
-        kept: all values.
-        names: what it has by name.
-    """
+    """Where a forward stands: its value, and the block, kept value and number that a statement is about; all it has."""
 
     h: Tensor
     block: nn.Module
@@ -301,14 +286,7 @@ class Part(nn.Module):
 
 
 class Scripted(nn.Module):
-    """A module whose forward does what its statements say.
-
-    Args:
-        blocks: that it calls.
-        acts: the statements.
-        output: the class of what it gives.
-        chunks: into how many parts its batch is cut where it stands for a pipeline.
-    """
+    """A module whose forward calls blocks as its statements say; with chunks it stands for a pipeline."""
 
     def __init__(self, blocks: Sequence[nn.Module], acts: Sequence[Any], output: str, chunks: int = 1) -> None:
         super().__init__()

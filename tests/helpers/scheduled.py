@@ -71,13 +71,7 @@ def assert_steps(
 ) -> None:
     """Takes steps with both, and compares the loss, the gradients of the input and all tensors after each.
 
-    Args:
-        plain: the module.
-        model: its pipeline.
-        value: the input, or what makes one for each step.
-        steps: how many.
-        loss_of: gives the loss of a module and an input.
-        grad: whether the input requires grad.
+    ``value`` is the input, which requires grad or not, or makes one for each step.
     """
     for _ in range(steps):
         x, found = value() if callable(value) else value, []

@@ -61,27 +61,16 @@ Rows = dict[str, list[Wrong]]
 
 @dataclass(frozen=True)
 class Door:
-    """Something public that takes arguments.
-
-    Args:
-        name: of it.
-        of: whose signature counts.
-        right: arguments that are right, by their names, made again each time.
-        wrong: for each argument, what is wrong for it.
-        on: makes what it is a method of; None: it is none.
-        call: with that, and the arguments by their names; None: ``of``.
-        free: arguments that nothing is wrong for here, or that another door has.
-        told: where else the errors are documented.
-    """
+    """Something public that takes arguments."""
 
     name: str
-    of: Callable[..., Any]
-    right: Callable[[], dict[str, Any]]
-    wrong: Rows
-    on: Callable[[], Any] | None = None
-    call: Callable[..., Any] | None = None
-    free: set[str] = field(default_factory=set)
-    told: Sequence[Callable[..., Any]] = ()
+    of: Callable[..., Any]  # Whose signature counts.
+    right: Callable[[], dict[str, Any]]  # Makes arguments that are right, by their names.
+    wrong: Rows  # For each argument, what is wrong for it.
+    on: Callable[[], Any] | None = None  # Makes what it is a method of.
+    call: Callable[..., Any] | None = None  # With that, and the arguments by their names; None: ``of``.
+    free: set[str] = field(default_factory=set)  # Arguments that nothing is wrong for here, or that another door has.
+    told: Sequence[Callable[..., Any]] = ()  # Where else the errors are documented.
 
     def __str__(self) -> str:
         return self.name
