@@ -1,9 +1,8 @@
-"""Modules whose forward does what those of helpers/randomized_models.py do not: hooks, threads, odd arguments."""
+"""Modules whose forward does what those of helpers/randomized_models.py do not: hooks, modes, odd arguments."""
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,15 +59,6 @@ def regions(net: Net, x: Tensor) -> Tensor:
         assert torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cpu")
     return x.detach() * x + y
-
-
-def threaded(net: Net, x: Tensor) -> Tensor:
-    """Computes in a thread of its own, in the first stage."""
-    with ThreadPoolExecutor(1) as pool:
-        x = x + pool.submit(torch.tanh, net.blocks[0](x)).result()
-    for block in net.blocks[1:]:
-        x = block(x)
-    return x
 
 
 def repeated(net: Net, x: Tensor) -> Tensor:
@@ -148,7 +138,7 @@ def hooking(self: Any, x: Tensor) -> Tensor:
 
 FORWARDS: dict[str, Callable[[], Net]] = {
     **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
-        unused, hooked, regions, threaded,
+        unused, hooked, regions,
     )},
     "blocks that hook their input": lambda: Net(hooked, layered(hooking)),
     "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),

@@ -168,14 +168,6 @@ def test_module_hooks_fire_once_a_microbatch(way: str) -> None:
     assert_same_tensors(model, plain)
 
 
-def test_hooks_of_the_whole_model_see_the_batch_and_the_loss() -> None:
-    seen: list[tuple[int, torch.Size]] = []
-    _, model = twins(mlp(5), "1f1b")
-    model.register_forward_hook(lambda m, given, loss: seen.append((len(given[0]), loss.shape)))
-    model(torch.randn(7, 4), target=0.25)
-    assert seen == [(7, torch.Size([]))]
-
-
 @ways
 def test_the_input_and_the_loss_may_retain_their_gradients_and_have_hooks(way: str) -> None:
     models, leaf, found = twins(mlp(5), way), torch.randn(7, 4, requires_grad=True), []

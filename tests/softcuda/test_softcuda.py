@@ -1,4 +1,4 @@
-"""The command around the fake runtime: another torch, or half of one, is never taken; variables are the user's."""
+"""The command around the fake runtime: another torch, or half of one, is never taken."""
 from __future__ import annotations
 
 import zipfile
@@ -9,7 +9,7 @@ import pytest
 
 from tests.softcuda import wheel
 from tests.softcuda.kept import Missing, whole
-from tests.softcuda.parts import WITHOUT, Part, environment
+from tests.softcuda.parts import WITHOUT
 
 NAME = f"torch-2.13.0-{wheel.TAG}-{wheel.TAG}-manylinux_2_28_x86_64.whl"
 CUDA = ("torch/__init__.py", "torch/lib/libtorch_cuda.so", "torch-2.13.0.dist-info/METADATA")
@@ -21,14 +21,6 @@ def archive(folder: Path, *files: str, name: str = NAME) -> Path:
         for file in files:
             made.writestr(file, "Requires-Dist: sympy\nRequires-Dist: triton==3; platform_system == \"Linux\"\n")
     return folder / name
-
-
-def test_the_users_variables_take_the_place_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOFTCUDA_DEVICES", "3")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = environment(Part("", (), {"SOFTCUDA_DEVICES": "8", "SOFTCUDA_NUMBERS": "0"}))
-    assert (found["SOFTCUDA_DEVICES"], found["SOFTCUDA_NUMBERS"]) == ("3", "0")
-    assert "CUDA_VISIBLE_DEVICES" not in found  # It would hide devices that are not hardware.
 
 
 def test_tests_that_are_left_out_are_there() -> None:
