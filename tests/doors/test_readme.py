@@ -133,14 +133,14 @@ def test_code_says_its_language_is_as_wide_as_the_site_shows_it_and_is_python(pa
 
 @pytest.mark.parametrize(("page", "most"), [
     ("README.md", 200), ("CONTRIBUTING.md", 150), ("docs/architecture.md", 120), ("docs/limits.md", 120),
+    ("CHANGELOG.md", 50),
 ])
 def test_a_page_that_is_read_from_top_to_bottom_is_short(page: str, most: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
 
 
-def test_the_changelog_of_what_was_never_released_is_one_short_list() -> None:
+def test_the_changelog_of_what_was_never_released_is_one_list() -> None:
     page = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert len(page.splitlines()) <= 50
     assert re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE) == ["Changelog", "[Unreleased]"]
 
 
@@ -222,14 +222,10 @@ def test_the_page_on_migrating_names_schedules_that_torch_and_splitpipe_have() -
     assert {ours for _, ours in rows} <= set(names())
 
 
-@pytest.mark.parametrize("command", [BENCH, TESTS])
-def test_the_check_that_guards_the_project_installs_as_the_readme_says(command: str) -> None:
-    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
-def test_the_cpu_build_to_take_first_is_the_version_that_is_pinned() -> None:
-    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pinned = re.findall(r"^torch==(\S+)$", constraints, flags=re.MULTILINE)
+def test_what_the_readme_installs_is_what_the_check_of_the_project_installs() -> None:
+    check = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert BENCH in check and TESTS in check
+    pinned = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert re.findall(r"pip install torch==(\S+)", TEXT[README]) == pinned
 
 

@@ -29,16 +29,6 @@ def layers(count: int = 8) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
 
 
-def test_it_is_applied() -> None:
-    found = made()
-    model = found.apply(layers())
-    assert model.balance == list(found.balance) and model.chunks == found.chunks
-    assert model.checkpoint == found.checkpoint and model.schedule == found.schedule
-    assert repr(SplitPipe(layers(), **found.arguments())) == repr(model)
-    x = torch.randn(8, 3)
-    model(x, target=x).backward()
-
-
 def test_it_is_written_and_read(tmp_path: Path) -> None:
     for found in made(), made(memory=200 * MIB), chosen(emulated(1)), replace(made(), compile={"dynamic": False}):
         found.to_json(tmp_path / "plan.json")
@@ -95,12 +85,12 @@ def test_the_line_that_it_prints_can_be_pasted(schedule: Schedule, dropin: bool)
     module, line = layers(len(found.balance)), str(found).splitlines()[1]
     given = {"splitpipe": splitpipe, "module": module, "loss_fn": nn.functional.mse_loss, "plan": found}
     exec(line, given)
-    model = given["model"]
-    assert isinstance(model, SplitPipe)
-    assert (model.balance, model.chunks) == (list(found.balance), found.chunks)
-    assert found.dropin or model.schedule == found.schedule
     x = torch.randn(8, 3)
-    (model(x).sum() if found.dropin else model(x, target=x)).backward()
+    for model in given["model"], found.apply(module), SplitPipe(module, **found.arguments()):
+        assert isinstance(model, SplitPipe)
+        assert (model.balance, model.chunks) == (list(found.balance), found.chunks)
+        assert model.checkpoint == found.checkpoint and (found.dropin or model.schedule == found.schedule)
+        (model(x).sum() if found.dropin else model(x, target=x)).backward()
 
 
 @pytest.mark.thorough
