@@ -88,12 +88,6 @@ def test_all_that_is_refused_is_told_and_nothing_is_changed():
     assert kinds(model) == before
 
 
-def test_lazy_layer_is_converted_once_it_is_initialized():
-    layer = nn.LazyBatchNorm1d()
-    layer(torch.randn(2, 3))
-    assert type(convert(layer)) is DeferredBatchNorm
-
-
 # Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.compiles

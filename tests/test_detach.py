@@ -125,28 +125,21 @@ def test_what_the_user_has_compiled_stays_compiled() -> None:
     assert detach(module).first._compiled_call_impl is own
 
 
-def test_a_detached_splitpipe_says_where_the_module_is() -> None:
-    for way in "balance", "cuts":
-        make, wrap = WAYS[way]
-        model = wrap(make())
-        detach(model)
+@ways
+def test_what_is_no_pipeline_or_none_any_more_says_where_there_is_one(way: str) -> None:
+    make, wrap = WAYS[way]
+    parent = nn.ModuleDict({"body": nn.Sequential(model := wrap(make()))})
+    with pytest.raises(TypeError, match=r"is a ModuleDict, not a pipeline: .*; 'body\.0' inside it is one"):
+        detach(parent)
+    detach(model)
+    gone = "is a SplitPipe that was detached"
+    if way == "attach":
+        gone = "is a Net, not a pipeline: expected a SplitPipe, or an attached module"
+    else:
         with pytest.raises(RuntimeError, match="expected calls of the module that splitpipe.detach returned"):
             model(torch.randn(4, 4))
-        with pytest.raises(TypeError, match="is a SplitPipe that was detached"):
-            detach(model)
-
-
-def test_what_is_no_pipeline_is_told_where_there_is_one() -> None:
-    for way in WAYS:
-        make, wrap = WAYS[way]
-        parent = nn.ModuleDict({"body": nn.Sequential(wrap(make()))})
-        with pytest.raises(TypeError, match=r"is a ModuleDict, not a pipeline: .*; 'body\.0' inside it is one"):
-            detach(parent)
-        detach(parent.get_submodule("body.0"))
-    module = attached(Net())
-    detach(module)
-    with pytest.raises(TypeError, match="is a Net, not a pipeline: expected a SplitPipe, or an attached module"):
-        detach(module)
+    with pytest.raises(TypeError, match=gone):
+        detach(model)
 
 
 def test_layers_inside_another_pipeline_go_on_in_it() -> None:

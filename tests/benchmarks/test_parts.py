@@ -63,9 +63,6 @@ def test_a_result_names_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["/anywhere/__main__.py", "step", "--contenders", "batch, 2", "ZBV"])
     main.__spec__ = ModuleSpec("benchmarks.parts.scaling.__main__", None)
     assert measure.environment()["command"] == "python -m benchmarks.parts.scaling step --contenders 'batch, 2' ZBV"
-    main.__spec__ = None
-    monkeypatch.setattr(sys, "argv", ["benchmarks/train.py"])
-    assert measure.environment()["command"] == "python benchmarks/train.py"
 
 
 @pytest.mark.parametrize("part", [

@@ -204,31 +204,3 @@ def test_sharded_layers_train_as_the_plain_module_and_gradients_keep_their_place
     sharded_names = {name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")}
     assert sharded_names and not any(rows[name] for name in sharded_names)
     assert "0.weight" in sharded_names or rows["0.weight"] is (way[1] == "split")
-
-
-class Masked(nn.Module):
-    """With dropout of the columns that the process has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.masks = nn.Linear(6, 8), nn.Linear(8, 6), list[Tensor]()
-
-    def forward(self, x: Tensor) -> Any:
-        mask = F.dropout(torch.ones_like(hidden := self.up(x)))
-        self.masks.append(mask)
-        return self.down(hidden.tanh() * mask)
-
-
-@pytest.mark.parametrize("way", [(None, "autograd"), ("zb-h1", "split")])
-@both
-def test_a_recomputation_drops_the_same_columns(rank: int, way: tuple[str | None, str]) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    module = nn.Sequential(Masked(), Masked(), nn.Linear(6, 6)).double()
-    for layer in module[:2]:
-        parallelize_module(layer, mesh(0), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model = pipeline(module, way, (1,), checkpoint="always")
-    torch.manual_seed(rank)
-    step(model, *numbers())
-    for layer in module[:2]:
-        assert [sum(torch.equal(mask, other) for other in layer.masks) for mask in layer.masks] == [2] * 6

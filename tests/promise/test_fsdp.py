@@ -13,7 +13,6 @@ from splitpipe import SplitPipe
 from splitpipe.distributed import Pipeline
 from tests.helpers.world import both
 
-WAYS = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 REFUSED = r"(?s)FSDP \(fully_shard\) has {}: expected .*DistributedDataParallel\(SplitPipe.*splitpipe\.distributed"
 
 
@@ -62,7 +61,7 @@ def test_a_module_that_fsdp_has_is_refused_and_left_as_it_was(
         torch.testing.assert_close(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, q.grad)
 
 
-@WAYS
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("itself", [False, True], ids=["layers", "model"])
 @both
 def test_a_pipeline_that_fsdp_was_given_afterwards_refuses_to_run(rank: int, schedule: str, itself: bool) -> None:

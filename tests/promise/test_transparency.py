@@ -73,10 +73,9 @@ def test_a_module_that_is_cut_by_names_is_itself(
 
 #: All but what torch refuses: a second derivative.
 COMPILED = {
-    **AXES, "name": [name for name in AXES["name"][::2] if name != "gradient inside forward"],
-    "sizes": [(4, 2), (5, 2), (3, 8)], "checkpoint": ["always", "never"],
+    "name": [name for name in AXES["name"][::2] if name != "gradient inside forward"], "by": AXES["by"],
+    "way": AXES["way"], "sizes": [(4, 2), (5, 2), (3, 8)], "checkpoint": ["always", "never"],
 }
-del COMPILED["backward"]
 
 
 @pytest.mark.usefixtures("nothing_compiled")
