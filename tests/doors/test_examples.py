@@ -24,8 +24,6 @@ COMMANDS = dict(re.findall(
     flags=re.MULTILINE,
 ))
 scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-
-
 Run = Callable[..., str]
 
 

@@ -24,8 +24,6 @@ DISTRIBUTED = ROOT / "splitpipe" / "distributed" / "torch_private.py"
 COMPILED = ROOT / "splitpipe" / "compiled" / "torch_private.py"
 FILES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
          for path in sorted((ROOT / "splitpipe").rglob("*.py")) if path not in (CORE, DISTRIBUTED, COMPILED)}
-
-
 #: Attributes that are read with a default, or from nodes and from classes that torch imports late.
 LATE = {
     "_raw_saved_tensors", "_raw_saved_input", "_raw_saved_indices", "_raw_saved_mat1", "_raw_saved_self",
