@@ -23,17 +23,12 @@ __all__ = [
 ]
 
 # Imported on first use: importing torch takes seconds, and schedules don't need it.
-_OWNERS = {name: f"splitpipe.{module}" for module, names in {
-    "attaching": "attach deferral_report detach record",
-    "backward.split_function": "SplitFunction",
-    "balance.defaults": "device_map",
-    "batchnorm": "DeferredBatchNorm",
-    "checking.check": "check",
-    "core.phase": "is_checkpointing is_recomputing",
-    "pipe": "SplitPipe",
-    "planner.plan": "Plan",
-    "planner.planning": "DoesNotFitError plan",
-}.items() for name in names.split()}
+_OWNERS = {
+    "DeferredBatchNorm": "batchnorm", "DoesNotFitError": "planner.planning", "Plan": "planner.plan",
+    "SplitFunction": "backward.split_function", "SplitPipe": "pipe", "attach": "attaching", "check": "checking.check",
+    "deferral_report": "attaching", "detach": "attaching", "device_map": "balance.defaults",
+    "is_checkpointing": "core.phase", "is_recomputing": "core.phase", "plan": "planner.planning", "record": "attaching",
+}
 _DOORS = "balance", "distributed", "schedule", "skip"
 
 if not TYPE_CHECKING:  # Hidden from type checkers, so that they report unknown names.
@@ -43,7 +38,7 @@ if not TYPE_CHECKING:  # Hidden from type checkers, so that they report unknown 
             return import_module(f"splitpipe.{name}")
         if name not in _OWNERS:
             raise AttributeError(f"module 'splitpipe' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_OWNERS[name]), name)
+        value = globals()[name] = getattr(import_module(f"splitpipe.{_OWNERS[name]}"), name)
         return value
 
 

@@ -13,7 +13,7 @@ Pipeline parallelism for torch modules, in one process.
 
 commands:
   plan        measure a module, and choose how to split and run it
-  schedule    build, simulate, draw, compare and search pipeline schedules
+  schedule    build, simulate, draw and compare pipeline schedules
 
 For more: python -m splitpipe COMMAND --help"""
 

@@ -9,8 +9,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextvars import Context, ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from splitpipe.checks import is_integer, number_of, some
+from splitpipe.checks import some
 from splitpipe.core.note import add_note
 from splitpipe.core.phase import is_recomputing
 from splitpipe.core.torch_private import _BatchNorm, _foreach_copy_
@@ -27,11 +26,10 @@ M = TypeVar("M", bound=nn.Module)
 _log = logging.getLogger("splitpipe")
 
 
-@dataclass(frozen=True)
-class ChannelStatistics:
+class ChannelStatistics(NamedTuple):
     """Statistics of each channel: the number of values, their mean and their unbiased variance."""
 
-    count: int
+    number: int
     mean: Tensor
     variance: Tensor
 
@@ -39,49 +37,30 @@ class ChannelStatistics:
 class DeferredBatchNorm(_BatchNorm):
     """Normalises each microbatch, and keeps the running statistics that nn.BatchNorm would have for the whole batch.
 
-    In a SplitPipe, running statistics are updated at the end of each forward pass, whatever the number of microbatches.
-    A layer used on its own updates them after every ``chunks`` forwards. A layer that is used in several places of a
-    model is updated once for each place, as nn.BatchNorm is, but only once overall in a SplitPipe inside another one.
+    In a pipeline, running statistics are updated at the end of each forward pass, whatever the number of microbatches;
+    elsewhere, by each forward. A layer that is used in several places of a model is updated once for each place, as
+    nn.BatchNorm is, but only once overall in a SplitPipe inside another one.
 
-    Args:
-        num_features: channels, the second dimension of the input ``(N, C, ...)``.
-        eps: added to the variance.
-        momentum: weight of a batch in the running statistics. None gives all batches the same weight.
-        affine: whether the layer has a learnable weight and bias, of shape ``(C,)``.
-        chunks: number of microbatches per batch, for a layer used on its own.
+    ``convert_deferred_batch_norm`` makes such layers from BatchNorm layers.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: ``chunks`` or ``num_features`` is below 1, or ``eps`` or ``momentum`` is negative or not finite. In
-            a call: a microbatch has only one value per channel.
+        TypeError: when it is constructed.
+        ValueError: in a call, if a microbatch has only one value per channel.
 
     Example:
-        >>> layer = DeferredBatchNorm(1, momentum=None, chunks=2)
-        >>> for microbatch in torch.tensor([[1.0], [2.0], [3.0], [6.0]]).chunk(2):
-        ...     output = layer(microbatch)
+        >>> layer = DeferredBatchNorm.convert_deferred_batch_norm(nn.BatchNorm1d(1, momentum=None))
+        >>> output = layer(torch.tensor([[1.0], [2.0], [3.0], [6.0]]))
         >>> layer.running_mean, layer.num_batches_tracked
         (tensor([3.]), tensor(1))
     """
 
-    chunks: int
     _original: Any  #: The class that the layer was converted from.
-    _pending: list[ChannelStatistics]  #: Of a batch that isn't complete.
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True, chunks: int = 1
-    ) -> None:
-        _verify_count("chunks", chunks, "microbatches")
-        _verify_count("num_features", num_features, "channels")
-        number_of("eps", eps, "the number added to the variance")
-        if momentum is not None:
-            number_of("momentum", momentum, "the weight of a batch")
-        if not isinstance(affine, bool):
-            raise TypeError(f"found affine={affine!r}: expected True or False.")
-        super().__init__(num_features, eps, momentum, affine)
-        vars(self).update(chunks=chunks, _original=None, _pending=[])
+    def __init__(self) -> None:
+        raise TypeError("expected DeferredBatchNorm.convert_deferred_batch_norm(module), which converts its layers.")
 
     @classmethod
-    def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
+    def convert_deferred_batch_norm(cls, module: M) -> M:
         """Turns every BatchNorm in a module into a deferred one, in place: each stays the same object.
 
         Layers without running statistics, and those with a custom ``forward``, such as nn.SyncBatchNorm, are left
@@ -89,22 +68,19 @@ class DeferredBatchNorm(_BatchNorm):
 
         Args:
             module: a BatchNorm, or a module that contains some, at any depth.
-            chunks: as in the constructor.
 
         Returns:
             The module.
 
         Raises:
-            TypeError: ``chunks`` isn't an int, or ``module`` isn't a module.
-            ValueError: ``chunks`` is below 1, or a BatchNorm is parametrized, or lazy and not initialized yet. Nothing
-                is changed then.
+            TypeError: ``module`` isn't a module.
+            ValueError: a BatchNorm is parametrized, or lazy and not initialized yet. Nothing is changed then.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
             >>> DeferredBatchNorm.convert_deferred_batch_norm(model)[1]
             DeferredBatchNorm(3, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
         """
-        _verify_count("chunks", chunks, "microbatches")
         if not isinstance(module, nn.Module):
             raise TypeError(f"found module={module!r}: expected an nn.Module that contains BatchNorm layers.")
         found = {
@@ -122,15 +98,12 @@ class DeferredBatchNorm(_BatchNorm):
                 "one batch through the model first, or parametrize them after the conversion."
             )
         for layer in found.values():
-            vars(layer).update(chunks=chunks, _original=type(layer), _pending=[])
+            vars(layer)["_original"] = type(layer)
             layer.__class__ = cls
         return module
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if self._original is not None:
-            self._original._check_input_dim(self, input)
-        elif input.dim() < 2:
-            raise ValueError(f"found a {input.dim()}D input: expected (N, C, ...). Add the missing dimensions.")
+        self._original._check_input_dim(self, input)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises one microbatch, of shape (rows, channels, ...); in training, records its statistics."""
@@ -152,18 +125,13 @@ class DeferredBatchNorm(_BatchNorm):
             add_note(error, "Each microbatch is normalised separately: use fewer chunks, or a larger batch.")
             raise
         if not is_recomputing():
-            self._collect(ChannelStatistics(input.numel() // max(1, input.shape[1]), mean, variance))
+            part = ChannelStatistics(input.numel() // max(1, input.shape[1]), mean, variance)
+            if (active := _active.get()) is not None:
+                statistics, microbatch = active
+                statistics._add(self, microbatch, part)
+            else:
+                _update({self: {0: [part]}})
         return output
-
-    def _collect(self, part: ChannelStatistics) -> None:
-        if (active := _active.get()) is not None:
-            statistics, microbatch = active
-            statistics._add(self, microbatch, part)
-            return
-        self._pending.append(part)
-        if len(self._pending) >= self.chunks:
-            pending, self._pending = self._pending, []
-            _update({self: {0: pending}})
 
 
 def defer(module: nn.Module, chunks: int, wanted: bool) -> None:
@@ -184,11 +152,11 @@ def defer(module: nn.Module, chunks: int, wanted: bool) -> None:
 
 
 def undefer(module: nn.Module) -> None:
-    """Returns every BatchNorm in a module that was made a deferred one to its original class."""
+    """Returns every deferred BatchNorm in a module to its original class."""
     for layer in module.modules():
-        if isinstance(layer, DeferredBatchNorm) and layer._original is not None:
+        if isinstance(layer, DeferredBatchNorm):
             layer.__class__ = layer._original
-            del layer.chunks, layer._original, layer._pending
+            del layer._original
 
 
 class Statistics:
@@ -230,11 +198,11 @@ def _joined(parts: list[ChannelStatistics]) -> ChannelStatistics:
     """The combined statistics (Chan, Golub & LeVeque 1983), without waiting for the device."""
     if len(parts) == 1:
         return parts[0]
-    parts = sorted(parts, key=lambda part: part.count)
-    total = sum(part.count for part in parts)
+    parts = sorted(parts, key=lambda part: part.number)
+    total = sum(part.number for part in parts)
     means = torch.stack([part.mean for part in parts])
     variances = torch.stack([part.variance for part in parts])
-    alike = Counter(part.count for part in parts)
+    alike = Counter(part.number for part in parts)
     counts = torch.cat([means.new_full((number, 1), count) for count, number in alike.items()])
     mean = (means * (counts / total)).sum(0)
     squares = (variances * (counts - 1) + (means - mean).square() * counts).sum(0)
@@ -243,8 +211,7 @@ def _joined(parts: list[ChannelStatistics]) -> ChannelStatistics:
 
 def _update(rounds: Mapping[DeferredBatchNorm, dict[int, list[ChannelStatistics]]]) -> None:
     """Computes everything first, then writes in one call, so that no error or interrupt leaves it half done."""
-    buffers: list[Tensor] = []
-    values: list[Tensor] = []
+    buffers, values = list[Tensor](), list[Tensor]()
     with torch.no_grad():
         for layer, parts in rounds.items():
             mean, variance, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
@@ -256,17 +223,10 @@ def _update(rounds: Mapping[DeferredBatchNorm, dict[int, list[ChannelStatistics]
             for each in parts.values():
                 tracked = tracked + 1
                 weight = tracked.to(wide).reciprocal() if layer.momentum is None else layer.momentum
-                if full := [part for part in each if part.count]:
+                if full := [part for part in each if part.number]:
                     new = _joined(full)
                     mean = new.mean * weight + mean * (1 - weight)
                     variance = new.variance * weight + variance * (1 - weight)
             values += mean, variance, tracked
         if buffers:
             _foreach_copy_(buffers, values)
-
-
-def _verify_count(name: str, value: int, what: str) -> None:
-    if not is_integer(value):
-        raise TypeError(f"found {name}={value!r}: expected an int, the number of {what}.")
-    if value < 1:
-        raise ValueError(f"found {name}={value}: expected 1 or more, the number of {what}.")

@@ -1,7 +1,6 @@
 """Checks of arguments. An error says what was found, what was expected, and what to do next."""
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 import reprlib
@@ -63,7 +62,8 @@ def verify_options(*, chosen: bool = False, own_loss: bool = False, **given: Any
         ("checkpoint", True, _is(str), lambda x: x in UNCHECKPOINTED_TAIL, _ONE_OF),
         ("backward", False, _is(str), lambda x: x in ("split", "autograd"), "'split' or 'autograd'"),
         ("schedule", chosen, _is(str, Schedule), None, "one of splitpipe.schedule.names(), a Schedule"),
-        ("loss_fn", True, _is_function, None, "a function of output and target, an instance, such as nn.MSELoss()"),
+        ("loss_fn", True, lambda x: callable(x) and not isinstance(x, type), None,
+         "a function of output and target, an instance, such as nn.MSELoss()"),
         ("grad_scaler", True, _is(torch.amp.GradScaler), None, "the loop's torch.amp.GradScaler"),
     ):
         value = given.get(name)
@@ -92,54 +92,32 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-def _is_function(value: object) -> bool:
-    return callable(value) and not isinstance(value, type)
-
-
 _MEASURE = "splitpipe.balance.balance_by_time(devices, module, sample) measures the layers to find a balance that fits."
 
 
-class TooFewDevicesError(ValueError, IndexError):
-    """Fewer devices than stages. A ValueError, and also the IndexError that torchgpipe's users catch."""
-
-
-#: Methods that other code calls on a module, so they must be nn.Sequential's. Printing may be overridden.
-_METHODS = [
-    name for name, value in inspect.getmembers(nn.Sequential, inspect.isfunction)
-    if not name.startswith("_") and name != "extra_repr"
-] + ["__call__"]
-
-
-def verify_module(module: object) -> None:
-    """Raises unless the module is a plain nn.Sequential."""
-    found = f"module is a {type(module).__name__}"
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(
-            f"{found}: expected an nn.Sequential, whose layers can be divided into stages. Write the model as "
-            "nn.Sequential(layer, layer, ...). For any other module, SplitPipe takes cuts=[...] instead of balance."
-        )
-    if own := _overridden(module):
-        raise TypeError(
-            f"{found} that overrides {', '.join(own)}: expected nn.Sequential's, since stages call the layers. Move "
-            "that code into a layer, and wrap nn.Sequential(*module)."
-        )
-    verify_python(module)
-
-
-def _overridden(module: nn.Sequential) -> list[str]:
-    return [
-        name for name in _METHODS
-        if getattr(getattr(module, name), "__func__", None) is not getattr(nn.Sequential, name)
-    ]
-
-
 def is_layered(module: object) -> TypeGuard[nn.Sequential]:
-    """True for an nn.Sequential whose layers stages can call, which ``verify_module`` accepts."""
-    return isinstance(module, nn.Sequential) and not _overridden(module)
+    """True for an nn.Sequential that is called as one, so that stages can call its layers."""
+    return isinstance(module, nn.Sequential) and all(
+        getattr(getattr(module, name), "__func__", None) is getattr(nn.Sequential, name)
+        for name in ("__call__", "forward")
+    )
 
 
-def verify_python(module: nn.Module) -> None:
-    """Raises for TorchScript: its calls can't be intercepted, nor its parameters replaced by copies."""
+def verify_module(module: Any) -> None:
+    """Raises unless the module is an nn.Sequential whose layers stages can call."""
+    if not is_layered(module):
+        own = " with its own forward" if isinstance(module, nn.Sequential) else ""
+        raise TypeError(
+            f"module is a {type(module).__name__}{own}: expected an nn.Sequential, whose layers can be divided into "
+            "stages. Write the model as nn.Sequential(layer, layer, ...). For any other module, SplitPipe takes "
+            "cuts=[...] instead of balance."
+        )
+    verify_supported(module)
+
+
+def verify_supported(module: nn.Module) -> None:
+    """Raises for FSDP, and TorchScript: its calls can't be intercepted, nor its parameters replaced by copies."""
+    verify_ungathered(module)
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             found = repr(name) if name else "module"
@@ -192,7 +170,7 @@ def verify_devices(devices: Iterable[Device | Place] | None, stages: int) -> lis
     if devices is None and not places:
         return [Place(torch.device("cpu"))] * stages
     if len(places) < stages:
-        raise TooFewDevicesError(
+        raise ValueError(
             f"{counted(len(places), 'device')} ({', '.join(map(str, places)) or 'none'}) for "
             f"{counted(stages, 'stage')}: expected {stages}, one per stage. Give {stages} (a device may be repeated)."
         )
@@ -212,20 +190,19 @@ def resolve_devices(devices: Iterable[Device | Place]) -> list[Place]:
     found = listed(devices)
     if found is None:
         raise TypeError(f"devices is {devices!r}: expected a list with one per stage, such as ['cuda:0', 'cuda:1'].")
-    places = [_place(f"devices[{number}]", device) for number, device in enumerate(found)]
-    plain = [str(each) for each in found if isinstance(each, (str, torch.device)) and str(each) in ("cuda", "xpu")]
+    plain = [str(each) for each in found if str(each) in ("cuda", "xpu")]
     if len({*plain}) < len(plain) and torch.accelerator.device_count() > 1:
         warnings.warn(
             f"devices names {plain[0]!r} twice, which is one device, and leaves others idle: expected indices, "
             "such as ['cuda:0', 'cuda:1'].", stacklevel=5,
         )
-    return places
+    return [_place(f"devices[{number}]", device) for number, device in enumerate(found)]
 
 
 def resolve_device(device: object) -> torch.device:
     """The device that an argument names, with its index. None: the current accelerator, or the CPU without one."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return _device("device", device if device is not None else "cpu" if kind is None else kind.type)
+    default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return _device("device", default if device is None else device)
 
 
 def _place(name: str, device: Device | Place) -> Place:
@@ -237,19 +214,19 @@ def _place(name: str, device: Device | Place) -> Place:
 def _device(name: str, device: object) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
         raise TypeError(f"{name} is {device!r}: expected a torch.device, an index, or a string such as 'cuda:0'.")
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if kind else 0
+    there = [place.device for place in accelerators()]
     try:
         found = torch.device(device)
     except (RuntimeError, ValueError):  # For example, an index that is too large for any device.
         found = torch.device("meta")
     if found.type == "cpu":
         return torch.device("cpu")
-    if kind is None or found.type != kind.type or (found.index is not None and found.index >= count):
-        there = "cpu" + (f" and {kind.type}:0 to {kind.type}:{count - 1}" if kind else "")
-        raise ValueError(f"{name} is {device!r}, which isn't available: expected one of {there}.")
-    index = torch.accelerator.current_device_index() if found.index is None else found.index
-    return torch.device(found.type, index)
+    if found.index is None and there:
+        found = torch.device(found.type, torch.accelerator.current_device_index())
+    if found not in there:
+        known = ", ".join(map(str, ["cpu", *there]))
+        raise ValueError(f"{name} is {device!r}, which isn't available: expected one of {known}.")
+    return found
 
 
 def resolve_schedule(schedule: str | Schedule, stages: int, devices: int | None, chunks: int) -> Schedule:
@@ -280,21 +257,3 @@ def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule
         f"the model has {counted(stages, 'stage')} for {counted(devices, 'device')}: schedule {name!r} expects {want}. "
         f"Give a balance of {counted(wanted, 'number')} or {counted(wanted - 1, 'cut')}, or other devices."
     )
-
-
-def resolve_run(
-    chunks: Any, schedule: str | Schedule | None, devices: Sequence[Place] | None, stages: int
-) -> tuple[int, Schedule | None, list[Place]]:
-    """The number of microbatches (default: a Schedule's, or four per device), the schedule, and each stage's place."""
-    if chunks is not None:
-        chunks = operator.index(chunks)
-    elif isinstance(schedule, Schedule):
-        chunks = schedule.microbatches
-    else:
-        each = 1 if schedule is None else build(schedule, 1, 1).stages
-        chunks = 4 * max(1, stages // each if devices is None else min(len(devices), stages))
-    if schedule is None:
-        return chunks, None, verify_devices(devices, stages)
-    plan = resolve_schedule(schedule, stages, None if devices is None else len(devices), chunks)
-    rows = verify_devices(devices, plan.devices)
-    return chunks, plan, [rows[device] for device in plan.placement]

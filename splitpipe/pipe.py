@@ -15,12 +15,10 @@ from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint
 from splitpipe.microbatch.chunk_spec import verify_batched
 from splitpipe.partition import placing
-from splitpipe.partition.blocks import balance_of
 from splitpipe.partition.moving import move_stages
 from splitpipe.partition.resident import Resident
-from splitpipe.piped import Arguments, complete, options_of, piped, with_arguments
+from splitpipe.piped import Arguments, complete, described, options_of, piped, with_arguments
 from splitpipe.runtime.guards import outside_of_compilers, refuse_export, refuse_transforms
-from splitpipe.runtime.module import ModuleRuntime
 from splitpipe.runtime.runtime import Batch, Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
@@ -39,12 +37,10 @@ class SplitPipe(Resident):
             any other module, which runs its own forward. Layers are moved to their stage's device now; parameters of
             other modules are, in the first call.
         balance: for an nn.Sequential, the number of layers of each stage. Default, if ``cuts`` isn't given either:
-            stages whose weights, gradients and Adam states fill the same share of their device's free memory, or, with
-            ``sample``, stages that take the same time. For other modules, ``splitpipe.attach`` describes the default.
+            chosen as ``splitpipe.attach`` chooses cuts.
         cuts: names of submodules, instead of ``balance``: stage j+1 starts where ``cuts[j]`` is called.
         devices: one per stage, or one per row of the schedule: a ``torch.device``, an index, a string, or a
-            ``torch.Stream`` to compute on. A device may be repeated. Default: all accelerators; without any, the CPU
-            for every stage (two stages, if their number isn't given).
+            ``torch.Stream`` to compute on. A device may be repeated. Default: all accelerators, or else the CPU.
         chunks: number of microbatches. Batches are split as by ``torch.chunk``, so there may be fewer. Default: those
             of a given Schedule, or else four per device.
         checkpoint: which microbatches drop what autograd saves, and recompute it in backward: ``"always"``,
@@ -59,27 +55,25 @@ class SplitPipe(Resident):
             Above this limit, they are computed at once. Default: the bytes of the stage's weights, or a quarter of
             that with checkpointing.
         schedule: None (drop-in): ``loss.backward()`` runs backward, after all forwards. Otherwise, a name from
-            ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule`` with the same numbers of stages and
-            microbatches: forward and backward both run inside the call, which needs ``loss_fn`` or, with ``cuts``, the
-            field ``loss`` of the module's output.
+            ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule``: forward and backward both run inside
+            the call, which needs ``loss_fn`` or, with ``cuts``, the field ``loss`` of the module's output.
         loss_fn: for a schedule: ``loss_fn(output, target)`` returns a number. It is traced while it is computed, so
             that the loss is that of the whole batch for sums and means over any count. Or it returns a pair (total,
             count); the loss is then the sum of totals divided by the sum of counts.
         grad_scaler: the training loop's ``torch.amp.GradScaler``, for a schedule under float16 autocast, which needs
             the scale before ``loss.backward()``.
-        batched: how the input is split: a nesting that matches the outer levels of the input's, with True (tensors are
-            split along their first dimension), an int (along this dimension), ``"rows"`` (a list with one entry per
-            row), ``"groups"`` (k entries per row) or False (every microbatch gets the whole value): ``(True, False)``
-            for ``model((x, mask))``. With ``cuts``, a dict by argument name; the target's key is ``"target"``. Default:
-            tensors and lists are split that have as many entries as the first tensor.
+        batched: how the input is split: a nesting that matches the outer levels of the input's, with True (along the
+            first dimension), an int (along this dimension), ``"rows"`` (a list with one entry per row), ``"groups"`` (k
+            entries per row) or False (not split): ``(True, False)`` for ``model((x, mask))``. With ``cuts``, a dict by
+            argument name; the target's key is ``"target"``. Default: tensors and lists are split that have as many
+            entries as the first tensor.
         split: ``split(args, kwargs, chunks)`` returns (args, kwargs) for each microbatch, for inputs that ``batched``
             can't describe.
         reduction: how numbers returned by microbatches, such as losses, are combined: ``"mean"`` weighted by rows,
             ``"sum"``, or (drop-in only) a function of the list of values and the list of row counts. Default: as the
             trace of the computation shows; numbers that an nn.Sequential returns are stacked.
-        sample: the arguments of a call (keyword arguments in a dict, positional ones in a tuple). With ``cuts``, a
-            forward on one row of it moves the parameters to their devices now. With neither ``cuts`` nor ``balance``,
-            stages are timed on it.
+        sample: the arguments of a call (keyword arguments in a dict, positional ones in a tuple), on which stages are
+            timed if they are chosen. With ``cuts``, a forward on one row moves the parameters to their devices now.
         compile: True compiles layers (with ``cuts``: blocks) with torch.compile, equal ones only once. Their backward
             has two halves, so that all weight gradients are deferred. A dict sets options: backend, dynamic, mode,
             options.
@@ -88,7 +82,7 @@ class SplitPipe(Resident):
         TypeError: ``balance`` is given for a module that isn't a plain nn.Sequential, skips don't match, or an argument
             has a wrong type.
         ValueError: an argument has a wrong value (the message reports what was found and what was expected), or the
-            devices can't hold the module. With fewer devices than stages, it is an IndexError too.
+            devices can't hold the module.
 
     Example:
         >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
@@ -114,34 +108,21 @@ class SplitPipe(Resident):
         if cuts is not None and balance is not None:
             raise ValueError("both balance and cuts are given: expected one of them.")
         given = complete("SplitPipe", options)
+        self._balance = list[int]()
         if cuts is not None or balance is None and isinstance(module, nn.Module) and not checks.is_layered(module):
             cuts, given["devices"] = chosen_cuts(module, cuts, given["devices"], given["schedule"], given["sample"])
-            plain = given["sample"] is None and not isinstance(given["batched"], dict)
-            balance = balance_of(module, cuts) if plain else None
-        self._balance = list[int]()
-        if cuts is not None and balance is None:
             forward = piped(module, cuts, given)
             vars(self).update(_runtime=forward.runtime, forward=forward)
         else:
             checks.verify_module(module)
-            checks.verify_ungathered(module)
             assert isinstance(module, nn.Sequential)
             if balance is None:
-                balance, given["devices"] = chosen_balance(
-                    module, given["devices"], given["schedule"], given["sample"]
-                )
+                rest = given["devices"], given["schedule"], given["sample"]
+                balance, given["devices"] = chosen_balance(module, *rest)
             self._balance = checks.verify_balance(balance, len(module))
             self._runtime = chained(module, self._balance, given)
         self._places = self._runtime.options.places
         self._wrap(module)
-
-    @property
-    def hf_device_map(self) -> dict[str, torch.device]:
-        """The devices of layers, or of a module's blocks, by name, for accelerate and transformers' Trainer."""
-        if isinstance(self._runtime, ModuleRuntime):
-            return self._runtime.device_map()
-        stages = [device for device, count in zip(self.devices, self._balance) for _ in range(count)]
-        return dict(zip(self._modules, stages))
 
     @property
     def cuts(self) -> list[str]:
@@ -179,22 +160,18 @@ class SplitPipe(Resident):
 
         Args:
             input: a tensor of shape (batch, ...), or a nesting of such tensors with the same batch size and of lists
-                with one entry per row. Values that ``batched`` marks False, tensors without dimensions, and other
-                values are passed to every microbatch as they are. Tensors on other devices are copied to the first
-                stage's.
-            target: for ``loss_fn``, a nesting with the same batch size as the input. The whole schedule is then run,
-                forward and backward, and ``loss.backward()`` hands over the finished gradients, scaled by the gradient
-                of the loss. If the loss is dropped, no ``.grad`` changes.
+                with one entry per row, on any device. All other values are passed to every microbatch.
+            target: for ``loss_fn``, a nesting with the same batch size as the input. Forward and backward are then run,
+                and ``loss.backward()`` hands over the finished gradients. If the loss is dropped, no ``.grad`` changes.
 
         Returns:
-            the output on the last stage's device, joined along the batch dimension. Numbers that an nn.Sequential
-            returns are stacked, one per microbatch, unless ``reduction`` is given; with ``cuts`` they are combined.
-            Given a target: the loss, a tensor without dimensions.
+            the output on the last stage's device, joined along the batch dimension, where numbers are stacked unless
+            ``reduction`` is given; or the loss, a tensor without dimensions.
 
         Raises:
             TypeError: the input or the target can't be split into microbatches.
-            ValueError: a target is given without a ``loss_fn``, or has a different batch size; or the counts that terms
-                of the loss are divided by aren't proportional.
+            ValueError: a target is given without a ``loss_fn``, or has a different batch size; or the loss can't be
+                computed from those of microbatches.
             BaseException: whatever a layer raises, with a note that names stage, layer and microbatch. The model stays
                 usable.
         """
@@ -214,11 +191,8 @@ class SplitPipe(Resident):
         return self._runtime.run(Batch(self, (input,), {}, target))
 
     def extra_repr(self) -> str:
-        devices = ", ".join(map(str, self._places))
-        options = self._runtime.options
-        named = "" if options.schedule is None else f", schedule={options.schedule.name or 'custom'!r}"
         parts = f"balance={self._balance}" if self._balance else f"cuts={self.cuts}"
-        return f"{parts}, devices=[{devices}], chunks={options.chunks}, checkpoint={options.checkpoint!r}{named}"
+        return described(self._runtime.options, parts)
 
 
 def chained(module: nn.Sequential, balance: list[int], given: Arguments) -> Runtime:
@@ -227,7 +201,9 @@ def chained(module: nn.Sequential, balance: list[int], given: Arguments) -> Runt
     verify_skippables(module)
     spans, layers = placing.spans(balance), [*module._modules.values()]
     stages = [layers[start:end] for start, end in spans]
+    devices = [place.device for place, stage in zip(options.places, stages) for _ in stage]
     placing.verify_stages(stages, options.places)
     move_stages(stages, options.places)
     defer(module, options.chunks, given["deferred_batch_norm"])
+    vars(module)["hf_device_map"] = dict(zip(module._modules, devices))  # For accelerate, as of other modules.
     return Runtime(options, spans)

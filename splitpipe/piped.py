@@ -28,6 +28,7 @@ from splitpipe.partition.resident import Resident, is_pipeline
 from splitpipe.runtime.guards import outside_of_compilers, refuse_export, refuse_transforms
 from splitpipe.runtime.module import ModuleRuntime
 from splitpipe.runtime.runtime import Options, Runtime
+from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 
 _log = logging.getLogger("splitpipe")
@@ -47,19 +48,13 @@ class Piped:
         self.runtime = runtime
         #: accelerate's hooks that were removed, and the module's previous map.
         self.hooks, self.map_before = hooks, map_before
-        if runtime.signature is not None:
-            self.__signature__ = runtime.signature
+        self.__signature__ = runtime.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_export()
         if "torch._dynamo" in sys.modules:
             return outside_of_compilers(self._run, args, kwargs)
         return self._run(args, kwargs)
-
-    def __repr__(self) -> str:
-        options = self.runtime.options
-        devices = [str(place.device) for place in options.places]
-        return f"<pipeline: cuts={[*options.cuts]}, devices={devices}, chunks={options.chunks}>"
 
     @property
     def __code__(self) -> CodeType:
@@ -77,11 +72,24 @@ class Piped:
             self.write_map()
         return value
 
+    def extra_repr(self) -> str:
+        """What ``print`` shows of the attached module, besides its layers."""
+        module, options = self.runtime.module, self.runtime.options
+        own = type(module).extra_repr(module)
+        return f"{own}{', ' if own else ''}{described(options, f'cuts={[*options.cuts]}')}"
+
     def write_map(self) -> None:
         """Writes ``hf_device_map``: accelerate and Trainer don't move a model that has one."""
         runtime = self.runtime
         runtime.mapped = len(runtime.stage_of)
         vars(runtime.module)["hf_device_map"] = runtime.device_map()
+
+
+def described(options: Options, parts: str) -> str:
+    """The stages and how they run, for ``print``."""
+    named = "" if options.schedule is None else f", schedule={options.schedule.name or 'custom'!r}"
+    devices = ", ".join(map(str, options.places))
+    return f"{parts}, devices=[{devices}], chunks={options.chunks}, checkpoint={options.checkpoint!r}{named}"
 
 
 class Arguments(TypedDict, total=False):
@@ -138,9 +146,21 @@ def options_of(
     verify_split(given["split"])
     compiling = verify_compile(given["compile"])
     named = None if given["devices"] is None else checks.resolve_devices(given["devices"])
-    chunks, plan, places = checks.resolve_run(given["chunks"], schedule, named, stages)
-    if given["chunks"] is None:
+    if given["chunks"] is not None:
+        chunks = operator.index(given["chunks"])
+    elif isinstance(schedule, Schedule):
+        chunks = schedule.microbatches
+    else:
+        each = 1 if schedule is None else build(schedule, 1, 1).stages
+        chunks = 4 * max(1, stages // each if named is None else min(len(named), stages))
         _log.info("chosen: chunks=%d", chunks)
+    plan = None
+    if schedule is None:
+        places = checks.verify_devices(named, stages)
+    else:
+        plan = checks.resolve_schedule(schedule, stages, None if named is None else len(named), chunks)
+        rows = checks.verify_devices(named, plan.devices)
+        places = [rows[device] for device in plan.placement]
     unused = [str(place) for place in named or () if place not in places]
     if unused:
         warnings.warn(
@@ -163,8 +183,7 @@ def piped(module: nn.Module, cuts: Iterable[str], given: Arguments) -> Piped:
         raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
     if isinstance(module, Resident):
         raise TypeError("module is a SplitPipe: expected the module that it was made from.")
-    checks.verify_python(module)
-    checks.verify_ungathered(module)
+    checks.verify_supported(module)
     names = verify_cuts(module, cuts)
     verify_filled(module)
     options = options_of(given, len(names) + 1, names, verify_named(given["batched"]))
@@ -190,12 +209,9 @@ def piped(module: nn.Module, cuts: Iterable[str], given: Arguments) -> Piped:
 
 def runtime_of(module: object, name: str = "model") -> Runtime:
     """What runs a pipeline. Raises TypeError for an argument that isn't one."""
-    parts = dict(module.named_modules()) if isinstance(module, nn.Module) else {}
-    inside = [own for own, part in parts.items() if is_pipeline(part)]
-    if "" not in inside:
-        found = f"; {inside[0]!r} inside it is one: expected that" if inside else ""
+    if not isinstance(module, nn.Module) or not is_pipeline(module):
         kind = type(module).__name__
-        raise TypeError(f"{name} is a {kind}, not a pipeline: expected a SplitPipe, or an attached module{found}.")
+        raise TypeError(f"{name} is a {kind}, not a pipeline: expected a SplitPipe, or an attached module.")
     own = vars(module)
     runtime: Runtime = own["_runtime"] if isinstance(module, Resident) else own["forward"].runtime
     return runtime

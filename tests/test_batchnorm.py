@@ -25,9 +25,9 @@ def batch(size, *shape, seed=0, dtype=torch.float32):
     return (x * channels + channels * 10 + rows).to(dtype)
 
 
-def twins(kind=nn.BatchNorm2d, features=3, dtype=torch.float32, chunks=1, **options):
+def twins(kind=nn.BatchNorm2d, features=3, dtype=torch.float32, **options):
     plain = kind(features, **options).to(dtype)
-    return plain, convert(copy.deepcopy(plain), chunks)
+    return plain, convert(copy.deepcopy(plain))
 
 
 def run(layer, microbatches):
@@ -90,7 +90,7 @@ def test_nothing_changes_before_the_commit_and_nothing_after_it():
 
 
 def test_commit_that_fails_changes_no_layer():
-    model = nn.Sequential(DeferredBatchNorm(3), DeferredBatchNorm(3))
+    model = convert(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
     before = copy.deepcopy(model.state_dict())
     model[1].momentum = "none"
     with pytest.raises(TypeError):
@@ -136,13 +136,11 @@ def test_pass_inside_a_pass_belongs_to_the_outer_one():
     assert_same(plain, deferred)
 
 
-def test_by_hand_every_chunks_forwards_make_a_batch():
-    plain, deferred = twins(chunks=4)
+def test_outside_a_pipeline_every_forward_is_a_batch():
+    plain, deferred = twins()
     for step in range(3):
         x = batch(8, 3, 4, 5, seed=step)
-        plain(x)
-        for part in x.chunk(4):
-            deferred(part)
+        assert plain(x).equal(deferred(x))
         assert_same(plain, deferred)
 
 
@@ -186,19 +184,19 @@ def test_single_value_is_refused_with_advice():
     assert deferred.num_batches_tracked == 0
 
 
-def test_arguments_come_in_order():
-    given = 3, 1e-3, None, False, 4
-    layer = DeferredBatchNorm(*given)
-    assert (layer.num_features, layer.eps, layer.momentum, layer.affine, layer.chunks) == given
+def test_it_is_made_by_conversion():
+    with pytest.raises(TypeError, match="expected DeferredBatchNorm.convert_deferred_batch_norm"):
+        DeferredBatchNorm()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_copy_goes_on_as_the_original(copied):
-    plain, deferred = twins(chunks=2)
+    plain, deferred = twins()
     first, second = batch(8, 3, 4, 5).chunk(2)
     deferred(first)
     other = copied(deferred)
-    plain(torch.cat([first, second]))
+    plain(first)
+    plain(second)
     for layer in (deferred, other):
         layer(second)
         assert_same(plain, layer)

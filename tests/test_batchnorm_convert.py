@@ -29,10 +29,9 @@ def test_everything_of_the_layer_stays():
     layer.mine = "kept"
     attributes = dict(vars(layer))
     tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-    converted = convert(layer, 4)
+    converted = convert(layer)
     assert converted is layer
     assert type(converted) is DeferredBatchNorm
-    assert converted.chunks == 4
     assert all(vars(converted)[name] is value for name, value in attributes.items())
     now = {**dict(converted.named_parameters()), **dict(converted.named_buffers())}
     assert now.keys() == tensors.keys()
@@ -65,7 +64,7 @@ def test_every_depth_is_converted_and_shared_layers_stay_shared():
 def test_others_are_left_alone():
     patched = nn.BatchNorm1d(3)
     patched.forward = lambda input: input
-    deferred = DeferredBatchNorm(3, chunks=2)
+    deferred = convert(nn.BatchNorm1d(3))
     untracked = nn.BatchNorm1d(3)
     untracked.track_running_stats = False
     model = nn.Sequential(
@@ -74,8 +73,8 @@ def test_others_are_left_alone():
         untracked,
     )
     before = kinds(model)
-    convert(model, 8)
-    assert kinds(model) == before and deferred.chunks == 2
+    convert(model)
+    assert kinds(model) == before and deferred._original is nn.BatchNorm1d
 
 
 def test_all_that_is_refused_is_told_and_nothing_is_changed():
@@ -98,9 +97,8 @@ def test_layer_compiled_before_is_deferred_too():
     compiled = torch.compile(deferred, backend="eager")
     x = torch.randn(8, 3)
     compiled(x)
-    convert(deferred, 2)
-    for part in x.chunk(2):
-        compiled(part)
+    convert(deferred)
+    compiled(x)
     for _ in range(2):
         plain(x)
     torch.testing.assert_close(dict(deferred.state_dict()), dict(plain.state_dict()))

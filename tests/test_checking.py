@@ -356,11 +356,26 @@ def test_what_cannot_be_compared_is_an_error() -> None:
         ((model, x[:1]), ValueError, "one microbatch", {}), ((model,), TypeError, "expected an input", {}),
         ((model, x), TypeError, "loss returned a float", {"loss": lambda output: output.sum().item()}),
         ((model, x), ValueError, "both loss and target", {"target": x, "loss": lambda output: output.sum()}),
-        ((model, x), ValueError, "'1.bias' requires grad in one", {"against": other}),
-        ((net, x), ValueError, "against is a pipeline", {"against": net}),
+        ((model, x), ValueError, "'1.bias' requires grad in model or against alone", {"against": other}),
+        ((net, x), TypeError, "against is a Net: expected an nn.Module that isn't a pipeline", {"against": net}),
         ((lazy, x), ValueError, "'0.weight' has no values yet", {}),
     ]
     for args, error, message, options in wrong:
         with pytest.raises(error, match=message):
             check(*args, **options)
     assert lazy(x).shape == (8, 4)
+
+
+def test_a_generator_of_a_layer_draws_too_and_is_where_it_was_afterwards() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = torch.Generator().manual_seed(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(x.shape, generator=self.numbers)
+
+    model = SplitPipe(nn.Sequential(Noisy(), nn.Linear(4, 2)), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    before = model[0].numbers.get_state()
+    assert "draws random numbers" in splitpipe.check(model, torch.randn(8, 4)).advice
+    assert torch.equal(before, model[0].numbers.get_state())

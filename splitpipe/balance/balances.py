@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from torch import nn
 
 from splitpipe.balance.rig import Layer, measure
-from splitpipe.balance.solver import solve
 from splitpipe.balance.survey import survey
 from splitpipe.checks import accelerators, is_integer, number_of, resolve_device
 from splitpipe.core.stream import Place
+from splitpipe.partition.by_bytes import divide
 
 Device = torch.device | int | str
 
@@ -26,32 +25,25 @@ def balance_by_time(
 
     A copy of the module is trained, in train mode and with the split backward, as a pipeline on one device: with each
     layer of an nn.Sequential as a stage, or with a cut at each call of a repeated block (children of one module, of one
-    class, such as the layers of a transformer).
-
-    The model, its gradients and buffers, the sample and the random state stay as they are. The user's hooks don't run.
-    Autocast applies if it is on around the call.
+    class, such as the layers of a transformer). The model, its gradients and buffers, the sample and the random state
+    stay as they are. The user's hooks don't run. Autocast applies if it is on around the call.
 
     Args:
         partitions: number of stages.
         module: the model. If it isn't an nn.Sequential, backward starts at the field ``loss`` of its output, or else at
             all tensors in it.
-        sample: for an nn.Sequential, an input, a tensor of shape (rows, ...) or a nesting of them. For any other module
-            the arguments of a call: keyword arguments in a dict, positional ones in a tuple, or one tensor. On any
-            device; ideally with as many rows as a microbatch.
-        timeout: seconds for repeating runs. Copying takes additional time, and so do the first runs, which are a
-            warm-up.
-        device: where to run the copy. Default: the current accelerator, or all of them if it has too little memory,
-            or the CPU if there is none.
+        sample: an input of an nn.Sequential, such as a tensor of shape (rows, ...). For any other module, a call's
+            arguments: keywords in a dict, positional ones in a tuple, or one tensor. Ideally as large as a microbatch.
+        timeout: seconds for repeating runs, not counting the copy and the first runs, which are a warm-up.
+        device: where to run the copy. Default: the current accelerator, all if it is too small, or the CPU without any.
 
     Returns:
         For an nn.Sequential, the number of layers of each stage, for ``balance``. For any other module, the names of
         the blocks with whose calls stages 1, 2, ... start, for ``cuts``.
 
     Raises:
-        TypeError: ``module`` isn't an nn.Module, or another argument has a wrong type.
-        ValueError: ``partitions`` is less than 1 or more than the number of layers, or than one plus the number of
-            possible cuts; no blocks of a module repeat; ``timeout`` isn't positive; ``sample`` has no rows; or there is
-            no such ``device``.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument has a wrong value, or there are fewer layers or repeated blocks than stages.
 
     Example:
         >>> from splitpipe.balance import balance_by_time
@@ -71,28 +63,17 @@ def balance_by_size(
 ) -> list[Any]:
     """Chooses stages so that the fullest one takes as little memory as possible.
 
-    A copy is run on one microbatch, as in ``balance_by_time``. A stage holds the tensors that autograd saves for
+    It runs a copy, returns and raises as ``balance_by_time`` does. A stage holds the tensors that autograd saves for
     backward (a storage counts for the first layer or block that saves it; the model's input isn't counted) and
     ``param_scale`` times the parameters. Frozen parameters and buffers count at most once, shared state for the first
     layer or block that has it.
 
     Args:
-        partitions: number of stages.
-        module: the model.
-        input: a training batch, on any device: the input of an nn.Sequential, or the arguments of a call, as the
-            ``sample`` of ``balance_by_time``.
+        partitions, module, device: as for ``balance_by_time``.
+        input: a training batch, in the form of ``balance_by_time``'s sample.
         chunks: number of microbatches that the batch is split into. Only the first of them is run.
         param_scale: number of tensors of a parameter's size that training holds, including the parameter: 2 with its
             gradient, 3 with SGD's momentum, 4 with Adam's two averages, 5 with the third one of amsgrad.
-        device: where to run the copy, as for ``balance_by_time``.
-
-    Returns:
-        The number of layers of each stage, or the names of the blocks with which stages start, as ``balance_by_time``.
-
-    Raises:
-        TypeError: as ``balance_by_time``.
-        ValueError: as ``balance_by_time``; or ``chunks`` is less than 1, or ``param_scale`` is less than 0 or
-            infinite.
 
     Example:
         >>> from splitpipe.balance import balance_by_size
@@ -100,17 +81,17 @@ def balance_by_size(
         >>> balance_by_size(2, module, torch.randn(16, 8), param_scale=4.0)
         [1, 2]
     """
-    scale = Fraction(number_of("param_scale", param_scale, "tensors per parameter"))
+    scale = number_of("param_scale", param_scale, "tensors per parameter")
 
-    def size(layer: Layer) -> Fraction:
-        return layer.saved - layer.repeated + scale * layer.parameters + min(scale, Fraction(1)) * layer.state
+    def size(layer: Layer) -> float:
+        return layer.saved - layer.repeated + scale * layer.parameters + min(scale, 1.0) * layer.state
 
     return _stages(partitions, module, input, "input", device, size, chunks=chunks)
 
 
 def _stages(
     partitions: int, module: nn.Module, sample: object, whose: str, device: Device | None,
-    cost: Callable[[Layer], float | Fraction], *, chunks: int = 1, seconds: float = 0.0,
+    cost: Callable[[Layer], float], *, chunks: int = 1, seconds: float = 0.0,
 ) -> list[Any]:
     """The number of layers of each stage, or the names of the blocks with which stages 1, 2, ... start."""
     for name, value in ("partitions", partitions), ("chunks", chunks):
@@ -126,5 +107,5 @@ def _stages(
     if partitions > most:
         raise ValueError(f"partitions is {partitions}: expected 1 to {most}, as each stage needs at least {what}.")
     layers = measure(subject, places, chunks=operator.index(chunks), seconds=seconds)
-    lengths = solve([cost(layer) for layer in layers], operator.index(partitions))
+    lengths = divide([cost(layer) for layer in layers], [1.0] * operator.index(partitions))
     return lengths if subject.layered else [subject.names[start] for start in accumulate(lengths[:-1])]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from splitpipe.balance.balances import balance_by_time
-from splitpipe.checks import accelerators, is_layered, resolve_devices, verify_python
+from splitpipe.checks import accelerators, is_layered, resolve_devices, verify_supported
 from splitpipe.core.stream import Device, Place
 from splitpipe.partition.blocks import Blocks, called, no_blocks, repeated
 from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of, share
@@ -30,62 +30,60 @@ _ANY_NUMBER = None, "gpipe"
 def chosen_cuts(
     module: Any, cuts: Iterable[str] | None, devices: Iterable[Device] | None, schedule: str | Schedule | None,
     sample: Any,
-) -> tuple[Iterable[str], Iterable[Device] | None]:
+) -> tuple[Iterable[str], Iterable[Any] | None]:
     """The cuts and devices of a module, as given, or chosen where they are None."""
     if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
         return () if cuts is None else cuts, devices  # Faults are reported where all arguments are checked.
-    verify_python(module)
+    verify_supported(module)
     verify_filled(module)
     names, homes = cuts_of_map(module) if devices is None else ([], [])
     if cuts is not None:
         wanted = None if isinstance(cuts, str) else listed(cuts)
-        if wanted is None:
-            return cuts, None
-        return wanted, homes if len(homes) == len(wanted) + 1 else None
+        same = wanted is not None and len(homes) == len(wanted) + 1
+        return cuts if wanted is None else wanted, homes if same else None
     rows = _rows(devices, homes, schedule)
     is_placed = homes and len(_stages(rows, schedule)) == len(homes) and sample is None
-    found, named = (names, _named(rows)) if is_placed else _chosen(module, rows, schedule, sample)
-    _log.info("chosen: cuts=%s, devices=%s", found, [str(device) for device in named])
-    return found, named
+    found, places = (names, rows) if is_placed else _chosen(module, rows, schedule, sample)
+    _log.info("chosen: cuts=%s, devices=%s", found, [str(place.device) for place in places])
+    return found, places
 
 
 def chosen_balance(
     module: nn.Sequential, devices: Iterable[Device] | None, schedule: str | Schedule | None, sample: Any
-) -> tuple[list[int], Iterable[Device]]:
+) -> tuple[list[int], Iterable[Any]]:
     """The balance and devices of an nn.Sequential, as given, or chosen where they are None."""
-    cuts, named = _chosen(module, _rows(devices, [], schedule), schedule, sample)
+    cuts, places = _chosen(module, _rows(devices, [], schedule), schedule, sample)
     names = [*module._modules]
     ends = [*map(names.index, cuts), len(names)]
     found = [end - start for start, end in zip([0, *ends], ends)]
-    _log.info("chosen: balance=%s, devices=%s", found, [str(device) for device in named])
-    return found, named
+    _log.info("chosen: balance=%s, devices=%s", found, [str(place.device) for place in places])
+    return found, places
 
 
 def _chosen(
     module: nn.Module, rows: list[Place], schedule: str | Schedule | None, sample: Any
-) -> tuple[list[str], list[Device]]:
+) -> tuple[list[str], list[Place]]:
     """The names of the modules that start stages 1, 2, ..., and the devices: by time, or without a sample by bytes."""
     places, layered = _stages(rows, schedule), is_layered(module)
     where = [*module._modules] if layered else [*repeated(module)]
     if sample is None:
-        cuts, places = _by_bytes(module, places, where, schedule)
-        return cuts, _named(places if schedule in _ANY_NUMBER else rows)
+        cuts, places = _by_bytes(module, places, where)
+        return cuts, places if schedule in _ANY_NUMBER else rows
     if layered and type(sample) is tuple and len(sample) == 1:  # A call's arguments: an nn.Sequential takes one.
         sample = sample[0]
     device = rows[0].device if rows[0].device.type == "cpu" else None
     found = balance_by_time(len(places), module, sample, device=device)
-    return [where[start] for start in accumulate(found[:-1])] if layered else found, _named(rows)
+    return [where[start] for start in accumulate(found[:-1])] if layered else found, rows
 
 
 def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> dict[str, torch.device]:
     """Chooses the device of each block of a module, for loading it without ever holding all of it in one place.
 
-    The module may be on ``meta``, where it takes no memory. Stages get shares by bytes and free memory, as ``attach``
-    chooses them if ``cuts`` is left out. A model that is loaded with this map is cut by ``attach`` where the map
-    changes.
+    Stages get shares by bytes and free memory, as ``attach`` chooses them if ``cuts`` is left out. A model that is
+    loaded with this map is cut by ``attach`` where the map changes.
 
     Args:
-        module: the model; it may be cut at its repeated blocks, such as the layers of a transformer.
+        module: the model, which may be on ``meta``. Stages begin with repeated blocks, as a transformer's layers.
         devices: one per stage. Default: all accelerators.
 
     Returns:
@@ -104,7 +102,7 @@ def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> di
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
     places = _rows(devices, [], None)
-    names, places = _by_bytes(module, places, [*repeated(module)], None)
+    names, places = _by_bytes(module, places, [*repeated(module)])
     blocks = Blocks(module, names)
     return _with_ties(map_of(blocks, {}, [place.device for place in places], placed=False), blocks)
 
@@ -126,7 +124,7 @@ def _rows(
     if devices is not None:
         return resolve_devices(devices)
     count = schedule.devices if isinstance(schedule, Schedule) else None
-    found = [Place(device) for device in homes] or accelerators()
+    found = resolve_devices(homes) or accelerators()
     if not found:
         count = count or 2
         what = f"no accelerator is available: using {counted(count, 'stage')} on the CPU. To silence this warning, "
@@ -145,26 +143,14 @@ def _stages(rows: list[Place], schedule: str | Schedule | None) -> list[Place]:
     return [rows[row] for row in schedule.placement]
 
 
-def _named(rows: Sequence[Place]) -> list[Device]:
-    return [place.device if place.stream is None else place.stream for place in rows]
-
-
-def _by_bytes(
-    module: nn.Module, places: list[Place], where: Sequence[str], schedule: str | Schedule | None
-) -> tuple[list[str], list[Place]]:
-    """The names of the modules that start stages 1, 2, ..., and the places of all stages."""
+def _by_bytes(module: nn.Module, places: list[Place], where: Sequence[str]) -> tuple[list[str], list[Place]]:
+    """The names of the modules that start stages 1, 2, ..., and the places of all stages, no more than parts."""
     if len(places) == 1:
         where = []
     elif not where:
         raise no_blocks(module)
     parts = parts_of(module, [name for name in where if called(module.get_submodule(name))])
-    if len(parts) < len(places):
-        if schedule not in _ANY_NUMBER:
-            raise ValueError(
-                f"module, a {type(module).__name__}, can be cut into {counted(len(parts), 'block')}, and the schedule "
-                f"has {counted(len(places), 'stage')}: expected at least as many blocks."
-            )
-        places = places[: len(parts)]
+    places = places[: len(parts)]
     devices = [place.device for place in places]
     memory = {device: memory_of(device, module) for device in dict.fromkeys(devices)}
     known = None not in memory.values()

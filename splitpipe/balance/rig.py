@@ -147,7 +147,7 @@ class Rig:
         ))
         module = subject.module.train()
         if subject.layered:
-            resolved = options_of(options, count)
+            resolved = options_of(options, count, batched=(None, None))
             layers = [[layer] for layer in module._modules.values() if layer is not None]
             verify_stages(layers, resolved.places)
             move_stages(layers, resolved.places)
@@ -189,7 +189,7 @@ class Rig:
 
         def ended(stage: RunningStage, kind: str) -> None:
             if kind == "F":  # What is freed by now is of no use to backward.
-                entered.append(memory_of(*_tensors([edge.ownership_token for edge in stage.fwd_cache[0].entries])))
+                entered.append(memory_of(*[edge.ownership_token for edge in stage.fwd_cache[0].entries]))
                 saved.append(memory_of(*[x for each in packed if (x := each()) is not None]))
                 packed.clear()
             elif kind == "B":
@@ -201,17 +201,15 @@ class Rig:
         own = memory_of(*self._subject.module.parameters(), *self._subject.module.buffers())
         return recording, entered, [{key: each[key] for key in each.keys() - own.keys()} for each in saved], kept
 
-    def state(self) -> list[tuple[int, int]]:
+    def state(self) -> list[list[int]]:
         """For each unit, the bytes of its trained parameters and of its other state; shared state counts once."""
-        found = [[0, 0] for _ in self._subject.names]
-        seen: set[int] = set()
-        stages = self._runtime._stages_of(self._subject.module)
-        for part in self._subject.module.modules():
+        found, seen = [[0, 0] for _ in self._subject.names], set[int]()
+        for part, j in sorted(self._runtime._stages_of(self._subject.module).items(), key=lambda item: item[1]):
             for x in (*part._parameters.values(), *part._buffers.values()):
-                if x is not None and id(x) not in seen and part in stages:
+                if x is not None and id(x) not in seen:
                     seen.add(id(x))
-                    found[stages[part]][not x.requires_grad] += sum(memory_of(x).values())
-        return [(trained, other) for trained, other in found]
+                    found[j][not x.requires_grad] += sum(memory_of(x).values())
+        return found
 
 
 @dataclass
@@ -222,13 +220,13 @@ class _Call:
     kwargs: dict[str, Any]
     target: Any
     microbatches: int = 1
-    latest: Sequence[Tensor] = ()  #: Those among the arguments of the latest run's first microbatch.
+    latest: Sequence[Any] = ()  #: The leaves of the arguments of the latest run's first microbatch.
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[Any]:
         """The arguments of each microbatch: copies of those of the call."""
         copy = partial(tree_map_only, Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
         found = [copy((args, kwargs)) for _ in range(self.microbatches)]
-        self.latest = _tensors((found[0][0], [found[0][1][name] for name in self.kwargs]))
+        self.latest = tree_leaves((found[0][0], [found[0][1][name] for name in self.kwargs]))
         return found
 
 
@@ -266,25 +264,19 @@ def record_idle(places: Sequence[Place], layered: bool, units: int, microbatches
 
 
 class Chain(nn.Sequential):
-    """Layers in a row, called by a custom forward, so that they can be cut by name like any module."""
+    """Layers in a row with a custom forward, so that they are cut by name like any module."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = layer(x)
-        return x
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)  # type: ignore[no-untyped-call]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-
-
-def memory_of(*tensors: Tensor) -> Storages:
+def memory_of(*values: Any) -> Storages:
     """The storages behind tensors: their addresses and bytes. Sparse tensors and a lazy layer's have none."""
     found: Storages = {}
-    for x in tensors:
+    for x in values:
         if is_traceable_wrapper_subclass(x):
             found |= memory_of(*(getattr(x, name) for name in x.__tensor_flatten__()[0]))
-        elif x.layout is torch.strided and not is_lazy(x):
+        elif isinstance(x, Tensor) and x.layout is torch.strided and not is_lazy(x):
             storage = x.untyped_storage()
             found[x.device, storage.data_ptr()] = storage.nbytes()
     return found

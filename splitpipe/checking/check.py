@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from splitpipe.checking.comparison import OF_GRADIENTS, TOLERANCES, Comparison, compare
-from splitpipe.checking.run import CheckedCall, CheckedModel, Run, fresh
+from splitpipe.checking.comparison import Comparison, compare
+from splitpipe.checking.run import CheckedCall, Run, fresh, run
 from splitpipe.microbatch.division import Division, describe
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.resident import is_pipeline
@@ -70,11 +70,9 @@ class Check:
             raise RuntimeError(str(self))
 
     def __str__(self) -> str:
-        lines = [self.how, *map(str, self.comparisons)]
-        if self:
-            return "\n".join([*lines, "The same. (Numbers are parts of the largest element of each.)"])
-        lines.append("Not the same. (Numbers are parts of the largest element of each.)")
-        return "\n".join([*lines, *filter(None, [self.arguments, self.advice])])
+        same = "The same." if self else "Not the same."
+        lines = [self.how, *self.comparisons, f"{same} (Numbers are parts of the largest element of each.)"]
+        return "\n".join(map(str, lines if self else filter(None, [*lines, self.arguments, self.advice])))
 
 
 def check(
@@ -101,8 +99,7 @@ def check(
         kwargs: the arguments of a call that have names.
 
     Returns:
-        A Check: true if nothing differs. ``print`` shows what was compared, what differs and by how much, how each
-        argument was treated, and where to look.
+        A Check: true if nothing differs. ``print`` shows what does, by how much, and where to look.
 
     Raises:
         TypeError: ``model`` is not a pipeline, or an argument has a wrong type.
@@ -123,73 +120,63 @@ def check(
         if len(args) != 1 or kwargs:
             raise TypeError(f"found {len(args)} arguments and {sorted(kwargs)}: expected an input, or it and a target.")
     against = against.module if isinstance(against, DistributedDataParallel) else against
+    _verify(model, target, loss, against)
     if tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0):
         raise ValueError(f"tolerance is {tolerance!r}: expected a part of the largest element, such as 1e-3.")
-    _verify(model, target, loss, against)
-    call = CheckedCall(args, kwargs, target, loss, runtime.options.loss_fn)
-    division, call = _chosen(runtime, model, call, rows)
+    several = fresh(runtime, runtime.options.chunks)
+    division, call = _chosen(several, model, CheckedCall(args, kwargs, target, loss, runtime.options.loss_fn), rows)
     pieces = len(division.rows)
     if pieces == 1 and against is None:
         raise ValueError(
-            "the batch is one microbatch, which leaves nothing to compare: expected more rows, and arguments that can "
-            "be split; or another module to compare with, against=plain."
+            "the batch is one microbatch: expected more rows, arguments that can be split, or a module, against=plain."
         )
-    one = CheckedModel(model, runtime, 1) if against is None else CheckedModel(against, None, 1)
-    several = CheckedModel(model, runtime, runtime.options.chunks)
-    runs, mode = [one.run(call), several.run(call)], "eval mode."
-    drew = any([run.drew for run in runs])
-    if model.training and drew:
-        runs = [one.run(call, quiet=True), several.run(call, quiet=True)]
-        drew, mode = any([run.drew for run in runs]), "eval mode, since the forward draws random numbers in train mode."
-    elif model.training:
-        mode = "train mode without dropout and batch statistics."
-    compared = _compared(runs[0], runs[1], pieces, tolerance)
+    other, alone = (model, fresh(runtime, 1)) if against is None else (against, None)
+    runs = run(other, alone, call), run(model, several, call)
+    mode = "train mode without dropout and batch statistics." if model.training else "eval mode."
+    if model.training and (runs[0].drew or runs[1].drew):
+        runs = run(other, alone, call, quiet=True), run(model, several, call, quiet=True)
+        mode = "eval mode, since the forward draws random numbers in train mode."
+    compared = _compared(*runs, pieces, tolerance)
     whom = "in one microbatch" if against is None else f"through {type(against).__name__}"
     how = f"{sum([count for _, count in division.rows])} rows {whom}, and in {pieces}, in {mode}"
     advice = next((f"{_ADVICE[each.kind]} See docs/limits.md." for each in compared if each.different), "")
-    return Check(compared, how, "\n".join(describe(division)), _DRAWING if drew else advice)
+    advice = _DRAWING if runs[0].drew or runs[1].drew else advice
+    return Check(compared, how, "\n".join(describe(division)), advice)
 
 
 def _verify(model: nn.Module, target: Any, loss: Any, against: Any) -> None:
     """Raises for wrong arguments."""
-    if against is not None and not isinstance(against, nn.Module):
-        raise TypeError(f"against is a {type(against).__name__}: expected an nn.Module.")
-    if against is not None and is_pipeline(against):
-        raise ValueError("against is a pipeline, as the module is that model runs: expected a copy, made before.")
+    if against is not None and (not isinstance(against, nn.Module) or is_pipeline(against)):
+        raise TypeError(f"against is a {type(against).__name__}: expected an nn.Module that isn't a pipeline.")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss is a {type(loss).__name__}: expected a function of the output.")
     if loss is not None and target is not None:
         raise ValueError("both loss and target are given: expected a target for loss_fn, or a function of the output.")
-    own, others = [
-        {name for name, x in each.named_parameters() if x.requires_grad} for each in (model, against or model)
-    ]
-    if own != others:
-        name = min(own ^ others)
-        raise ValueError(f"{name!r} requires grad in one of model and against: expected the same parameters in both.")
+    trained = [[name for name, x in each.named_parameters() if x.requires_grad] for each in (model, against or model)]
+    unlike = {*trained[0]} ^ {*trained[1]}
+    if unlike:
+        raise ValueError(f"{min(unlike)!r} requires grad in model or against alone: expected the same in both.")
     lazy = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]
     if lazy:
         raise ValueError(f"{lazy[0]!r} has no values yet: expected a model that was called, or loaded, before.")
 
 
-def _divided(runtime: Runtime, chunks: int, model: nn.Module, call: CheckedCall) -> tuple[Division, Division | None]:
-    """The arguments of a call in this number of microbatches, and its target."""
-    other, batch = fresh(runtime, chunks), Batch(model, call.args, call.kwargs, call.target)
-    if isinstance(other, ModuleRuntime):
-        batch = batch._replace(module=other.module, blocks=Blocks(other.module, other.options.cuts))
-    input, target, _ = other.prepare(batch)
+def _divided(runtime: Runtime, model: nn.Module, call: CheckedCall) -> tuple[Division, Division | None]:
+    """The arguments of a call in microbatches, and its target."""
+    batch = Batch(model, call.args, call.kwargs, call.target)
+    if isinstance(runtime, ModuleRuntime):
+        batch = batch._replace(module=runtime.module, blocks=Blocks(runtime.module, runtime.options.cuts))
+    input, target, _ = runtime.prepare(batch)
     return input, target
 
 
-def _chosen(
-    runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | None
-) -> tuple[Division, CheckedCall]:
+def _chosen(runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | None) -> tuple[Division, CheckedCall]:
     """The division of the rows that are used, and the call with them."""
-    chunks, splitting = runtime.options.chunks, runtime.options.splitting
-    division, targets = _divided(runtime, chunks, model, call)
-    total = sum([count for _, count in division.rows])
+    division, targets = _divided(runtime, model, call)
+    total, splitting = sum([count for _, count in division.rows]), runtime.options.splitting
     if rows is not None and (not isinstance(rows, Integral) or rows < 1 or splitting is not None):
         raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
-    least = (2 * chunks if call.loss is None else total) if rows is None else rows
+    least = (2 * runtime.options.chunks if call.loss is None else total) if rows is None else rows
     if splitting is not None or total <= least:
         return division, call
     input, target = division.some(least), None if targets is None else targets.some(least)
@@ -197,7 +184,7 @@ def _chosen(
     smaller = call._replace(args=args, kwargs=kwargs, target=target)
     # With fewer rows, another argument may happen to have as many, or a part of them.
     with suppress(ValueError):
-        part, _ = _divided(runtime, chunks, model, smaller)
+        part, _ = _divided(runtime, model, smaller)
         if part.dims == division.dims:
             return part, smaller
     return division, call
@@ -205,17 +192,12 @@ def _chosen(
 
 def _compared(one: Run, several: Run, pieces: int, tolerance: float | None) -> tuple[Comparison, ...]:
     """What the runs have computed, by kind."""
-    compared = []
-    for kind in _ADVICE:
-        table = OF_GRADIENTS if kind == "gradients" else TOLERANCES
-        limit = max([table.get(dtype, 1e-4) for dtype in one.dtypes | several.dtypes])
-        limit = limit if tolerance is None else tolerance
-        compared.append(compare(kind, one.values[kind], several.values[kind], limit))
+    dtypes = one.dtypes | several.dtypes
+    *others, state = [compare(kind, one.values[kind], several.values[kind], dtypes, tolerance) for kind in _ADVICE]
     # What grows with each call has grown by as much more; with "except_last", the last one isn't recomputed.
     counted = {
         name: math.inf for name, x in one.counts.items()
         if x and pieces > 1 and several.counts.get(name) in (pieces * x, pieces * x - x / 2)
     }
-    *others, state = compared
     state = Comparison("state", {**state.errors, **counted}, (*counted, *state.different))
     return tuple([each for each in (*others, state) if each.errors])

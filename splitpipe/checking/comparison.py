@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: By how much values may differ: a part of their largest element, by the lowest dtype that occurs.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+#: By how much values and gradients may differ: a part of their largest element, by the lowest dtype that occurs.
 #: Gradients are sums over more elements, which may cancel.
-OF_GRADIENTS = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+TOLERANCES = {
+    torch.float64: (1e-9, 1e-8), torch.float32: (1e-4, 1e-3), torch.float16: (2e-2, 5e-2), torch.bfloat16: (5e-2, 1e-1),
+}
 #: A gradient whose largest element is below this part of the largest of all consists of rounding.
 _NOISE = 1e-3
 
@@ -41,10 +42,14 @@ class Comparison:
         return f"{self.kind + ':':11}{len(self.errors) - count} of {len(self.errors)} equal, {text}"
 
 
-def compare(kind: str, first: Mapping[str, Any], second: Mapping[str, Any], tolerance: float) -> Comparison:
-    """Compares the values of two runs by name."""
-    floor = 0.0
-    if kind == "gradients":
+def compare(
+    kind: str, first: Mapping[str, Any], second: Mapping[str, Any], dtypes: set[torch.dtype], tolerance: float | None
+) -> Comparison:
+    """Compares the values of two runs by name; without a tolerance, with that of these dtypes."""
+    floor, gradients = 0.0, kind == "gradients"
+    if tolerance is None:
+        tolerance = max([TOLERANCES.get(dtype, (1e-4, 1e-3))[gradients] for dtype in dtypes], default=0.0)
+    if gradients:
         tensors = [x for x in (*first.values(), *second.values()) if x is not None and x.numel()]
         floor = _NOISE * max([x.abs().nan_to_num(0.0, 0.0).max().item() for x in tensors], default=0.0)
     errors = {name: error_of(first.get(name), second.get(name), floor) for name in {**first, **second}}
@@ -55,18 +60,19 @@ def compare(kind: str, first: Mapping[str, Any], second: Mapping[str, Any], tole
 def error_of(x: Any, y: Any, floor: float = 0.0) -> float:
     """The largest difference of two values, as a part of the largest element among those that differ."""
     if type(x) is float and type(y) is float:
-        x, y = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
+        x, y = torch.tensor([x, y], dtype=torch.float64)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return 0.0 if type(x) is type(y) and x == y else math.inf
-    if x.shape != y.shape or x.is_complex() is not y.is_complex():
-        return math.inf
-    if x.is_complex():
+    if x.is_complex() and y.is_complex():
         x, y = torch.view_as_real(x), torch.view_as_real(y)
-    if not x.is_floating_point() or torch.equal(x, y) and bool(x.isfinite().all()):
+    if x.shape != y.shape or x.is_complex() or y.is_complex():
+        return math.inf
+    if not x.is_floating_point():
         return 0.0 if torch.equal(x, y) else math.inf
     x, y = x.to(torch.float64).flatten(), y.to(torch.float64).flatten()
     finite = x.isfinite() & y.isfinite()
-    if not finite.any() or bool(((x != y) & ~(x.isnan() & y.isnan()) & ~finite).any()):
+    odd = (x != y) & ~(x.isnan() & y.isnan()) & ~finite
+    if odd.any() or x.numel() and not finite.any():
         return math.inf  # Where nothing is finite, nothing can be compared.
     x, y = x[finite], y[finite]
     differences, magnitudes = (x - y).abs(), torch.maximum(x.abs(), y.abs())

@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from splitpipe.compiled.deferred import TracedGraph, boxed
-from splitpipe.compiled.options import verify_compile
+from splitpipe.compiled.options import CompileOptions, verify_compile
 
 #: Of AOTAutograd: the backward is compiled with the forward, since a call must know what its backward leaves for W.
 _SETTINGS = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
@@ -22,16 +22,11 @@ _SETTINGS = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": 
 class Backend:
     """A backend for torch.compile.
 
-    Args:
-        inner: the compiler of the graphs: ``"inductor"``, or ``"aot_eager"``, which runs them as they are.
-        options: options of inductor.
-        halves: False leaves the backward whole, for a model that defers nothing: W would recompute what B has computed.
+    Without ``halves``, a backward stays whole, for a model that defers nothing: W would recompute what B has computed.
     """
 
-    def __init__(self, inner: str = "inductor", options: dict[str, Any] | None = None, halves: bool = True) -> None:
-        self._inner = inner
-        self._options = options or {}
-        self._halves = halves
+    def __init__(self, options: CompileOptions, halves: bool = True) -> None:
+        self._inner, self._options, self._halves = options.backend, options.of_inductor(), halves
 
     def __call__(self, graph: GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:
         from splitpipe.compiled.torch_private import graph_config
@@ -86,4 +81,4 @@ def backend(
     inner = more.pop("backend", "inductor")
     found = verify_compile({"backend": inner, "mode": mode, "options": more})
     assert found is not None
-    return Backend(found.backend, found.of_inductor())(graph, examples)
+    return Backend(found)(graph, examples)

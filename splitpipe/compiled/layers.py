@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import weakref
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -30,8 +29,6 @@ _ONE_OP = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _SETTINGS = {
     "recompile_limit": 16, "skip_nnmodule_hook_guards": False, "allow_unspec_int_on_nn_module": True,
 }
-#: True where layers run uncompiled: in a rehearsal, whose sizes and modes aren't worth compiling for.
-rehearsing: ContextVar[bool] = ContextVar("splitpipe.rehearsing", default=False)
 
 
 class Compiler:
@@ -60,8 +57,7 @@ def _compiled(options: CompileOptions, halves: bool) -> Any:
 
     # Torch keeps graphs with the code object, and compiled code in the globals: each kind of layer has its own.
     call = FunctionType(call_layer.__code__.replace(), {"__builtins__": builtins})
-    backend = Backend(options.backend, options.of_inductor(), halves)
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=options.dynamic)
+    compiled: Callable[..., Any] = torch.compile(call, backend=Backend(options, halves), dynamic=options.dynamic)
     return config.patch(_SETTINGS)(compiled)
 
 
@@ -79,7 +75,7 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self._layer()
-        if rehearsing.get() or _has_any_global_hook():  # Torch wouldn't notice new hooks of all modules.
+        if _has_any_global_hook():  # Torch wouldn't notice new hooks of all modules.
             return layer._call_impl(*args, **kwargs)
         return self._function(layer, args, kwargs)
 

@@ -25,23 +25,23 @@ from splitpipe.skip.layout import verify_skippables
 
 _DIFFERENT = "microbatches' losses have different terms: expected the same ones. Or use splitpipe.SplitPipe."
 
+
 class Pipeline(nn.Module):
     """This process's part of an nn.Sequential that runs as a pipeline over several processes.
 
     It uses torch.distributed.pipelining, with one process per row of the schedule, which may be any of
-    ``splitpipe.schedule.names()``. It contains only this process's layers, with the same names as in the unwrapped
-    module. So the state dicts of all processes together are the module's state dict, and each process can load its part
-    of that.
+    ``splitpipe.schedule.names()``. It has only this process's layers, under their names in the module: all state dicts
+    together are the module's, and each process can load its part of that.
 
     Parameter hooks fire once per microbatch, as in gradient accumulation. If the loss doesn't depend on the output of a
-    stage, gradients up to that stage are zeros instead of None, because the processes agree only once on what they
-    send.
+    stage, gradients up to that stage are zeros instead of None.
 
     All processes must build it in the same way, from the same module with the same values (the same seed, or a
     checkpoint), and call ``step`` with the same batch.
 
     Args:
-        module: the whole nn.Sequential. Layers of other processes aren't kept.
+        module: the whole nn.Sequential, of which each stage returns a tensor or a tuple of several. Layers of other
+            processes aren't kept.
         balance: number of layers of each stage.
         chunks: number of microbatches, which must divide the batch size.
         schedule: a name from ``splitpipe.schedule.names()``, or a Schedule with a row for each process.
@@ -78,7 +78,6 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         checks.verify_module(module)
-        checks.verify_ungathered(module)
         numbers = checks.verify_balance(balance, len(module))
         checks.verify_options(chunks=chunks, schedule=schedule, loss_fn=loss_fn)
         if not dist.is_available() or not dist.is_initialized():
@@ -103,10 +102,10 @@ class Pipeline(nn.Module):
             self._modules.update(part._modules)
         others = set(module.state_dict()) - set(self.state_dict())
         self.register_load_state_dict_pre_hook(partial(_without, others))
-        self._shapes: dict[tuple[bool, str], tuple[list[int], torch.dtype]] = {}
+        self._shapes: dict[tuple[bool, str], str] = {}  # Of the first step, and of the first evaluation.
         self._failed: str | None = None
         # An object of another class, since nn.Module would register a loss that is a module as a layer.
-        self._loss = Loss(loss_fn, self.schedule.microbatches, modules[-1].output)
+        self._loss = Loss(loss_fn, self.schedule.microbatches)
         build = partial(runtime, modules, self.schedule, self.device, self._group, self._loss)
         self._run, self._run_forward = build().step, build(forward=True).eval
 
@@ -131,15 +130,7 @@ class Pipeline(nn.Module):
         return self._through(self._run, input, target)
 
     def evaluate(self, input: Any = None, target: Any = None) -> Tensor | None:
-        """Runs only the forward of a batch; arguments and result are those of ``step``.
-
-        Call ``eval()`` first for layers in eval mode.
-
-        Raises:
-            TypeError: as for ``step``.
-            ValueError: as for ``step``.
-            RuntimeError: as for ``step``.
-        """
+        """Like ``step``, but runs only the forward of a batch. Call ``eval()`` first for layers in eval mode."""
         with torch.no_grad():
             return self._through(self._run_forward, input, target)
 
@@ -163,52 +154,40 @@ class Pipeline(nn.Module):
             self._loss.begin(target)
             run(*given, target=target, losses=losses if self._last else None, return_outputs=False)
         except BaseException as error:
-            cause = error.__cause__ or error
-            self._failed = f"{type(cause).__name__}: {cause}"
+            self._failed = repr(error.__cause__ or error)
             raise
-        finally:
-            self._loss.begin(None)
         return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
 
     def _verify(self, trains: bool, inputs: tuple[Any, ...], target: Any) -> None:
         """Raises for tensors that can't be divided, or that differ from those that the processes have agreed on."""
-        named = {(trains, f"input {k}" if len(inputs) > 1 else "input"): x for k, x in enumerate(inputs)}
-        named[trains, "target"] = target
-        shapes = {}
-        for key, x in named.items():
-            if x is None:
-                continue
+        named = {f"input {k}" if len(inputs) > 1 else "input": x for k, x in enumerate(inputs)}
+        given = {what: x for what, x in [*named.items(), ("target", target)] if x is not None}
+        shapes = dict[tuple[bool, str], str]()
+        for what, x in given.items():
             if not isinstance(x, Tensor):
-                raise TypeError(f"{key[1]} is a {type(x).__name__}: expected a tensor (several inputs as a tuple).")
+                raise TypeError(f"{what} is a {type(x).__name__}: expected a tensor (several inputs as a tuple).")
             rows = x.shape[0] if x.dim() else 0
             if not rows or rows % self.schedule.microbatches:
                 raise ValueError(
-                    f"{key[1]} has {counted(rows, 'row')} for chunks={self.schedule.microbatches}: expected a multiple "
+                    f"{what} has {counted(rows, 'row')} for chunks={self.schedule.microbatches}: expected a multiple "
                     "of it. Use drop_last=True in the DataLoader, or pad the batch."
                 )
-            shapes[key] = list(x.shape), x.dtype
-            first = self._shapes.get(key, shapes[key])
-            if shapes[key] != first:
+            shape = shapes[trains, what] = f"{list(x.shape)} of {x.dtype}"
+            if shape != (first := self._shapes.get((trains, what), shape)):
                 raise ValueError(
-                    f"{key[1]} has shape {shapes[key][0]} of {x.dtype}, but had {first[0]} of {first[1]} in the first "
-                    "step: expected the same in all. Build another Pipeline for other shapes."
+                    f"{what} has shape {shape}, but had {first} in the first step: expected the same in all. Build "
+                    "another Pipeline for other shapes."
                 )
-        if len({shape[0] for shape, _ in shapes.values()}) > 1:
-            found = ", ".join(f"{what} with {counted(shape[0], 'row')}" for (_, what), (shape, _) in shapes.items())
+        if len({*map(len, given.values())}) > 1:
+            found = ", ".join(f"{what} with {counted(len(x), 'row')}" for what, x in given.items())
             raise ValueError(f"found {found}: expected the same number of rows in all.")
         self._shapes.update(shapes)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their norm, over all processes, is at most ``max_norm``.
 
-        It is like ``torch.nn.utils.clip_grad_norm_``, which would only see this process's parameters. All processes
-        must call it.
-
-        Args:
-            max_norm: the maximum norm of all gradients together.
-
-        Returns:
-            the norm before scaling, a tensor without dimensions, the same in every process.
+        All processes must call it, and get the norm before scaling. ``torch.nn.utils.clip_grad_norm_`` would only see
+        this process's parameters.
 
         Raises:
             TypeError: ``max_norm`` isn't a number.
@@ -218,10 +197,8 @@ class Pipeline(nn.Module):
             raise TypeError(f"max_norm is {max_norm!r}: expected a number.")
         if not max_norm >= 0:
             raise ValueError(f"max_norm is {max_norm!r}: expected a number, not negative.")
-        squares = torch.zeros((), device=self.device, dtype=torch.float64)
-        for x in self.parameters():
-            if x.grad is not None:
-                squares += x.grad.detach().double().square().sum()
+        grads = [x.grad for x in self.parameters() if x.grad is not None]
+        squares = nn.utils.get_total_norm(grads).to(self.device, torch.float64).square()
         dist.all_reduce(squares, group=self._group)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
@@ -232,44 +209,47 @@ class Pipeline(nn.Module):
 
 
 class Loss:
-    """A microbatch's part of the loss of the batch; all have the same size. ``output_of``: see StageModule.output."""
+    """A microbatch's part of the loss of the batch; all have the same size."""
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int, output_of: Callable[[Any], Any]) -> None:
-        self._objective = Objective(loss_fn, None, LossWarnings(), pairs=False)
-        self._chunks, self._output_of = chunks, output_of
-        self._target: Any = None
-        self._whole: list[Any] | None = None
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int) -> None:
+        self._objective, self._chunks = Objective(loss_fn, None, LossWarnings(), pairs=False), chunks
+        self.begin(None)
 
     def begin(self, target: Any) -> None:
-        """Begins a step with the target of the whole batch, or ends it, with None."""
+        """Begins a step with the target of the whole batch."""
         self._objective.begin([1] * self._chunks)
-        self._target, self._whole = target, None
+        self._target, self._kinds, self._whole = target, list[Any](), list[Any]()
 
-    def __call__(self, tensors: Any, target: Any) -> Tensor:
-        output = self._output_of(tensors)
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        output = output[0] if len(output) == 1 else output  # Of the last stage, a tuple of all tensors.
         losses = self._objective.loss(output, target)
         number = losses.number
         assert losses.given is not None
         if not isinstance(number, Number):
             return losses.given / self._chunks
-        if self._whole is None:
-            self._whole = self._divisors(number, output, target)
-        if len(number.terms) != len(self._whole):
+        if not self._kinds:
+            self._kinds, self._whole = _kinds(number), self._divisors(number, output)
+        if _kinds(number) != self._kinds:
             raise ValueError(_DIFFERENT)
         columns = [[term] for term in number.terms]  # Those of this microbatch only.
-        return terms.combined(columns, [1] * self._chunks, losses.given, self._whole)
+        return terms.combined(columns, losses.given, self._whole)
 
-    def _divisors(self, number: Number, output: Any, target: Any) -> list[Any]:
+    def _divisors(self, number: Number, output: Any) -> list[Any]:
         """The terms' divisors for the whole batch: counts may only depend on targets."""
         each = [number] * self._chunks
         if any(term.count is not None and isinstance(term.count.value, Tensor) for term in number.terms):
             with torch.no_grad():
                 empty = tree_map_only(Tensor, torch.zeros_like, output)
                 found = [self._objective.loss(empty, part).number for part in self._target.chunk(self._chunks)]
-            each = [one for one in found if isinstance(one, Number)]
-            if len(each) < len(found) or terms.aligned(each) is None or terms.partial(each):
+            each = [one for one in found if isinstance(one, Number) and _kinds(one) == _kinds(number)]
+            if len(each) < len(found):
                 raise ValueError(_DIFFERENT)
         return [terms.whole([one.terms[k] for one in each]) for k in range(len(number.terms))]
+
+
+def _kinds(number: Number) -> list[Any]:
+    """What has to be the same in all microbatches."""
+    return [(term.kind, term.function, term.factor, term.count is None) for term in number.terms]
 
 
 def _without(names: set[str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:

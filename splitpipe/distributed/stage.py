@@ -24,8 +24,10 @@ from splitpipe.backward.graph_walk import walk
 from splitpipe.backward.input_backward import backward_input
 from splitpipe.backward.leaf_hooks import LeafHooks
 from splitpipe.backward.weight_grad_store import WeightGradStore
-from splitpipe.core.torch_private import RemovableHandle, _DisableAutocast, tree_flatten, tree_unflatten
+from splitpipe.core.stream import Place
+from splitpipe.core.torch_private import RemovableHandle, _DisableAutocast
 from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime
+from splitpipe.partition import placing
 from splitpipe.schedule.op import Schedule, torch_name
 from splitpipe.skip.layout import crossing
 from splitpipe.skip.tracker import Key, opened
@@ -43,36 +45,28 @@ class StageModule(nn.Sequential):
     def __init__(self, stages: Sequence[Sequence[Named]], stage: int) -> None:
         super().__init__()
         self._modules.update(stages[stage])
-        self.stage, self._last = stage, stage + 1 == len(stages)
+        self.stage = stage
         ends = crossing(stages).items()
         self._arriving = [key for key, (_, target) in ends if target == stage]
         self._leaving = [key for key, (source, _) in ends if source == stage]
         self._sent: dict[bool, list[tuple[list[int], torch.dtype, bool]]] = {}
-        self._output: tuple[list[Any], Any] = [], None  # The last stage's: leaves, and structure.
+        self.hooked = False  #: True once layers have set hooks in a forward, as of activations.
 
     def forward(self, *values: Any) -> Any:
         arrived = _node if self.stage else torch.clone  # The batch belongs to the caller.
         values = tuple([arrived(x) if isinstance(x, Tensor) else x for x in values])
         count = len(values) - len(self._arriving)
         box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
+        handle = RemovableHandle.next_id
         with opened(box):
             output: Any = values[0] if count == 1 else values[:count]
             for layer in self:
                 output = layer(output)
-        if self._last:
-            leaves, structure = tree_flatten(output)
-            self._output = leaves, structure
-            return tuple([_node(x) for x in leaves if isinstance(x, Tensor)])
+        self.hooked |= handle != RemovableHandle.next_id
         values = output if type(output) is tuple and len(output) > 1 else (output,)
         sent = *values, *[box.get(key) for key in self._leaving]
         self._verify(sent)
         return tuple([_node(x.contiguous()) for x in sent])  # Others can't be sent.
-
-    def output(self, tensors: Any) -> Any:
-        """The output of the last layer in the last call, with these tensors."""
-        rest = iter(tensors if isinstance(tensors, tuple) else (tensors,))
-        leaves, structure = self._output
-        return tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], structure)
 
     def _verify(self, sent: Sequence[Any]) -> None:
         """Raises for what would arrive as something else, or what the next process doesn't expect."""
@@ -111,11 +105,7 @@ def _node(x: Tensor) -> Any:
 
 
 def verify_stages(module: nn.Sequential, stages: Sequence[Sequence[Named]], schedule: Schedule) -> None:
-    """Raises for what this runtime can't run.
-
-    It is a device without ops, microbatches that reach the last stage out of order, attributes of the module as a
-    whole, skips to other stages than the next one, or tensors that processes would share.
-    """
+    """Raises for what this runtime can't run."""
     idle = [str(device) for device, row in enumerate(schedule.rows) if not row]
     if idle:
         raise ValueError(f"the schedule has no ops on device {', '.join(idle)}: expected ops in every process.")
@@ -130,15 +120,8 @@ def verify_stages(module: nn.Sequential, stages: Sequence[Sequence[Named]], sche
     far = [f"{key[1]!r} from stage {source} to stage {target}" for key, (source, target) in ends if target > source + 1]
     if far:
         raise ValueError(f"skips go too far: {', '.join(far)}. Expected both ends in one stage, or in neighbours.")
-    first: dict[int, tuple[int, str]] = {}
-    shared = []
-    for stage, at, layer in [(stage, *named) for stage, layers in enumerate(stages) for named in layers]:
-        for name, x in (*layer.named_parameters(at), *layer.named_buffers(at)):
-            home, known = first.setdefault(id(x), (stage, name))
-            if placement[home] != placement[stage]:
-                shared.append(f"{name} of stage {stage} is {known} of stage {home}")
-    if shared:
-        raise ValueError(f"processes would share {', '.join(shared)}: expected each tensor in a single process.")
+    processes: Any = [Place(f"process {row}") for row in placement]  # type: ignore[arg-type]
+    placing.verify_stages([[layer for _, layer in layers] for layers in stages], processes)
 
 
 class Stage(pipelining.PipelineStage):
@@ -147,8 +130,6 @@ class Stage(pipelining.PipelineStage):
     In that, torch determines the shapes, with uninitialised memory for values that arrive. BatchNorm would include that
     in its statistics, and an embedding would look up rows that it doesn't have.
     """
-
-    _hooked = False  #: True once layers have set hooks in a forward, as of activations: W would miss what these change.
 
     def _compute_outputs(self, *args: Any, module: Any, **kwargs: Any) -> Any:
         for x in args if module.stage else ():
@@ -159,12 +140,6 @@ class Stage(pipelining.PipelineStage):
             return super()._compute_outputs(*args, module=module, **kwargs)
         finally:
             module._modules.update(layers)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        handle = RemovableHandle.next_id
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._hooked |= handle != RemovableHandle.next_id
-        return output
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, *more: Any, **rest: Any) -> Any:
         if backward_type == "weight":
@@ -178,7 +153,8 @@ class Stage(pipelining.PipelineStage):
         if backward_type == "input":
             outputs, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
             grads = [torch.ones_like(x) for x in outputs] if grads is None else grads
-            entries, store = backward_of(outputs, grads, bwd_kwargs["input_values"], not self._hooked)
+            # W would miss what hooks of activations change.
+            entries, store = backward_of(outputs, grads, bwd_kwargs["input_values"], not self.submod.hooked)
             return entries, [store]
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *more, **rest)
 

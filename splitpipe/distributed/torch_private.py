@@ -25,9 +25,9 @@ with needed(_RUN, EXPECTED):
 
 _STAGE = pipelining.PipelineStage
 ATTRIBUTES = [
-    # Methods that ``lowering.Stage`` overrides. Only torch calls them: if one were missing, nothing would show it.
+    # Methods that ``stage.Stage`` overrides. Only torch calls them: if one were missing, nothing would show it.
     Attribute(_STAGE, "_compute_outputs", "to leave the layers unchanged while torch determines the shapes"),
-    Attribute(_STAGE, "forward_one_chunk", "to run backward in two halves"),
+    Attribute(names_in(_STAGE.backward_maybe_with_nosync), "submod", "to run backward in two halves"),
     Attribute(_STAGE, "backward_maybe_with_nosync", "to run backward in two halves"),
     Attribute(_Action, "from_str", _RUN),
     Attribute(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", _RUN),

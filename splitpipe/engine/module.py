@@ -31,7 +31,7 @@ from splitpipe.engine.crossing import SIMPLE, Crossing, Detaching, Follow, chang
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.tracing import Tracing
-from splitpipe.microbatch.arguments import holds_objects, uncached
+from splitpipe.microbatch.divider import holds_objects, uncached
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks

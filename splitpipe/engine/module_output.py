@@ -78,7 +78,7 @@ def keep_own_loss(reduction: Any, warnings: LossWarnings, forward: Any, output: 
     value = value.reshape(()) if value.dim() else value
     if reduction == "sum":
         number = Number((Term(value, SUM),))
-    if where := unknown_function(number):
+    if number is not None and (where := unknown_function(number)):
         warnings.warn(where, AS_FUNCTION)
     kept = kept_output(forward, output, lambda x: crossing.latest(x).detach())
     _keep(forward, Losses(value, number or Unknown("")), kept._replace(place=place))

@@ -9,18 +9,7 @@ from torch import Tensor
 
 from splitpipe.core.tensors import version_of
 from splitpipe.loss.function_call import FunctionCall, size_along
-from splitpipe.loss.ledger import (
-    GIVEN,
-    MAY_COUNT,
-    VARIED,
-    Constant,
-    Inverse,
-    Least,
-    Ledger,
-    Meaning,
-    Rows,
-    Stack,
-)
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Quotient, Rows, Stack
 from splitpipe.loss.terms import CONSTANT, MEAN, SUM, Amount, Count, Number, Term, Unknown
 
 
@@ -35,35 +24,32 @@ def keep_value(ledger: Ledger, x: Any) -> None:
 
 def add(call: FunctionCall) -> Meaning | None:
     """A sum or difference, of numbers or of entries."""
-    ledger, args = call.ledger, call.args
+    ledger, args, alpha = call.ledger, call.args, call.kwargs.get("alpha", 1)
     meanings = [ledger.of(x) for x in args]
     if not any(isinstance(each, Number) for each in meanings) or any(isinstance(each, Rows) for each in meanings):
         rows = next((each for each in meanings if isinstance(each, Unknown)), None) or call.joined()
         return None if isinstance(rows, Rows) and rows.share is not None else rows
-    alpha = call.kwargs.get("alpha", 1)
-    if "alpha" in call.kwargs and ledger.doubt(alpha):
-        return Unknown(MAY_COUNT)
     signs = [-alpha, 1] if call.name == "rsub" else [1, -alpha if "sub" in call.name else alpha]
     terms: list[Term] = []
     unknown = ""
     for x, meaning, sign in zip(args, meanings, signs):
         number = meaning if isinstance(meaning, Number) else _as_number(call, x, meaning)
-        if not isinstance(number, Number):
-            return number
+        if not isinstance(number, Number) or abs(alpha) != 1 and ledger.doubt(alpha):
+            return number if isinstance(number, Unknown) else None
         terms += number.scaled(sign).terms
         unknown = unknown or number.unknown
     if terms and all(term.kind is SUM for term in terms):
         return Number((ledger.term(call.out, SUM, function=terms[0].function),))
-    return Number(tuple(terms), unknown=unknown) if call.out.numel() == 1 or len(terms) < 2 else None
+    return Number(tuple(terms), unknown) if call.out.numel() == 1 else None
 
 
 def _as_number(call: FunctionCall, x: Any, meaning: Meaning) -> Number | Unknown | None:
-    """A constant next to a number, or a number that isn't recognised."""
+    """A constant next to a number, or one that isn't recognised."""
     value = call.number(x)
     if isinstance(meaning, Unknown) and x.numel() == 1:
-        others = [term.count for y in call.args for term in getattr(call.ledger.of(y), "terms", ())]
-        count = next((each for each in others if each is not None), Count(float(call.ledger.rows)))
-        return Number((call.ledger.term(x, MEAN, count, meaning.function),), unknown=meaning.function)
+        counts = [term.count for y in call.args for term in getattr(call.ledger.of(y), "terms", ()) if term.count]
+        term = call.ledger.term(x, MEAN, next(iter(counts), Count(float(call.ledger.rows))), meaning.function)
+        return Number((term,), meaning.function)
     if value is not None and abs(value) >= 1 and call.ledger.doubt(value):  # mask.numel() - mask.sum() counts elements.
         return Unknown(MAY_COUNT)
     if value is None and not (isinstance(meaning, Constant) and not meaning.made and isinstance(x, Tensor)):
@@ -83,17 +69,19 @@ def divide(call: FunctionCall) -> Meaning | None:
     above, below = call.args if len(call.args) == 2 else (1.0, call.args[0])
     above, below = (below, above) if call.name in ("rdiv", "rtruediv") else (above, below)
     by, value = call.ledger.of(below), call.number(above)
-    counts = isinstance(by, Least) or isinstance(by, Number) and by.terms
-    if not counts or below.numel() > 1:  # type: ignore[union-attr]
+    counts = isinstance(by, Quotient) or isinstance(by, Number) and by.terms
+    if not counts or not isinstance(below, Tensor) or below.numel() > 1:
         return _scaled(call, above, below, -1) or _entries(call)
-    count = by.count if isinstance(by, Least) else count_of(by)
+    count = count_of(by)
     if count is None or value is None:
         return None if count is None else _over(call.ledger.of(above), count)
-    return Unknown(MAY_COUNT) if call.ledger.doubt(value) > 1 else Inverse(float(value), count)
+    return Unknown(MAY_COUNT) if call.ledger.doubt(value) > 1 else Quotient(float(value), count)
 
 
 def count_of(meaning: Meaning) -> Count | None:
     """A number as a count; None if it isn't a sum, or has a gradient, which would depend on the whole batch's count."""
+    if isinstance(meaning, Quotient):
+        return meaning.count if meaning.above is None else None
     value: Amount | None = None
     more = 0.0
     for term in meaning.terms if isinstance(meaning, Number) else ():
@@ -129,23 +117,21 @@ def _scaled(call: FunctionCall, x: Any, y: Any, power: int) -> Meaning | None:
     meaning, by, value = call.ledger.of(x), call.ledger.of(y), call.number(y)
     if isinstance(x, Tensor) and value is not None:
         return _times(call, x, meaning, value, power)
-    if isinstance(meaning, Inverse) and power > 0:
+    if isinstance(meaning, Quotient) and meaning.above is not None and power > 0:
         quotient = _over(by, meaning.count)
         return quotient.scaled(meaning.above) if isinstance(quotient, Number) else quotient
-    if not isinstance(meaning, Number) or not isinstance(by, Constant) or by.made or not meaning.terms:
+    plain = isinstance(by, Constant) and not by.made and call.out.numel() == 1
+    if not isinstance(meaning, Number) or not meaning.terms or not plain:
         return None
-    if call.out.numel() > 1:
-        return call.in_vector(meaning)
     factor = y if power > 0 else y.reciprocal()
     return meaning.changed(lambda term: _by_tensor(term, factor))
 
 
 def _by_tensor(term: Term, factor: Tensor) -> Term:
     """A term times a constant, which may want a gradient: not one of 0 / 0."""
-    value, count = term.value, None if term.count is None or not term.divided else term.count.here
-    if isinstance(value, Tensor) and count is not None:
-        nothing = count == 0 if isinstance(count, Tensor) else torch.full_like(value, not count, dtype=torch.bool)
-        value = torch.where(nothing, 0, value)
+    value = term.value
+    if isinstance(value, Tensor) and term.count is not None and term.divided:
+        value = torch.where(torch.as_tensor(term.count.here, device=value.device) == 0, 0, value)
     product = value * factor
     return replace(term, value=product, version=version_of(product))
 
@@ -164,9 +150,9 @@ def _times(call: FunctionCall, x: Tensor, meaning: Meaning, value: float, power:
             return Unknown(MAY_COUNT)
         if isinstance(meaning, Stack):
             return Stack(tuple([number.scaled(factor) for number in numbers]))
-        return meaning.scaled(factor) if x.numel() == 1 else call.in_vector(meaning)
-    if isinstance(meaning, Inverse):
-        return replace(meaning, above=meaning.above * factor)
+        return meaning.scaled(factor)
+    if isinstance(meaning, Quotient):
+        return None if meaning.above is None else replace(meaning, above=meaning.above * factor)
     if not isinstance(meaning, Constant) or doubt > 1 and x.requires_grad:
         return Unknown(MAY_COUNT) if isinstance(meaning, Constant) else None
     return replace(meaning, value=meaning.value * factor if meaning.value and value else None, positions=None)
@@ -180,25 +166,21 @@ def reduce(call: FunctionCall) -> Meaning | None:
         terms = [term for number in meaning.numbers for term in number.scaled(scale).terms]
         return None if out.dim() else Number(tuple(terms))
     if isinstance(meaning, Number):
-        return meaning if x.numel() == 1 else call.in_vector(meaning)
+        return meaning
     dims = call.dims() or [0]  # Of a single row.
     if isinstance(meaning, Constant):
         if not mean and meaning.made and 0 in dims and meaning.value != 0 and x.dim() and not len(x) % call.ledger.rows:
             return Unknown(MAY_COUNT)  # torch.ones_like(output).sum()
         if meaning.value is None:
             return VARIED if meaning.made else GIVEN
-        return Constant(True, True, meaning.value if mean else meaning.value * size_along(x, dims))
+        return replace(UNIFORM, value=meaning.value if mean else meaning.value * size_along(x, dims))
     if not isinstance(meaning, Rows) or 0 not in dims:
         return meaning if isinstance(meaning, Rows) else None
     if meaning.doubt > mean:
         return Unknown(MAY_COUNT)
+    if out.numel() > 1:
+        return None
     if meaning.share is not None:
-        return None if mean else Number((call.ledger.term(out, MEAN, meaning.share, call.name),))
-    name = f"{call.name} of a selection" if meaning.chosen is not None else call.name
-    if mean:
-        return Number((call.ledger.term(out, MEAN, Count(size_along(x, dims)), name),))
-    return Number((call.ledger.term(out, SUM, function=A_COUNT if meaning.mask or x.dtype == torch.bool else name),))
-
-
-#: The function of a sum of a mask.
-A_COUNT = "a count"
+        return None if mean else Number((call.ledger.term(out, MEAN, meaning.share, call.name, meaning),))
+    kind, count = (MEAN, Count(size_along(x, dims))) if mean else (SUM, None)
+    return Number((call.ledger.term(out, kind, count, call.name, meaning),))

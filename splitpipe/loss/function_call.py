@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from splitpipe.loss.ledger import UNIFORM, Constant, Ledger, Meaning, Rows, tensors
-from splitpipe.loss.terms import Number
+from splitpipe.loss.ledger import Constant, Ledger, Meaning, Rows, tensors
 
 
 @dataclass
@@ -52,13 +51,6 @@ class FunctionCall:
             return meaning.value if isinstance(meaning, Constant) and x.numel() == 1 else None
         value = x.item() if getattr(x, "shape", None) == () and hasattr(x, "item") else x
         return value if isinstance(value, (int, float)) else None
-
-    def in_vector(self, meaning: Meaning) -> Meaning | None:
-        """Numbers in a tensor after a linear function, which their value includes then."""
-        if not isinstance(meaning, Number) or len(meaning.terms) != 1:
-            return UNIFORM if isinstance(meaning, Number) and not meaning.terms else None
-        [one] = meaning.terms
-        return Number((self.ledger.term(self.out, one.kind, one.count, one.function),))
 
 
 #: What a call's result is, or several of them; None: not recognised.

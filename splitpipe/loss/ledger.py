@@ -6,9 +6,7 @@
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
     Number          its rows were added up: a sum, a mean, and sums, multiples and quotients of these
     Stack           it is several numbers: torch.stack([one, other])
-    Inverse         it is a constant divided by a count: 1 / mask.sum()
-    Least           it is a count with a minimum: mask.sum().clamp(min=1)
-    Condition       Python may ask for it: mask.any(), of which one microbatch may decide for the batch
+    Quotient        it is a constant divided by a count, 1 / mask.sum(); or the count, mask.sum().clamp(min=1)
     Unknown         it is anything else: the function where recognition ended
 """
 from __future__ import annotations
@@ -31,7 +29,7 @@ MAY_COUNT = "a number that may count rows"
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """``chosen``: the mask that has selected entries. ``share``: the count that has divided it. ``mask``: if it is one.
+    """``chosen``: the mask that has selected entries. ``share``: the count that has divided it.
 
     ``doubt``: whether a number that may count rows has divided it, which matters to sums (1), or to means, too (2).
     """
@@ -39,7 +37,6 @@ class Rows:
     chosen: Tensor | None = None
     share: Count | None = None
     doubt: int = 0
-    mask: bool = False
 
     def alike(self, other: Rows) -> bool:
         """True if the same mask has selected both, or none. Selecting by it has waited for the device already."""
@@ -69,37 +66,24 @@ class Stack:
 
 
 @dataclass(frozen=True, eq=False)
-class Inverse:
-    above: float
+class Quotient:
+    """``above``: None for the count itself."""
+
+    above: float | None
     count: Count
 
 
-@dataclass(frozen=True, eq=False)
-class Least:
-    count: Count
-
-
-@dataclass(frozen=True)
-class Condition:
-    """``decisive``: the answer that decides for the batch; True for any(). ``extreme``: a value that it compares."""
-
-    decisive: bool
-    extreme: bool = False
-
-
-Meaning = Rows | Turned | Constant | Number | Stack | Inverse | Least | Condition | Unknown
+Meaning = Rows | Turned | Constant | Number | Stack | Quotient | Unknown
 GIVEN, UNIFORM, VARIED = Constant(), Constant(True, True), Constant(True)
 
 
 @dataclass
 class HostReads:
-    """What Python has read from the batch, on which later numbers may depend."""
+    """What Python has read from the batch, of which later numbers may be made."""
 
     sizes: frozenset[int] = frozenset()  #: Sizes along the rows, and their products with others.
     values: str = ""  #: The function by which it has read values.
     counts: frozenset[float] = frozenset()  #: Whole numbers among these.
-    answers: tuple[bool, ...] = ()  #: Of conditions: whether they decide for the batch.
-    condition: str = ""  #: A condition that may be another one for the batch.
 
 
 class Ledger:
@@ -169,15 +153,6 @@ class Ledger:
         for x in tensors((value,)):
             self.put(x, self._of_block(x, block))
 
-    def note_numbers(self, value: Any, block: str) -> bool:
-        """Records the Python numbers that a block has returned, if its name is given; true if there are any."""
-        if isinstance(value, (tuple, list, dict)):
-            return any([self.note_numbers(x, block) for x in (value.values() if isinstance(value, dict) else value)])
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and block:
-            self.note_read(value, block)
-        return number
-
     def link(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor is equal to another, for example on another device."""
         if id(x) in self._entries or x.grad_fn is not None:
@@ -194,14 +169,12 @@ class Ledger:
             return meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
         if any(t.version not in (None, version_of(t.value)) for t in meaning.terms if isinstance(t.value, Tensor)):
             return Unknown("an in-place function")
-        terms = tuple(sorted(meaning.terms, key=lambda term: not term.factor))
-        return Unknown(self.reading.condition) if self.reading.condition else (
-            replace(meaning, terms=terms, asked=self.reading.answers))
+        return meaning.counted(self.rows)
 
-    def term(self, value: Amount, kind: str, count: Count | None = None, function: str = "") -> Term:
-        """A new term."""
+    def term(self, value: Amount, kind: str, count: Count | None = None, function: str = "", of: Any = None) -> Term:
+        """A new term; ``of``: the rows of which it is made."""
         version = version_of(value) if isinstance(value, Tensor) else None
-        return Term(value, kind, count, function=function, asked=len(self.reading.answers), version=version)
+        return Term(value, kind, count, 1.0, function, isinstance(of, Rows) and of.chosen is not None, version=version)
 
     def joined(self, operands: Sequence[Any], shape: Sequence[int]) -> Rows | Constant | None:
         """The result, of this shape, of a function of entries that broadcasting brings together; None: unknown."""
@@ -224,11 +197,10 @@ class Ledger:
             if y.dim() >= x.dim() and not constant.uniform:
                 if len(y) > 1 and y.stride(0) or constant.made and self.most == 1:
                     return None  # Numbers of positions begin again in each microbatch.
-        shared = [each.share for _, each in rows if each.share is not None]
-        if len(shape) != x.dim() or shape[0] != len(x) or len(shared) > 1:
+        shares = [each.share for _, each in rows if each.share is not None]
+        if len(shape) != x.dim() or shape[0] != len(x) or len(shares) > 1:
             return None
-        doubt, share = max(each.doubt for _, each in rows), next(iter(shared), None)
-        return replace(first, share=share, doubt=doubt, mask=False)
+        return replace(first, share=next(iter(shares), None), doubt=max(each.doubt for _, each in rows))
 
     # Python's numbers.
 
@@ -247,6 +219,15 @@ class Ledger:
         self.reading.values = self.reading.values or name
         if isinstance(value, (int, float)) and math.isfinite(value) and value == round(value):
             self.reading.counts |= {abs(float(value))}
+
+    def note_numbers(self, value: Any, block: str) -> bool:
+        """Records the Python numbers that a block has returned, if its name is given; true if there are any."""
+        if isinstance(value, (tuple, list, dict)):
+            return any([self.note_numbers(x, block) for x in (value.values() if isinstance(value, dict) else value)])
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and block:
+            self.note_read(value, block)
+        return number
 
     def may_be_read(self, value: float) -> bool:
         """True for a number that Python may have computed from values of the batch that it has read."""

@@ -79,7 +79,7 @@ class Objective(nn.Module):
         with DisableTorchFunction():  # The user's function modes don't see these checks.
             if self._pairs and isinstance(value, (tuple, list)) and len(value) == 2:
                 total, count = _verified_pair(value)
-                return Losses(total, Number((Term(total, MEAN, Count(count), 1.0, "loss_fn", divided=False),)))
+                return Losses(total, Number((Term(total, MEAN, Count(count), function="loss_fn", divided=False),)))
             loss = _verified(value, "the loss", self._pairs)
             if self.reduction == "sum":
                 return Losses(loss, Number((Term(loss, SUM),)))

@@ -75,7 +75,7 @@ class Reducer:
             if like.is_floating_point() and (where or columns is None):
                 self._warnings.warn(where or "code that differs between microbatches", AS_FUNCTION)
             if columns is not None:
-                whole = _counted(columns) if not like.is_floating_point() else terms.combined(columns, rows, like)
+                whole = _counted(columns) if not like.is_floating_point() else terms.combined(columns, like)
                 if whole is not None:
                     return whole if any(value.requires_grad for value in values) else whole.detach()
         if not like.is_floating_point():
@@ -85,7 +85,7 @@ class Reducer:
                 "of row counts, or return float(...)."
             )
         parts = [terms.by_rows(value, count) for value, count in zip(values, rows)]
-        return terms.combined([[part.terms[0] for part in parts]], rows, like)
+        return terms.combined([[part.terms[0] for part in parts]], like)
 
 
 def _counted(columns: Sequence[Sequence[terms.Term]]) -> Tensor | None:

@@ -52,30 +52,21 @@ class Term:
     count: Count | None = None
     factor: float = 1.0
     function: str = ""
+    selected: bool = False  #: Whether a mask has selected what counts.
     divided: bool = True  #: Whether the value of a mean is its quotient, not its total.
-    asked: int = 0  #: How many conditions Python had asked before: their answers decide who has the term.
     version: int | None = None  #: Of the value, when it was made.
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Term:
-        """The term with another tensor as its value."""
-        return replace(self, value=change(self.value)) if isinstance(self.value, Tensor) else self
-
-    def weight(self, share: float) -> Amount:
-        """The weight of the value in a batch of which the microbatch is a share, before the batch's count divides."""
-        if self.count is None:
-            return share if self.kind is CONSTANT else 1.0
-        return self.count.here if self.divided else 1.0
+    @property
+    def weight(self) -> Amount:
+        """The weight of the value, before the batch's count divides."""
+        return self.count.here if self.count is not None and self.divided else 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """A sum of terms; ``asked``: the conditions that Python had asked in the end, True if they decide for the batch.
-
-    ``unknown``: the function where recognition of some terms ended, which count like the mean next to them, or as rows.
-    """
+    """A sum of terms; ``unknown``: where recognition of one ended, which counts like the mean next to it."""
 
     terms: tuple[Term, ...] = ()
-    asked: tuple[bool, ...] = ()
     unknown: str = ""
 
     @property
@@ -93,7 +84,16 @@ class Number:
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
         """The number with other tensors as its terms' values."""
-        return self.changed(lambda term: term.mapped(change))
+        return self.changed(
+            lambda term: replace(term, value=change(term.value)) if isinstance(term.value, Tensor) else term)
+
+    def counted(self, rows: int) -> Number:
+        """The number with constants as means, which count like its first mean, or rows; terms times 0 come last."""
+        counts = [term.count for term in self.terms if term.count is not None and term.factor]
+        count = counts[0] if counts else Count(float(rows))
+        terms = sorted(self.terms, key=lambda term: not term.factor)
+        found = [replace(t, kind=MEAN, count=count) if t.kind is CONSTANT else t for t in terms]
+        return replace(self, terms=tuple(found))
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,8 @@ class Unknown:
     function: str
 
 
-def unknown_function(number: Number | Unknown | None) -> str:
+def unknown_function(number: Number | Unknown) -> str:
     """The function where recognition of a number, or of a part of it, ended; empty if all of it is recognised."""
-    if number is None:
-        return ""
     return number.function if isinstance(number, Unknown) else number.unknown
 
 
@@ -118,49 +116,21 @@ def by_rows(value: Tensor, rows: int) -> Number:
 def aligned(each: Sequence[Number]) -> list[list[Term]] | None:
     """For each term of the batch, those of all microbatches; None if these have different ones.
 
-    A microbatch may lack the terms after a condition (``if mask.any():``) of which others decide: nothing counts there.
+    A microbatch may have none (``if mask.any():``) where nothing counts: if masks decide what counts in the others.
     """
-    apart = len({len(number.asked) for number in each if number.live}) < 2
-    columns: list[list[Term]] = []
-    for asked in sorted({term.asked * apart for number in each for term in number.live}):
-        parts = [[term for term in number.live if not apart or term.asked == asked] for number in each]
-        longest = max(parts, key=len)
-        for number, part in zip(each, parts):
-            undecided = number.asked[:asked][-1:] == (False,) if number.live else False in number.asked
-            if len(part) < len(longest) and (part or not undecided):
-                return None
-        rows = zip(*[part or [*map(_nothing, longest)] for part in parts])
-        columns += [_without_least([*column], each) for column in rows]
+    longest = max([number.live for number in each], key=len)
+    counted = all([t.count is None or t.selected or isinstance(t.count.value, Tensor) for t in longest])
+    nothing = [replace(t, value=0.0, count=t.count and replace(t.count, value=0.0)) for t in longest] * counted
+    rows = [number.live or nothing for number in each]
+    if any([len(row) != len(longest) for row in rows]):
+        return None
+    columns = [[*column] for column in zip(*rows)]
     return columns if all(map(_alike, columns)) else None
-
-
-def _without_least(column: list[Term], each: Sequence[Number]) -> list[Term]:
-    """The column with nothing in place of a 0 that Python has divided by 1, as by max(n, 1), where others have n."""
-    like = next((term for term in column if term.count is not None), None)
-    return column if like is None else [
-        _nothing(like) if term.kind is SUM and False in number.asked and isinstance(term.value, Tensor)
-        and not term.value.any().item() else term for term, number in zip(column, each)
-    ]
-
-
-def partial(each: Sequence[Number]) -> bool:
-    """True if some microbatches have only some of the terms."""
-    each = [number for number in each if number.live]
-    return len({len(number.live) for number in each}) > 1 or len({len(number.asked) for number in each}) < 2 and (
-        len({tuple([term.asked for term in number.live]) for number in each}) > 1
-    )
-
-
-def _nothing(like: Term) -> Term:
-    if like.kind is CONSTANT:
-        return like  # Its part for each microbatch is a part of the whole.
-    return replace(like, value=0.0, count=like.count and replace(like.count, value=0.0))
 
 
 def _alike(column: Sequence[Term]) -> bool:
     def kind(term: Term) -> tuple[Any, ...]:
-        count = term.count
-        return term.kind, term.function, None if count is None else (count.more, count.least)
+        return term.kind, term.function, term.selected, term.count and (term.count.more, term.count.least)
 
     first = column[0]
     return all(kind(term) == kind(first) and math.isclose(term.factor, first.factor, rel_tol=1e-6) for term in column)
@@ -176,38 +146,23 @@ def whole(column: Sequence[Term]) -> Amount | None:
     return first.of(sum(x.detach().to(device).reshape(()) if isinstance(x, Tensor) else x for x in counts))
 
 
-def combined(
-    columns: Sequence[Sequence[Term]], rows: Sequence[int], like: Tensor, counts: Sequence[Amount | None] | None = None
-) -> Tensor:
+def combined(columns: Sequence[Sequence[Term]], like: Tensor, counts: Sequence[Amount | None] | None = None) -> Tensor:
     """The number of the batch, with the graphs of the microbatches' numbers, and the dtype and device of ``like``."""
     counts = [whole(column) for column in columns] if counts is None else counts
-    result: Any = sum(
-        part(term.mapped(lambda x: x.to(like.device)), share, count)
-        for column, count in zip(columns, counts) for term, share in zip(column, shares(rows))
-    )
-    if not isinstance(result, Tensor):
-        return torch.full_like(like, result)
-    return result.to(like.dtype).reshape(like.shape)
+    result: Any = sum(part(term, like, count) for column, count in zip(columns, counts) for term in column)
+    return result.to(like.dtype).reshape(like.shape) if isinstance(result, Tensor) else torch.full_like(like, result)
 
 
-def shares(rows: Sequence[int]) -> list[float]:
-    """Each microbatch's fraction of the batch."""
-    total = sum(rows)
-    return [count / total if total else 1 / len(rows) for count in rows]
-
-
-def part(term: Term, share: float, count: Amount | None) -> Any:
-    """A microbatch's part in a term of the batch, whose count this is; the microbatch is ``share`` of the batch."""
-    value, weight = term.value, term.weight(share)
+def part(term: Term, like: Tensor, count: Amount | None) -> Any:
+    """A microbatch's part in a term of the batch, whose count this is."""
+    value, weight = term.value, wide(term.weight, like)
     if isinstance(value, Tensor):
-        value = value.to(torch.promote_types(value.dtype, torch.float32))  # A sum overflows sooner than its parts.
-        weight, count = wide(weight, value), None if count is None else wide(count, value)
+        value = value.to(like.device, torch.promote_types(value.dtype, torch.float32))  # A sum overflows sooner.
         if term.count is not None and term.divided:  # 0 / 0 has no part in the batch.
-            if isinstance(weight, Tensor):
-                value = torch.where((weight < 1e-20) & ~value.isfinite(), 0, value)
-            elif weight < 1e-20:
-                value = torch.where(value.isfinite(), value, 0)
+            nothing = torch.as_tensor(weight, device=like.device) < 1e-20
+            value = torch.where(nothing & ~value.isfinite(), 0, value)
     if count is not None:
+        count = wide(count, like)
         weight = weight / count if isinstance(count, Tensor) or count else math.nan
     return value * (weight if term.factor == 1 else weight * term.factor)
 

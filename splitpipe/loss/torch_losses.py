@@ -63,7 +63,7 @@ def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence
         out = total / count.value
     with DisableTorchFunction():
         if isinstance(meaning, Rows) and how != "none":
-            term = ledger.term(out if total is None else total, SUM if count is None else MEAN, count, name)
+            term = ledger.term(out if total is None else total, SUM if count is None else MEAN, count, name, meaning)
             meaning = Number((replace(term, divided=total is None),))
         ledger.put(out, Unknown(name) if meaning is None else meaning)
     return out

@@ -1,6 +1,5 @@
 """Traces what numbers consist of while they are computed: a function mode over the code of one microbatch.
 
-It is active where a loss can be computed: in ``loss_fn``, between blocks, and in blocks that have returned a number.
 Guarantee: ``number`` is exact for functions on the list (``rules``), or else names the one where recognition ended.
 """
 from __future__ import annotations
@@ -18,7 +17,7 @@ from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
 from splitpipe.loss.arithmetic import keep_value
 from splitpipe.loss.function_call import FunctionCall
-from splitpipe.loss.ledger import Inverse, Least, Ledger, Stack, tensors
+from splitpipe.loss.ledger import Ledger, Quotient, Stack, tensors
 from splitpipe.loss.rules import RULES, meanings
 from splitpipe.loss.terms import Number, Unknown
 
@@ -38,7 +37,7 @@ class Trace(TorchFunctionMode):
     def has_number(self, values: Sequence[Tensor]) -> bool:
         """True if numbers of the batch are among the values, whose terms have a graph."""
         with DisableTorchFunction():
-            return any([isinstance(self.ledger.of(x), (Number, Stack, Inverse, Least)) for x in values])
+            return any([isinstance(self.ledger.of(x), (Number, Stack, Quotient)) for x in values])
 
     @uncompiled
     def __torch_function__(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -25,13 +24,10 @@ class Kinds:
 
     def __init__(self) -> None:
         self._kinds: dict[Any, bool] = {}
-        self._keeping: WeakSet[nn.Module] = WeakSet()  # Blocks that have left numbers in attributes in a first call.
 
     def begin(self, kind: Any, input: Division) -> Tracing | None:
         """How to trace a call's forwards; None if it has one microbatch or returns no numbers."""
-        if len(input.rows) < 2 or not self._kinds.get(kind, True):
-            return None
-        return Tracing(input, self._keeping, kind not in self._kinds)
+        return Tracing(input) if len(input.rows) > 1 and self._kinds.get(kind, True) else None
 
     def end(self, kind: Any, gave: bool) -> None:
         """Records the end of a call of this kind; ``gave``: whether it returned numbers."""
@@ -39,10 +35,10 @@ class Kinds:
 
 
 class Tracing:
-    """How the forwards of one call are traced; ``first``: of its kind."""
+    """How the forwards of one call are traced."""
 
-    def __init__(self, input: Division, keeping: WeakSet[nn.Module], first: bool) -> None:
-        self._input, self._keeping, self._first = input, keeping, first
+    def __init__(self, input: Division) -> None:
+        self._input = input
         shared = [leaf for leaf, owner in zip(input.leaves, input.owners) if owner is None]
         self._given = [x for x in shared if type(x) in (int, float)]
 
@@ -78,11 +74,6 @@ class Tracing:
                     numbers = True
                 else:
                     ledger.returned(x, described)
-            if not traced and (self._first or block in self._keeping):
-                for x in [x for part in block.modules() for x in vars(part).values() if isinstance(x, Tensor)]:
-                    if not x.dim() and not x.requires_grad:
-                        ledger.put(x, Unknown(described))
-                        self._keeping.add(block)
             if not numbers:
                 ledger.reading = before
 

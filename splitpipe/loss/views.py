@@ -22,10 +22,7 @@ _TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim uns
 def keep(call: FunctionCall) -> Meaning:
     """The same values in another dtype or place."""
     meaning = call.meaning
-    if isinstance(meaning, Rows) and call.args[0].dtype == torch.bool:
-        return replace(meaning, mask=True)
-    plain = isinstance(meaning, Number) and call.name in ("detach", "data")
-    return meaning.mapped(Tensor.detach) if plain else meaning  # type: ignore[union-attr]
+    return meaning.mapped(Tensor.detach) if isinstance(meaning, Number) and call.name in ("detach", "data") else meaning
 
 
 def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
@@ -48,7 +45,7 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
     if isinstance(meaning, Constant):
         return meaning if meaning.uniform or not meaning.made else VARIED
     if not isinstance(meaning, Rows):
-        return meaning if x.numel() == out.numel() == 1 else call.in_vector(meaning)
+        return meaning if x.numel() == out.numel() == 1 else None
     if not out.dim():
         return meaning if call.name == "squeeze" and ledger.most > 1 else None  # Of a single row.
     if call.name in _ORDERED:  # No entry of the first dimension has parts of several rows.
@@ -56,16 +53,16 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
     if not x.dim() or storage_of(x) != storage_of(out):
         return None
     if call.name in ("transpose", "permute", "swapaxes") and out.dim() == 3 and out.stride(1) == x.stride(0):
-        return Turned(meaning) if out.shape[1] == len(x) and _turns(call, x, out) else None
-    if len(out) != len(x) or out.stride(0) != x.stride(0):
+        return Turned(meaning) if out.shape[1] == len(x) and _turns(call, out) else None
+    if len(out) != len(x) or out.stride(0) != x.stride(0) or len(x) == 1 and _turns(call, out):
         return None
-    return None if len(x) == 1 and _turns(call, x, out) else meaning
+    return meaning
 
 
-def _turns(call: FunctionCall, x: Tensor, out: Tensor) -> bool:
+def _turns(call: FunctionCall, out: Tensor) -> bool:
     """Whether a function brings another dimension to the front, which a single row doesn't show."""
     if "expand" in call.name or "broadcast" in call.name:
-        return out.dim() != x.dim()
+        return bool(out.dim() != call.args[0].dim())
     if call.name not in _TURNING:
         return False
     named = [*call.args[1:], *call.kwargs.values()]
@@ -75,15 +72,15 @@ def _turns(call: FunctionCall, x: Tensor, out: Tensor) -> bool:
 
 def join(call: FunctionCall) -> Meaning | None:
     """Numbers that are stacked, or rows that are joined along another dimension."""
-    parts, out = list(tensors(call.args[:1])), call.out
-    meanings = [call.ledger.of(x) for x in parts]
+    parts, out, ledger = list(tensors(call.args[:1])), call.out, call.ledger
+    meanings = [ledger.of(x) for x in parts]
     if any(isinstance(each, Number) for each in meanings):
-        numbers = tuple([call.ledger.number(x) for x in parts])
-        plain = out.dim() == 1 and len(parts) == out.numel() and not any(
-            isinstance(each, Constant) and each.made for each in meanings)
-        return Stack(numbers) if plain and all(isinstance(x, Number) for x in numbers) else None  # type: ignore
+        made = any(isinstance(each, Constant) and each.made for each in meanings)
+        numbers = [] if made or out.dim() != 1 or len(parts) != len(out) else [ledger.number(x) for x in parts]
+        found = tuple([number for number in numbers if isinstance(number, Number)])
+        return Stack(found) if len(found) == len(parts) else None
     at = next((k for k, each in enumerate(meanings) if isinstance(each, Rows)), 0)
-    whole = call.ledger.joined(parts, parts[at].shape) if len({x.dim() for x in parts}) < 2 else None
+    whole = ledger.joined(parts, parts[at].shape) if len({x.dim() for x in parts}) < 2 else None
     if not isinstance(whole, Rows):
         return VARIED if whole is not None and whole.made else whole
     [dim] = dims_of(out, call.argument(1, "dim", 0))
@@ -94,30 +91,39 @@ def index(call: FunctionCall) -> Meaning | None:
     """Entries by slices and numbers, by a mask, or one of each row."""
     (x, given), meaning, ledger = call.args, call.meaning, call.ledger
     places = given if isinstance(given, tuple) else (given,)
-    if isinstance(meaning, Stack) and isinstance(given, int):
-        return meaning.numbers[given]
+    if isinstance(meaning, Stack):
+        return meaning.numbers[given] if isinstance(given, int) else None
     if not any(isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
         if any(type(y) is int and abs(y) > 1 and abs(y) in ledger.reading.counts for y in bounds):
             return Unknown(ledger.reading.values)
         return _cut(call, meaning, places) if isinstance(meaning, Rows) else _viewed(call, x, call.out)
-    [first, *rest], [kind, *others] = places, [ledger.of(each) for each in places]
+    [first, *rest], kinds = places, [ledger.of(each) for each in places]
     if isinstance(meaning, Constant):  # A table with an entry for each class.
-        if all(isinstance(each, Constant) and not each.made for each in (meaning, kind, *others)):
+        if all(isinstance(each, Constant) and not each.made for each in (meaning, *kinds)):
             return GIVEN
-        return kind if isinstance(kind, Rows) and not rest and first.dtype != torch.bool else None
-    if not isinstance(meaning, Rows):
-        return None
-    if isinstance(kind, Rows):
-        plain = not rest and first.dtype == torch.bool and first.shape == x.shape[: first.dim()] and kind.alike(meaning)
-        return replace(meaning, chosen=first) if plain and first.dim() else None
-    if isinstance(kind, Constant) and kind.positions == len(x):  # x[arange(len(x)), labels]
-        plain = all(
+        return kinds[0] if isinstance(kinds[0], Rows) and not rest and first.dtype != torch.bool else None
+    if isinstance(meaning, Rows) and isinstance(kinds[0], Constant) and kinds[0].positions == len(x):
+        plain = all(  # x[arange(len(x)), labels]
             isinstance(each, int) or isinstance(each, Tensor) and each.dim() == 1 and each.dtype != torch.bool
-            and isinstance(other, Rows) and other.alike(meaning) for each, other in zip(rest, others)
+            and isinstance(kind, Rows) and kind.alike(meaning) for each, kind in zip(rest, kinds[1:])
         )
         return meaning if plain else None
-    return None
+    return _chosen(meaning, kinds[0], x, first) if not rest else None
+
+
+def _chosen(rows: Meaning, by: Meaning, x: Tensor, mask: Tensor) -> Meaning | None:
+    """The entries of rows that a mask of these rows selects."""
+    if not isinstance(rows, Rows) or not isinstance(by, Rows) or not by.alike(rows):
+        return None
+    plain = mask.dtype == torch.bool and mask.dim() and mask.shape == x.shape[: mask.dim()]
+    return replace(rows, chosen=mask) if plain else None
+
+
+def choose(call: FunctionCall) -> Meaning | None:
+    """masked_select: entries that a mask selects."""
+    mask = call.argument(1, "mask")
+    return _chosen(call.meaning, call.ledger.of(mask), call.args[0], mask) if mask.shape == call.args[0].shape else None
 
 
 def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | None:
@@ -138,13 +144,6 @@ def write(call: FunctionCall) -> Meaning | None:
         return None
     same_rows = isinstance(meaning, Rows) and meaning.alike(by)
     return by if same_rows or isinstance(meaning, Constant) and meaning.uniform else None
-
-
-def choose(call: FunctionCall) -> Meaning | None:
-    """Entries that a mask selects."""
-    mask, rows = call.argument(1, "mask"), call.ledger.joined(call.operands, call.args[0].shape)
-    plain = isinstance(rows, Rows) and isinstance(call.ledger.of(mask), Rows) and mask.shape == call.args[0].shape
-    return replace(rows, chosen=mask) if plain else None  # type: ignore[type-var]
 
 
 def gather(call: FunctionCall) -> Meaning | None:

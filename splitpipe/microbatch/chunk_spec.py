@@ -1,20 +1,20 @@
-"""``batched=``: how the values of an input are split into microbatches.
+"""``batched=``: a flag for everything inside a value, or a nesting of flags that matches its outer levels.
 
     True, 0, 1, -1   split along the first dimension, or along this one; a list as its sizes suggest
     "rows"           a list with one entry per row, split between its entries
     "groups"         a tensor or list with k entries per row, side by side, split between rows
     False            every microbatch gets it whole
-
-A flag applies to everything inside. A nesting of flags matches the outer levels of the input: (True, False) for
-(x, mask), {"mask": False} for {"x": x, "mask": mask}, of which all others are split.
 """
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from splitpipe.microbatch.tree import Level, described
+
 ROWS, GROUPS = "rows", "groups"
+#: What a nesting of flags is made of.
+NESTED = dict, tuple
 
 
 def verify_batched(batched: Any) -> tuple[Any, Any]:
@@ -47,29 +47,20 @@ def _verify(flag: Any, where: str) -> Any:
     raise TypeError(f"{where} is {flag!r}: expected True, False, an int, 'rows', 'groups', or a nesting of these.")
 
 
-def is_nested(flag: Any) -> bool:
-    """True for a nesting of flags, False for a flag or None."""
-    return isinstance(flag, (dict, tuple))
-
-
-def flags_inside(flag: Any, value: Any, count: int, where: str) -> list[Any]:
-    """The flags of a container's ``count`` parts. Raises a ValueError if a nesting of flags doesn't match it."""
-    if not is_nested(flag):
-        return [None if flag in (ROWS, GROUPS) else flag] * count
-    named = value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
-    if isinstance(flag, dict) and isinstance(named, Mapping) and not flag.keys() - named.keys():
-        return [flag.get(key, True) for key in named]
-    if isinstance(flag, tuple) and isinstance(value, (tuple, list, deque)) and len(value) == len(flag):
+def flags_inside(flag: Any, value: Any, level: Level, where: str) -> list[Any]:
+    """The flags of a container's parts. Raises a ValueError if a nesting of flags doesn't match it."""
+    if not isinstance(flag, NESTED):
+        return [None if flag in (ROWS, GROUPS) else flag] * len(level.parts)
+    if isinstance(flag, dict) and isinstance(value, Mapping) and not flag.keys() - {*level.keys}:
+        return [flag.get(key, True) for key in level.keys]
+    if isinstance(flag, tuple) and not isinstance(value, Mapping) and len(level.parts) == len(flag):
         return [*flag]
     raise misfit(where, flag, value)
 
 
 def misfit(where: str, flag: Any, value: Any) -> ValueError:
     """The error for flags that don't match a value."""
-    found = f"a {type(value).__name__}"
-    if isinstance(value, (Mapping, tuple, list, deque)):
-        found += f" of {[*value] if isinstance(value, Mapping) else len(value)}"
     return ValueError(
-        f"{where} is {found}, but batched says {flag!r} there: expected a nesting that matches the outer levels of the "
-        "input; 'rows' for a list; for a tensor, the dimension of the batch, or 'groups'."
+        f"{where} is {described(value)}, but batched says {flag!r} there: expected a nesting that matches the outer "
+        "levels of the input; 'rows' for a list; for a tensor, the dimension of the batch, or 'groups'."
     )

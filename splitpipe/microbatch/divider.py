@@ -1,19 +1,25 @@
 """Divides calls into microbatches: what an nn.Sequential is given, and the arguments of any other module."""
 from __future__ import annotations
 
+import enum
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from splitpipe.microbatch.arguments import argument_tree, is_object, name_arguments
+from splitpipe.core.torch_private import tree_leaves
 from splitpipe.microbatch.division import Division, collect, divide
 from splitpipe.microbatch.rows import Node, Reading, Rows, cuts, rows_of
-from splitpipe.microbatch.tree import verify_open
+from splitpipe.microbatch.tree import PLAIN, verify_open
 
 #: ``split(args, kwargs, chunks)`` returns the arguments of each microbatch: a list of pairs (args, kwargs).
 Split = Callable[[tuple[Any, ...], dict[str, Any], int], list[tuple[tuple[Any, ...], dict[str, Any]]]]
+#: Classes of values that may be the same for every microbatch.
+_KNOWN = (Tensor, *PLAIN, torch.layout, torch.memory_format, torch.Generator, enum.Enum, slice, range, type)
 
 
 def verify_split(split: object) -> None:
@@ -22,28 +28,15 @@ def verify_split(split: object) -> None:
         raise TypeError(f"split is {split!r}: expected a function split(args, kwargs, chunks) or None.")
 
 
-def call_split(
-    split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, limit: int | None = None
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of each microbatch; a schedule allows at most ``limit`` of them."""
-    found: Any = split(args, dict(kwargs), chunks)
-    pairs = isinstance(found, (list, tuple)) and [isinstance(part, tuple) and len(part) == 2 for part in found]
-    if not pairs or not all(pairs) or not all(isinstance(x, tuple) and isinstance(y, Mapping) for x, y in found):
-        raise TypeError(f"split returned {found!r:.100}: expected a list of pairs (args, kwargs), a tuple and a dict.")
-    if limit is not None and len(found) > limit:
-        raise ValueError(f"split returned {len(found)} microbatches, and the schedule has {limit}: expected no more.")
-    return [(own, dict(named)) for own, named in found]
-
-
 class Divider:
     """Divides inputs of an nn.Sequential, and targets; a schedule allows no more than ``chunks`` microbatches."""
 
     def __init__(
-        self, batched: Any, split: Split | None, chunks: int, scheduled: bool = False, whose: str = "the input"
+        self, batched: tuple[Any, Any], split: Split | None, chunks: int, scheduled: bool = False,
+        whose: str = "the input",
     ) -> None:
-        flags: tuple[Any, Any] = batched or (None, None)
-        self._flags, self._target = flags
-        self._split, self._chunks, self._limit, self._whose = split, chunks, chunks if scheduled else None, whose
+        self._flags, self._target = batched
+        self._split, self._chunks, self._scheduled, self._whose = split, chunks, scheduled, whose
         self._told = set[str]()  # The values that it has warned of.
 
     def divide(
@@ -51,32 +44,39 @@ class Divider:
     ) -> tuple[Division, Division | None]:
         """The arguments, and the target if there is one; ``whole``: as a single microbatch."""
         if self._split is not None and not whole:
-            return self._collect(self._split, args, kwargs, target)
+            return self._collect(args, kwargs, target)
         root = self._tree(args, kwargs)
         reading = Reading(root, self._whose)
         # Microbatches can't share an object that may be a cache.
-        whole = whole or any(leaf.flag is None and is_object(leaf.value) for leaf in root.leaves(shared=True))
+        whole = whole or any(leaf.flag is None and _is_object(leaf.value) for leaf in root.leaves(shared=True))
         rows = reading.verify(cuts(reading.size, 1 if whole else self._chunks), self._told)
         return divide(root, rows, reading.batch), None if target is None else divide_target(target, self._target, rows)
 
     def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A few rows of a call's arguments, as in a microbatch."""
         if self._split is not None:
-            return call_split(self._split, args, kwargs, self._chunks)[0]
+            return self._parts(args, kwargs)[0]
         return self.divide(args, kwargs, whole=True)[0].some(1)
 
-    def _collect(
-        self, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[Division, Division | None]:
+    def _collect(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Division, Division | None]:
         """A loss is a mean weighted by rows: with a target, by the rows of that."""
-        named = kwargs if target is None else {**kwargs, "target": target}
-        parts = call_split(split, args, named, self._chunks, self._limit)
+        parts = self._parts(args, kwargs if target is None else {**kwargs, "target": target})
+        if self._scheduled and len(parts) > self._chunks:
+            raise ValueError(f"split returned {len(parts)} parts for a schedule of {self._chunks}: expected no more.")
         if any((target is None) is ("target" in named) for _, named in parts):
             raise ValueError("split returned another 'target' than it was given: expected one in the kwargs of each.")
         targets = [] if target is None else [named.pop("target") for _, named in parts]
         rows = [rows_of(input_node(x, self._target, "the target")) for x in targets]
         rows = rows or [rows_of(self._tree(*part)) for part in parts]
         return collect([self._value(*part) for part in parts], rows), collect(targets, rows) if targets else None
+
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of each microbatch, as ``split`` returns them."""
+        found: Any = self._split(args, dict(kwargs), self._chunks)  # type: ignore[misc]
+        pairs = isinstance(found, (list, tuple)) and [isinstance(part, tuple) and len(part) == 2 for part in found]
+        if not pairs or not all(pairs) or not all(isinstance(x, tuple) and isinstance(y, Mapping) for x, y in found):
+            raise TypeError(f"split returned {found!r:.100}: expected a list of pairs (args, kwargs).")
+        return [(own, dict(named)) for own, named in found]
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         return _verified(input_node(self._value(args, kwargs), self._flags, self._whose), self._whose)
@@ -91,34 +91,53 @@ class Divider:
 class ArgumentDivider(Divider):
     """Divides the arguments of a module's calls."""
 
-    def __init__(
-        self, signature: inspect.Signature | None, batched: Mapping[str, Any] | None, *options: Any, **named: Any
-    ) -> None:
+    def __init__(self, signature: inspect.Signature, batched: Any, *options: Any, **named: Any) -> None:
         super().__init__((batched, (batched or {}).get("target")), *options, **named)
         self._signature = signature
 
     def divide_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool
     ) -> tuple[Division, Division | None]:
-        """The arguments, and the target; caches can't be split or joined: with one, there is a single microbatch.
-
-        Where none is needed, in training with grad or with labels, ``use_cache=False`` is passed.
-        """
+        """The arguments, and the target; with a cache, which can't be split or joined, as a single microbatch."""
         given = dict(name_arguments(self._signature, args, kwargs))
-        cache, takes = given.get("use_cache"), self._signature is not None and "use_cache" in self._signature.parameters
-        # With labels it is an evaluation.
-        labels = [name for name in given if "label" in name or name in ("start_positions", "end_positions")]
-        needless = training and torch.is_grad_enabled() or any([given[name] is not None for name in labels])
+        cache, takes = given.get("use_cache"), "use_cache" in self._signature.parameters
+        # In an evaluation, there are labels.
+        needless = training and torch.is_grad_enabled() or any([given[x] is not None for x in given if "label" in x])
         if needless and takes and "use_cache" not in given:
             kwargs = {**kwargs, "use_cache": False}
         cache = cache or takes and cache is None and not needless
         return self.divide(args, kwargs, target, whole=not training and target is None and bool(cache))
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        return argument_tree(self._signature, args, kwargs, self._flags)
+        """The nodes of (args, kwargs). Raises a ValueError if ``batched`` names none of the arguments."""
+        given, flags = name_arguments(self._signature, args, kwargs), self._flags or {}
+        known = {"target", *(name for name, _ in given), *self._signature.parameters}
+        if unknown := sorted(map(str, flags.keys() - known)):
+            names = ", ".join(repr(name) for name, _ in given)
+            raise ValueError(f"batched names {unknown[0]!r}, which the call doesn't have: expected some of {names}.")
+        nodes = [Node(value, flags.get(name), f"argument {name!r}") for name, value in given]
+        root, positional, named = (Node((), None, "the arguments", record=True) for _ in range(3))
+        root.children, positional.children, named.children = [positional, named], nodes[: len(args)], nodes[len(args) :]
+        named.rebuild = lambda values: dict(zip(kwargs, values))
+        return root
 
     def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, kwargs
+
+
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a forward; of one that has none, of any arguments."""
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def name_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Each argument with its name."""
+    names = [name for name, x in signature.parameters.items() if x.kind <= x.POSITIONAL_OR_KEYWORD]
+    names += [f"args[{number}]" for number in range(len(names), len(args))]
+    return [*zip(names, args), *kwargs.items()]
 
 
 def divide_target(target: Any, flags: Any, rows: Rows) -> Division:
@@ -135,3 +154,29 @@ def input_node(value: Any, flags: Any, whose: str) -> Node:
 def _verified(root: Node, whose: str) -> Node:
     verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], whose, deep=True)
     return root
+
+
+def _is_object(value: Any) -> bool:
+    """True for a value that may be a cache, of which several microbatches would write to the same one."""
+    return not isinstance(value, _KNOWN) and not callable(value)
+
+
+def holds_objects(value: Any) -> bool:
+    """True if arguments contain an object, or a function, that may contain tensors which pytree doesn't see."""
+    others = [leaf for leaf in tree_leaves(value) if not isinstance(leaf, (*_KNOWN, nn.Module, BuiltinFunctionType))]
+    return any([not isinstance(x, FunctionType) or bool(x.__closure__ or x.__defaults__) for x in others])
+
+
+_signature = lru_cache(signature_of)  # Of functions of classes: a bound method would be kept.
+
+
+def uncached(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a module inside, in training with ``use_cache=False`` if only its configuration says otherwise.
+
+    Microbatches' caches can't be joined, and a wrapper such as PEFT's doesn't show that it takes the word.
+    """
+    if not part.training or not torch.is_grad_enabled() or kwargs.get("use_cache") is not None:
+        return kwargs
+    parameters = _signature(type(part).forward).parameters
+    decides = "use_cache" in parameters and parameters["use_cache"].default is None
+    return {**kwargs, "use_cache": False} if decides and len(args) < [*parameters].index("use_cache") else kwargs

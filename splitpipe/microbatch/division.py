@@ -64,8 +64,17 @@ class Division:
         return [*zip(found, self.nestings)]
 
     def gradient(self, k: int, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of a leaf, from those of its microbatches."""
-        return gradient_of(self.leaves[k], self._rows(k), parts, self.dims[k])
+        """The gradient of a leaf, from those of its microbatches; None if none has one."""
+        x, dim, found = self.leaves[k], self.dims[k], [part for part in parts if part is not None]
+        if not found:
+            return None
+        if dim is None:
+            # The layer may have passed a single one to others too: it must be a separate tensor.
+            return reduce(torch.add, found) if len(found) > 1 else found[0].clone()
+        return torch.cat([
+            x.new_zeros((*x.shape[:dim], count, *x.shape[dim + 1 :])) if part is None else part
+            for part, (_, count) in zip(parts, self._rows(k))
+        ], dim)
 
     def _rows(self, k: int) -> Rows:
         times = self.nodes[k].times if self.nodes else 1
@@ -79,7 +88,7 @@ class Division:
         return unflatten(*divide(root, [(0, count), (count, rows - count)]).scatter()[0])
 
 
-def divide(root: Node, rows: Rows, batch: str = "") -> Division:
+def divide(root: Node, rows: Rows, batch: str = "the input") -> Division:
     """The division of a value whose nodes say how it is split; ``batch`` has shown the number of rows."""
     nodes, owners = [*root.leaves()], [*root.owners(rows)]
     lists = any(owner is not None for owner in owners)
@@ -104,7 +113,7 @@ def absent(input: Division) -> Division:
 def describe(division: Division) -> list[str]:
     """How each value of a call was treated, in lines; none for a single microbatch, or one of ``split=``."""
     rows, groups = [count for _, count in division.rows], dict[str, list[str]]()
-    if len(rows) < 2:
+    if len(rows) < 2 or division.root is None:
         return []
     for node, owner in zip(division.nodes, division.owners):
         x, how = node.value, "whole" if owner is None else "split between rows"
@@ -112,8 +121,8 @@ def describe(division: Division) -> list[str]:
             how = f"split along dimension {node.dim}" + f", {node.times} entries per row" * (node.times > 1)
         what = str(tuple(x.shape)) if isinstance(x, Tensor) else f"({type(x).__name__})"
         groups.setdefault(how, []).extend([f"{node.where} {what}"] * (x is not None))
-    batch = f", as {division.batch} has them" if division.batch else ""
-    return [f"microbatches of {rows[0]} rows of {sum(rows)}{batch} (batched= or split= changes how they are split)"] + [
+    found = f"microbatches of {rows[0]} rows of {sum(rows)}, as {division.batch} has them"
+    return [f"{found} (batched= or split= changes how they are split)"] + [
         f"{how}: {', '.join(each[:4])}{', ...' if len(each) > 4 else ''}" for how, each in groups.items() if each
     ]
 
@@ -152,20 +161,3 @@ def pieces(leaf: Any, rows: Rows, dim: int | None) -> Sequence[Any]:
     if not tracked:
         parts[0] = leaf.detach().narrow(dim, *rows[0]).detach()
     return [part.contiguous() for part in parts] if dim and leaf.is_contiguous() else parts
-
-
-def gradient_of(x: Tensor, rows: Rows, parts: Sequence[Tensor | None], dim: int | None) -> Tensor | None:
-    """The gradient of a tensor of the batch, from its microbatches' gradients; None if none has one.
-
-    ``dim``: the dimension along which it was split; None if it wasn't.
-    """
-    found = [part for part in parts if part is not None]
-    if not found:
-        return None
-    if dim is None:
-        # The layer may have passed a single one to others too: it must be a separate tensor.
-        return reduce(torch.add, found) if len(found) > 1 else found[0].clone()
-    return torch.cat([
-        x.new_zeros((*x.shape[:dim], count, *x.shape[dim + 1 :])) if part is None else part
-        for part, (_, count) in zip(parts, rows)
-    ], dim)

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from splitpipe.core.note import add_note
 from splitpipe.microbatch.rows import alike
-from splitpipe.microbatch.tree import PLAIN, flatten, open_level
+from splitpipe.microbatch.tree import PLAIN, described, flatten, open_level
 
 
 class _Batch(NamedTuple):
@@ -32,10 +32,9 @@ class _Batch(NamedTuple):
 
 
 def gather(outputs: Sequence[Any], rows: Sequence[int], along: Sequence[int | None] = (0,), reducer: Any = None) -> Any:
-    """The output of the batch.
+    """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.reducing``).
 
-    ``rows``: of each microbatch; ``along``: the dimensions along which the input was split, None for what was not;
-    ``reducer`` combines numbers (``loss.reducing``).
+    ``along``: the dimensions along which the input was split, None for what was not.
     """
     dims = sorted({dim for dim in along if dim is not None})
     return _join([*outputs], _Batch([*rows], dims or [0], reducer), "the output")
@@ -53,11 +52,12 @@ def _join(column: list[Any], batch: _Batch, where: str) -> Any:
     for number, (x, level) in enumerate(zip(column, levels)):
         if level is not None and levels[0] is not None:
             fits = bool(level.kind == levels[0].kind)
-        else:
-            fits = isinstance(first, Tensor) and isinstance(x, Tensor) or _is_equal(first, x)
+        else:  # Of other classes, == may be any code.
+            equal = isinstance(x, Tensor) or isinstance(x, PLAIN) and x == first
+            fits = x is first or type(x) is type(first) and equal
         if not fits:
             raise ValueError(
-                f"microbatches 0 and {number} return {_shown(first)} and {_shown(x)} as {where}, which can't be "
+                f"microbatches 0 and {number} return {described(first)} and {described(x)} as {where}, which can't be "
                 "joined: expected equal values, or tensors in the same nesting, such as mask.sum() for a number. "
                 "Leave it out (a cache: use_cache=False), or use chunks=1."
             )
@@ -66,19 +66,6 @@ def _join(column: list[Any], batch: _Batch, where: str) -> Any:
     columns = zip(*(level.parts for level in levels if level is not None))
     parts = [_join([*each], batch, f"{where}[{key!r}]") for key, each in zip(levels[0].keys, columns)]
     return levels[0].rebuild(parts)
-
-
-def _is_equal(x: Any, y: Any) -> bool:
-    try:
-        return x is y or type(x) is type(y) and bool(x == y)
-    except Exception:  # The result may be undefined, as for arrays.
-        return False
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, PLAIN):
-        return f"{value!r:.60}"
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if type(value) in (list, tuple, dict) else "")
 
 
 def _join_tensors(column: list[Tensor], batch: _Batch, where: str) -> Tensor:

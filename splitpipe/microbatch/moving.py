@@ -6,7 +6,7 @@ only at the end of the call, because a training loop may refill that memory as s
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,11 +28,7 @@ class Moves:
         known, found = {*devices}, {leaf.device for leaf in input.leaves if isinstance(leaf, Tensor)}
         # Next to tensors elsewhere, a tensor on the CPU may belong there, such as lengths of sequences.
         known |= {torch.device("cpu")} if found - {torch.device("cpu")} else set()
-        return self._move(input, devices[0], known)
-
-    def target(self, target: Division, device: torch.device) -> Division:
-        """The target on the last stage's device."""
-        return self._move(target, device, {device})
+        return self.move(input, devices[0], known)
 
     def settle(self) -> None:
         """Waits until pinned memory has been read."""
@@ -41,10 +37,11 @@ class Moves:
             event.synchronize()
             stream.spent(event)
 
-    def _move(self, division: Division, device: torch.device, known: set[torch.device]) -> Division:
+    def move(self, division: Division, device: torch.device, known: Collection[torch.device] = ()) -> Division:
+        """The values on a device, but for tensors on those ``known``."""
         found, pinned = dict[int, Tensor](), False  # Tensors that microbatches share are copied once.
         for x in division.leaves:
-            if isinstance(x, Tensor) and id(x) not in found and x.device not in known:
+            if isinstance(x, Tensor) and id(x) not in found and x.device not in (device, *known):
                 pins = x.device.type == "cpu" and is_plain(x) and x.is_pinned()
                 found[id(x)] = x.to(device, non_blocking=pins or "cpu" not in (x.device.type, device.type))
                 pinned = pinned or pins

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from splitpipe.microbatch.chunk_spec import GROUPS, ROWS, flags_inside, is_nested, misfit
-from splitpipe.microbatch.tree import PLAIN, Nesting, hidden, open_level
+from splitpipe.microbatch.chunk_spec import GROUPS, NESTED, ROWS, flags_inside, misfit
+from splitpipe.microbatch.tree import PLAIN, Nesting, described, hidden, open_level
 
 #: The first row and the number of rows of each microbatch.
 Rows = list[tuple[int, int]]
@@ -33,10 +33,7 @@ def cuts(size: int, chunks: int) -> Rows:
 
 
 class Node:
-    """A value, its flag of ``batched=`` and the nodes inside.
-
-    ``record``: a tuple of several values, which isn't a list with one entry per row.
-    """
+    """A value, its flag of ``batched=`` and the nodes inside. ``record``: not a list with one entry per row."""
 
     __slots__ = ("children", "dim", "flag", "listed", "rebuild", "times", "value", "where")
 
@@ -45,14 +42,15 @@ class Node:
         self.times = 0  #: The number of entries per row, if it is split.
         self.dim: int | None = None  #: The dimension along which a tensor is split.
         self.children: list[Node] | None = None
-        self.listed = type(value) in (list, tuple) and not record and not is_nested(flag)
+        nested = isinstance(flag, NESTED)
+        self.listed = type(value) in (list, tuple) and not record and not nested
         level = None if isinstance(value, PackedSequence) else open_level(value)
-        if flag == ROWS and not self.listed or is_nested(flag) and level is None and value is not None:
+        if flag == ROWS and not self.listed or nested and level is None and value is not None:
             raise misfit(where, flag, value)
         if level is None:
-            self.flag = None if is_nested(flag) else flag  # An optional value may be left out.
+            self.flag = None if nested else flag  # An optional value may be left out.
             return
-        flags = flags_inside(flag, value, len(level.parts), where)
+        flags = flags_inside(flag, value, level, where)
         if flag == GROUPS and not self.listed:
             flags = [GROUPS] * len(flags)
         self.rebuild = level.rebuild
@@ -96,10 +94,7 @@ class Node:
 
 
 class Reading:
-    """Reads the values of a call, and notes in their nodes how they are split.
-
-    ``size``: the number of rows of the input whose target is read, all tensors of which are split.
-    """
+    """Reads the values of a call, and notes in their nodes how they are split. ``size``: a target's number of rows."""
 
     def __init__(self, root: Node, whose: str, size: int | None = None) -> None:
         self._root, self._target = root, size is not None
@@ -189,8 +184,7 @@ class Reading:
         shapes = ", ".join([str([*x.shape]) for x in node.tensors()[:3]]) + ", ..." * (len(node.tensors()) > 3)
         what = f"has the shape {shapes}"
         if node.children is not None:
-            what = f"is a {type(node.value).__name__} of {len(node.value)}"
-            what += f", with tensors of shapes {shapes}" if shapes else ""
+            what = f"is {described(node.value)}" + (f", with tensors of shapes {shapes}" if shapes else "")
         self._doubt = self._doubt or ValueError(
             f"{node.where} {what}: it could be {one}, or {other}. Which one is expected? In SplitPipe(..., batched=), "
             f"write {written(node, first)} for the former, {written(node, latter)} for the latter."

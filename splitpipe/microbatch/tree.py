@@ -60,6 +60,14 @@ def _fill(instance: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
     return copied
 
 
+def described(value: Any) -> str:
+    """A value in a message: a plain one as it is, of any other its class, and what it has."""
+    if isinstance(value, PLAIN):
+        return f"{value!r:.60}"
+    has = [*value] if isinstance(value, Mapping) else len(value) if type(value) in (list, tuple) else None
+    return f"a {type(value).__name__}" + ("" if has is None else f" of {has!r:.60}")
+
+
 def flatten(value: Any, fields: bool = False) -> tuple[list[Any], Nesting]:
     """The leaves of a value, and its nesting."""
     level = open_level(value, fields)
@@ -93,9 +101,8 @@ def _inside(value: object, deep: bool) -> Iterable[Any]:
     record = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if not record and (not deep or isinstance(value, _CODE) or hasattr(value, "__code__")):
         return ()
-    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
-    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
-    return [*getattr(value, "__dict__", {}).values(), *[getattr(value, name, None) for name in names]]
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *[getattr(value, name, None) for name in slots]]
 
 
 def verify_open(leaves: Iterable[object], whose: str, deep: bool = False) -> None:

@@ -74,17 +74,6 @@ def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
     return found
 
 
-def balance_of(module: object, cuts: Iterable[str]) -> list[int] | None:
-    """The balance that is equivalent to cuts at a plain nn.Sequential's layers, in order; None if there is none."""
-    names = None if isinstance(cuts, str) else listed(cuts)
-    if type(module) is not nn.Sequential or names is None or not all(name in module._modules for name in names):
-        return None
-    layers = list(module._modules)
-    starts = [0, *(layers.index(name) for name in names), len(layers)]
-    balance = [end - start for start, end in zip(starts, starts[1:])]
-    return balance if min(balance) > 0 else None
-
-
 def repeated(module: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks, by name, in the order of definition: those with submodules, or else all of them."""
     return dict(_inside(module, "", set(), False) or _inside(module, "", set(), True))

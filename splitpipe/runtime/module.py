@@ -19,8 +19,7 @@ from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.module import CheckpointedBlocks, Stitching, keep_stitched_output
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.tracing import Kinds
-from splitpipe.microbatch.arguments import name_arguments, signature_of
-from splitpipe.microbatch.divider import ArgumentDivider
+from splitpipe.microbatch.divider import ArgumentDivider, name_arguments, signature_of
 from splitpipe.microbatch.division import Division
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks

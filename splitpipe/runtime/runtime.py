@@ -214,7 +214,7 @@ class Runtime:
             call, stages, pool, layers.workers, resources.routes(call.computes), split=options.split and state.grad,
             outer=outer, hooks=self._hooks, recorder=recorder,
         )
-        return step, call.moves.target(target, resources.devices[-1])
+        return step, call.moves.move(target, resources.devices[-1])
 
     def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
         """Divides the arguments and the target, if there is one; returns the layers, of which the loss is the last."""

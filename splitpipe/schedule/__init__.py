@@ -4,16 +4,15 @@ from __future__ import annotations
 from splitpipe.schedule.check import check
 from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
 from splitpipe.schedule.construct.library import build, names
-from splitpipe.schedule.construct.tiling import Tiling
-from splitpipe.schedule.costs import Bytes, Costs
+from splitpipe.schedule.construct.reorder import reorder
+from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule
 from splitpipe.schedule.recording.recording import Recording
-from splitpipe.schedule.recording.step import Step
 from splitpipe.schedule.search.search import search
 from splitpipe.schedule.timeline import Timeline, simulate
 from splitpipe.schedule.torch_csv import from_csv
 
 __all__ = [
-    "BlockOp", "BuildingBlock", "Bytes", "Costs", "Op", "Recording", "Schedule", "Step", "Tiling", "Timeline", "build",
-    "check", "from_csv", "names", "search", "simulate",
+    "BlockOp", "BuildingBlock", "Costs", "Op", "Recording", "Schedule", "Timeline", "build", "check", "from_csv",
+    "names", "reorder", "search", "simulate",
 ]

@@ -8,27 +8,22 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from splitpipe.schedule.construct.library import SCHEDULES, build, options
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw import text
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.search.search import search
 from splitpipe.schedule.timeline import simulate
-from splitpipe.schedule.torch_csv import from_csv
 
-USAGE = "python -m splitpipe schedule (NAME | --search | --from-csv FILE | --list) [options]"
+USAGE = "python -m splitpipe schedule (NAME | --list) [options]"
 
 EXAMPLES = """examples:
   python -m splitpipe schedule zb-h1 --devices 4 --chunks 8
   python -m splitpipe schedule zb-v --costs 3 4 2 0.1 --compare 1f1b zb-h1 --html schedules.html
-  python -m splitpipe schedule interleaved-1f1b --stages-per-device 4 --svg picture.svg --csv ranks.csv
-  python -m splitpipe schedule --search --memory 6 --devices 8 --chunks 32 --costs 3 4 2 0
+  python -m splitpipe schedule interleaved-1f1b --stages-per-device 4 --svg picture.svg
   python -m splitpipe schedule --list
 
-Times have any unit. Without --svg, --html or --csv, a picture goes to the terminal.
+Times have any unit. Without --svg or --html, a picture goes to the terminal.
 """
 
 
@@ -46,30 +41,23 @@ class Parser(ArgumentParser):
 
 
 def parser() -> ArgumentParser:
-    parser = Parser("schedule", USAGE, "Builds, simulates, draws, compares and searches pipeline schedules.", EXAMPLES)
+    parser = Parser("schedule", USAGE, "Builds, simulates, draws and compares pipeline schedules.", EXAMPLES)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("name", nargs="?", metavar="NAME", help="the name of a schedule: see --list")
+    which.add_argument("--list", action="store_true", help="list all names, and exit")
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="the name of a schedule: see --list")
-    add("--list", action="store_true", help="list all names, and exit")
-    add("--search", action="store_true", help="search for the shortest schedule")
-    add("--from-csv", metavar="FILE", help="read it from torch.distributed.pipelining's text, one line per device")
-    add("--devices", type=int, metavar="N", help="default: 4")
-    add("--chunks", type=int, metavar="N", help="microbatches; default: 8")
+    add("--devices", type=int, metavar="N", default=4, help="default: 4")
+    add("--chunks", type=int, metavar="N", default=8, help="microbatches; default: 8")
     add("--costs", type=float, nargs=4, metavar=("F", "B", "W", "COPY"), default=(1, 1, 1, 0),
         help="times of one microbatch: a whole device's forward pass, input gradient and weight gradients, and one "
              "copy to another device; default: 1 1 1 0")
-    add("--split", action="store_true", help="W separate from B, in idle time: gpipe, 1f1b, eager-1f1b")
-    add("--stages-per-device", type=int, metavar="N", help="for an interleaved schedule, or a search")
+    add("--split", action="store_true", default=None, help="W separate from B, in idle time: gpipe, 1f1b, eager-1f1b")
+    add("--stages-per-device", type=int, metavar="N", help="for an interleaved schedule")
     add("--group", type=int, metavar="N", help="for interleaved-low-memory")
-    add("--span", choices=("makespan", "longest"),
-        help="with --search: what to minimise, the makespan (default) or the longest span of a device")
-    add("--memory", type=float, metavar="N",
-        help="with --search: number of microbatches whose activations a device has room for")
     add("--compare", nargs="+", metavar="NAME", default=[],
         help="also draw these, with the same numbers and those of the options that they have")
-    add("--width", type=int, metavar="COLUMNS", help="width of the picture in the terminal")
     add("--svg", metavar="FILE", help="write a picture")
     add("--html", metavar="FILE", help="write a zoomable page")
-    add("--csv", metavar="FILE", help="write the rows of the first schedule, for --from-csv")
     return parser
 
 
@@ -107,67 +95,21 @@ def failed(message: str, who: str = "splitpipe schedule") -> int:
 
 
 def _run(arguments: Namespace) -> None:
-    _verify(arguments)
     if arguments.list:
-        _list()
+        for name, function in SCHEDULES.items():
+            about = (inspect.getdoc(function) or "").partition("\n")[0]
+            print(f"{name:<24}{about}", *(f"[--{option.replace('_', '-')}]" for option in options(name)))
         return
-    costs = Costs(*arguments.costs)
-    schedules = [_schedule(arguments, costs)]
+    known = {option for name in SCHEDULES for option in options(name)}
+    chosen = {option: value for option, value in vars(arguments).items() if option in known and value is not None}
+    schedules = [build(arguments.name, arguments.devices, arguments.chunks, **chosen)]
     for name in arguments.compare:
-        chosen = {option: value for option, value in _options(arguments).items() if option in options(name)}
-        schedules.append(build(name, schedules[0].devices, schedules[0].microbatches, **chosen))
-    timeline, *others = (simulate(schedule, costs) for schedule in schedules)
+        own = {option: value for option, value in chosen.items() if option in options(name)}
+        schedules.append(build(name, arguments.devices, arguments.chunks, **own))
+    timeline, *others = [simulate(schedule, Costs(*arguments.costs)) for schedule in schedules]
     if arguments.svg is not None:
         timeline.to_svg(arguments.svg, *others)
     if arguments.html is not None:
         timeline.to_html(arguments.html, *others)
-    if arguments.csv is not None:
-        schedules[0].to_csv(arguments.csv)
-    if arguments.svg is arguments.html is arguments.csv is None:
-        width = arguments.width or shutil.get_terminal_size(fallback=(120, 24)).columns
-        print(text.draw([timeline, *others], width))
-
-
-def _verify(arguments: Namespace) -> None:
-    ways = {"NAME": arguments.name, "--list": arguments.list, "--search": arguments.search,
-            "--from-csv": arguments.from_csv}
-    chosen = [way for way, value in ways.items() if value not in (None, False)]
-    if len(chosen) != 1:
-        raise ValueError(f"found {' and '.join(chosen) or 'no schedule'}: expected one of {', '.join(ways)}. "
-                         "See --help.")
-    known = {option for name in [arguments.name, *arguments.compare] for option in options(name)}
-    unfit = [option for option in _options(arguments) if arguments.name is None and option not in known]
-    if arguments.search:
-        unfit = [option for option in unfit if option != "stages_per_device"]
-    else:
-        unfit += [option for option in ("memory", "span") if vars(arguments)[option] is not None]
-    if arguments.from_csv is not None:
-        unfit += [option for option in ("devices", "chunks") if vars(arguments)[option] is not None]
-    for option in unfit:
-        raise ValueError(f"--{option.replace('_', '-')} doesn't go with {chosen[0]}: leave it out.")
-    files = [os.path.realpath(file) for file in (arguments.svg, arguments.html, arguments.csv) if file is not None]
-    if len(files) > len({*files}):
-        raise ValueError(f"two outputs are written to one of {files}: expected different files.")
-
-
-def _list() -> None:
-    """Prints a line for each name: a description of the schedule, and its options."""
-    for name, function in SCHEDULES.items():
-        about = (inspect.getdoc(function) or "").partition("\n")[0]
-        print(f"{name:<24}{about}", *(f"[--{option.replace('_', '-')}]" for option in options(name)))
-
-
-def _options(arguments: Namespace) -> dict[str, Any]:
-    values = {option: vars(arguments).get(option) for name in SCHEDULES for option in options(name)}
-    return {option: value for option, value in values.items() if value is not None and value is not False}
-
-
-def _schedule(arguments: Namespace, costs: Costs) -> Schedule:
-    if arguments.from_csv is not None:
-        return replace(from_csv(arguments.from_csv), name=os.path.basename(arguments.from_csv))
-    devices = 4 if arguments.devices is None else arguments.devices
-    chunks = 8 if arguments.chunks is None else arguments.chunks
-    if arguments.search:
-        stages, span = arguments.stages_per_device, arguments.span or "makespan"
-        return search(devices, chunks, costs, arguments.memory, stages, span=span)  # type: ignore[arg-type]
-    return build(arguments.name, devices, chunks, **_options(arguments))
+    if arguments.svg is arguments.html is None:
+        print(text.draw([timeline, *others], shutil.get_terminal_size(fallback=(120, 24)).columns))

@@ -1,4 +1,4 @@
-"""The costs that a schedule is simulated with: the times of its ops, and the bytes that they hold."""
+"""The costs that a schedule is simulated with: the times of its ops."""
 from __future__ import annotations
 
 import math
@@ -45,7 +45,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in (*_OPS, "copy", "recompute"):
-            object.__setattr__(self, name, _verified(name, getattr(self, name), "a time"))
+            object.__setattr__(self, name, _verified(name, getattr(self, name)))
         if type(self.uncheckpointed) is not int or self.uncheckpointed < 0:
             raise ValueError(f"uncheckpointed={self.uncheckpointed!r}: expected a number of microbatches, 0 or more.")
 
@@ -56,7 +56,8 @@ class Costs:
             TypeError: ``schedule`` isn't a Schedule.
             ValueError: there are more or fewer times than stages.
         """
-        forward, b, w = _ops(self, schedule)
+        verify(schedule)
+        forward, b, w = (_spread(name, getattr(self, name), schedule) for name in _OPS)
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
 
     def again(self, schedule: Schedule) -> dict[Op, float]:
@@ -94,53 +95,11 @@ class Costs:
         return self.copy
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """The memory that a microbatch's activations take, in bytes.
-
-    Args:
-        forward: the bytes that are taken when F starts. A number is for all stages of a device together, a sequence has
-            one for each stage.
-        backward_input: how many of these are freed when B ends; a BW frees all at its end.
-        backward_weight: how many of these are freed when W ends.
-
-    Raises:
-        ValueError: a number is negative or not finite; or, in a simulation, a stage doesn't free what it takes.
-
-    Example:
-        >>> Bytes(forward=2**20, backward_input=2**18, backward_weight=3 * 2**18).forward
-        1048576
-    """
-
-    forward: Each
-    backward_input: Each
-    backward_weight: Each
-
-    def __post_init__(self) -> None:
-        for name in _OPS:
-            object.__setattr__(self, name, _verified(name, getattr(self, name), "a number of bytes"))
-
-    def changes(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """The bytes that each kind of op takes at its start, or frees at its end, in each stage of ``schedule``.
-
-        Raises:
-            TypeError: ``schedule`` isn't a Schedule.
-            ValueError: there are more or fewer numbers than stages, or a stage doesn't free what it takes.
-        """
-        forward, b, w = _ops(self, schedule)
-        for stage, (all_, one, other) in enumerate(zip(forward, b, w)):
-            if not math.isclose(all_, one + other, rel_tol=1e-6):
-                raise ValueError(
-                    f"stage {stage} takes {all_:g} bytes at F and frees {one:g} at B and {other:g} at W: expected all."
-                )
-        return {"F": forward, "B": b, "W": w, "BW": forward}
-
-
-def _verified(name: str, value: Each, what: str) -> Each:
+def _verified(name: str, value: Each) -> Each:
     each = listed(value)
     numbers = tuple(real(number) for number in ([value] if each is None else each))
     if not all(0 <= number < math.inf for number in numbers):
-        raise ValueError(f"{name}={value!r}: expected {what}, finite and not negative, or one for each stage.")
+        raise ValueError(f"{name}={value!r}: expected a time, finite and not negative, or one for each stage.")
     return numbers[0] if each is None else numbers
 
 
@@ -155,14 +114,9 @@ def real(value: object) -> float:
     return value if type(value) is int else number
 
 
-def verify_costs(value: object, kind: type[Costs | Bytes] = Costs) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{kind.__name__.lower()} is {value!r}: expected schedule.{kind.__name__}, or None.")
-
-
-def _ops(each: Costs | Bytes, schedule: Schedule) -> list[list[float]]:
-    verify(schedule)
-    return [_spread(name, getattr(each, name), schedule) for name in _OPS]
+def verify_costs(value: object) -> None:
+    if not isinstance(value, Costs):
+        raise TypeError(f"costs is {value!r}: expected schedule.Costs, or None.")
 
 
 def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:

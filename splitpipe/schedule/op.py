@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from operator import index
 from os import PathLike, fspath
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,8 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["F", "B", "W", "BW"]
 #: The letters of torch.distributed.pipelining.
 LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+#: By how much an op changes the number of activations that are alive: F takes one, W and BW release it.
+CHANGES: dict[Kind, int] = {"F": 1, "B": 0, "W": -1, "BW": -1}
 
 
 class Op(NamedTuple):
@@ -96,6 +99,16 @@ class Schedule:
         """For each stage, the number of stages on its device."""
         counts = Counter(self.placement)
         return tuple(counts[device] for device in self.placement)
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """For each device, the most activations that are alive at once, those of each stage counted."""
+        return tuple(max(accumulate(CHANGES[op.kind] for op in row), default=0) for row in self.rows)
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """The same, where 1 is those of one microbatch on all stages of the device."""
+        return tuple(peak / max(1, self.placement.count(device)) for device, peak in enumerate(self.peaks))
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Writes the rows in torch.distributed.pipelining's text format for what each rank computes.

@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from splitpipe.schedule.bounds import bounds
-from splitpipe.schedule.costs import Bytes, Costs, verify_costs
-from splitpipe.schedule.op import Op, Schedule
+from splitpipe.schedule.costs import Costs
+from splitpipe.schedule.op import CHANGES, Op, Schedule
 
 
 class Span(NamedTuple):
@@ -25,13 +25,11 @@ class TimedSchedule:
     Attributes:
         schedule: the schedule that was simulated, or recorded.
         spans: one row per device, in order.
-        bytes: the bytes that activations take; None if unknown.
     """
 
     schedule: Schedule
     _costs: Costs
     spans: tuple[tuple[Span, ...], ...]
-    bytes: Bytes | None = None
 
     def costs(self) -> Costs:
         """The costs of the simulation; for a recording, those that were measured."""
@@ -89,41 +87,27 @@ class TimedSchedule:
 
         An activation is taken at the start of F, and released at the end of W or BW.
         """
-        counts = (max(value for _, value in self.curve(device)) for device in range(len(self.spans)))
-        own = [max(1, self.schedule.placement.count(device)) for device in range(len(self.spans))]
-        return tuple(count / stages for count, stages in zip(counts, own))
+        return self.schedule.peak_activations
 
-    @property
-    def peak_bytes(self) -> tuple[float, ...] | None:
-        """For each device, the most bytes of activations at once; None if the simulation had no ``bytes``."""
-        if self.bytes is None:
-            return None
-        return tuple(max(value for _, value in self.curve(device, self.bytes)) for device in range(len(self.spans)))
-
-    def curve(self, device: int, bytes: Bytes | None = None) -> list[tuple[float, float]]:
-        """The activations alive on a device: each time at which they change, and the new value.
+    def curve(self, device: int) -> list[tuple[float, float]]:
+        """The activations alive on a device, in microbatches on all its stages: each time of a change, the new value.
 
         Args:
             device: counted from 0.
-            bytes: the bytes that activations take. Default: activations of stages are counted, one per microbatch.
 
         Raises:
-            TypeError: ``bytes`` isn't a Bytes.
             ValueError: there is no such device.
         """
         if type(device) is not int or not 0 <= device < len(self.spans):
             raise ValueError(f"device={device!r}: expected one of {len(self.spans)}, counted from 0.")
-        if bytes is not None:
-            verify_costs(bytes, Bytes)
-        one, none = ([float(number)] * self.schedule.stages for number in (1, 0))
-        changes = bytes.changes(self.schedule) if bytes else {"F": one, "B": none, "W": one, "BW": one}
-        value, curve = 0.0, [(0.0, 0.0)]
-        for (kind, stage, _), start, end in self.spans[device]:
-            value += changes[kind][stage] if kind == "F" else -changes[kind][stage]
-            curve.append((start if kind == "F" else end, value))
+        share = max(1, self.schedule.placement.count(device))
+        alive, curve = 0, [(0.0, 0.0)]
+        for (kind, *_), start, end in self.spans[device]:
+            alive += CHANGES[kind]
+            curve.append((start if kind == "F" else end, alive / share))
         return curve
 
-    @cached_property
+    @property
     def bounds(self) -> dict[str, float]:
         """Lower bounds for any schedule of these stages and microbatches with as much memory as this one.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from os import PathLike, fspath
 
 from splitpipe.schedule.check import checked
-from splitpipe.schedule.costs import Bytes, Costs, verify_costs
+from splitpipe.schedule.costs import Costs, verify_costs
 from splitpipe.schedule.draw import html, svg, text
 from splitpipe.schedule.op import Schedule
 from splitpipe.schedule.timed import Span, TimedSchedule
@@ -64,17 +64,16 @@ def _write(path: str | PathLike[str], content: str) -> None:
         file.write(content)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None = None) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Simulates a schedule: every op starts as soon as its device is free and its inputs have arrived.
 
     Args:
         schedule: the schedule to simulate.
         costs: the times of its ops. Default: F, B and W take 1, and copies take no time.
-        bytes: the bytes that activations take, for ``peak_bytes``.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the schedule can't run (see ``check``), or costs or bytes are for another number of stages.
+        ValueError: the schedule can't run (see ``check``), or the costs are for another number of stages.
 
     Example:
         >>> from splitpipe import schedule
@@ -85,10 +84,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None, bytes: Bytes | None
     order = checked(schedule)
     costs = Costs() if costs is None else costs
     verify_costs(costs)
-    times = costs.times(schedule)
-    if bytes is not None:
-        verify_costs(bytes, Bytes)
-        bytes.changes(schedule)
-    starts, ends = order.play(times, costs.hops(schedule), costs.again(schedule))
+    starts, ends = order.play(costs.times(schedule), costs.hops(schedule), costs.again(schedule))
     spans = [tuple(map(Span, *each)) for each in zip(schedule.rows, starts, ends)]
-    return Timeline(schedule, costs, tuple(spans), bytes)
+    return Timeline(schedule, costs, tuple(spans))

@@ -10,7 +10,6 @@ keeps in an attribute. R has then computed with the value before: an error, afte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -36,7 +35,7 @@ class Modules:
         self.parameters = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items() if p is not None]
         self.buffers = [(m, n) for m in modules for n, x in m._buffers.items() if x is not None and not is_lazy(x)]
         self._tables: list[Any] = [table for m in modules for table in (m._modules, m._parameters, m._buffers)]
-        self._lazy = [x for x in chain.from_iterable(map(dict.values, self._tables)) if is_lazy(x)]
+        self._lazy = [x for table in self._tables for x in table.values() if is_lazy(x)]
         self._empty = [(table, name) for table in self._tables for name, value in table.items() if value is None]
         self._size, self._own = sum(map(len, self._tables)), [p for _, _, p in self.parameters]
         #: Whether F writes to its input in place, and to which buffers; None: no F has shown it yet.
@@ -60,8 +59,7 @@ class CheckpointedRun:
     def __init__(self, modules: Modules, numbers: Numbers, whose: str) -> None:
         self._modules, self._numbers, self._whose = modules, numbers, whose
         self._version, self._modes = modules.version, [m.training for m in modules.modules]
-        tensors = [(m, name, m._buffers.get(name)) for m, name in modules.buffers]
-        self._buffers = [(m, name, x, version_of(x)) for m, name, x in tensors if x is not None]
+        self._buffers = [(m, n, x, version_of(x)) for m, n in modules.buffers if (x := m._buffers.get(n)) is not None]
         known = modules.written
         self._before = _copies([x for m, name, x, _ in self._buffers if known is None or (m, name) in known])
         #: A layer that differentiates in its forward repeats it before it ends.

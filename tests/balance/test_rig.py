@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from splitpipe.balance import rig
 from splitpipe.balance.rig import Layer, Rig, measure, memory_of
-from splitpipe.balance.survey import measuring, survey
+from splitpipe.balance.survey import survey
 from splitpipe.core.stream import Place
 from tests.doors.test_bad_input import of_module
 from tests.helpers.modules import Net, batch
@@ -280,17 +280,3 @@ def test_a_sample_elsewhere_is_measured_on_the_device_and_leaves_nothing_there()
     assert torch.cuda.memory_allocated(device) == held
     assert set(log) == {device} and torch.equal(torch.cuda.get_rng_state(device), state)
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
-
-
-def test_random_numbers_are_kept_as_older_torch_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.13 None is no type of device."""
-    fork, given = torch.random.fork_rng, []
-
-    def older(devices: Any, device_type: str = "cuda") -> Any:
-        given.append(torch.device(device_type))
-        return fork(devices=devices, device_type=device_type)
-
-    monkeypatch.setattr(torch.random, "fork_rng", older)
-    with measuring(torch.device("cpu")):
-        pass
-    assert len(given) == 1

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from splitpipe import schedule
 from splitpipe.distributed import Pipeline
+from splitpipe.distributed.pipeline import Loss
 from splitpipe.distributed.stage import StageModule
 from splitpipe.schedule.op import Op
 from tests.helpers.covering import graded
@@ -91,7 +92,7 @@ def test_what_the_runtime_can_not_run_is_refused_in_every_process(rank: int) -> 
     rows = [[Op(kind, stage, number) for kind in ("F", "BW") for number in (1, 0)] for stage in range(2)]
     for module, balance, name, message in (
         (far, [1, 1, 1, 2], "interleaved-1f1b", "'skip' from stage 0 to stage 3"),
-        (nn.Sequential(layer, layer), [1, 1], "1f1b", r"1\.weight of stage 1 is 0\.weight of stage 0"),
+        (nn.Sequential(layer, layer), [1, 1], "1f1b", r"weight of stage 1 .process 1. is also in stage 0 .process 0."),
         (nn.Sequential(layer), [1], "1f1b", "the model has 1 stage for 2 devices"),
         (nn.Sequential(layer, nn.Linear(6, 6)), [1, 1], schedule.Schedule([ops, []], [0, 0]),
          "no ops on device 1: expected ops in every process"),
@@ -249,6 +250,18 @@ def test_a_loss_that_is_no_mean_is_an_error(world: World) -> None:
     world.lose(unfit)
 
 
+@pytest.mark.parametrize("loss_fn", [
+    lambda output, target: output.mean() if target.any() else output.sum(),
+    lambda output, target: (output * target).sum() / target.sum() if target.any() else output.sum(),
+], ids=["a mean or a sum", "a count or none"])
+def test_a_loss_whose_terms_depend_on_the_microbatch_is_an_error(loss_fn: Any) -> None:
+    loss, target = Loss(loss_fn, 2), torch.tensor([[1.0], [0.0]])
+    loss.begin(target)
+    with pytest.raises(ValueError, match="microbatches' losses have different terms"):
+        for part in target.chunk(2):
+            loss((torch.ones(1, 1, requires_grad=True),), part)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "zb-h1", "v-half"])
 @both
 def test_evaluating_is_forward_alone_between_steps_and_before(rank: int, name: str) -> None:
@@ -271,7 +284,8 @@ def test_evaluating_is_forward_alone_between_steps_and_before(rank: int, name: s
 
 
 @pytest.mark.parametrize(("make", "kind"), [
-    (lambda x: (x, "odd"), "str"), (lambda x: (x,), "tuple"), (lambda x: [x, x], "list"), (lambda x: x.max(0), "max"),
+    (lambda x: (x, "odd"), "str"), (lambda x: {"y": x}, "dict"), (lambda x: (x,), "tuple"), (lambda x: [x, x], "list"),
+    (lambda x: x.max(0), "max"),
     (lambda x: torch.complex(x, x).requires_grad_(), "Tensor"), (nn.Linear(2, 2), "NoneType"),  # No skip was stashed.
 ])
 def test_values_that_would_arrive_as_others_are_an_error(make: Any, kind: str) -> None:
@@ -405,16 +419,16 @@ def test_backward_in_halves_gives_each_gradient_once(rank: int, what: str) -> No
     assert_trained_alike(rank, module, [1, 1, 1, 1], "v-half", steps=3)
 
 
-def learned(self: Any, output: dict[str, Tensor], target: Tensor) -> Tensor:
-    """A loss with a parameter, of a dict."""
-    return nn.functional.mse_loss(output["value"] * self.scale, target)
+def learned(self: Any, output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """A loss with a parameter, of one of two values."""
+    return nn.functional.mse_loss(output[0] * self.scale, target)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @both
-def test_a_loss_has_parameters_and_takes_any_output(rank: int, name: str) -> None:
-    named = Apply(lambda x: {"value": x, "name": "x"})
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), named).double()
+def test_a_loss_has_parameters_and_takes_several_outputs(rank: int, name: str) -> None:
+    twofold = Apply(lambda x: (x, x.detach()))
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), twofold).double()
     loss_fn = module_of(learned, scale=nn.Parameter(torch.tensor(2.0, dtype=torch.float64)))
     plain = copy.deepcopy(nn.Sequential(module, loss_fn))
     model = Pipeline(module, [1, 2], chunks=CHUNKS, schedule=name, loss_fn=loss_fn, device="cpu")

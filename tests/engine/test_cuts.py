@@ -15,16 +15,11 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize(("cuts", "balance"), [(["2"], [2, 2]), (["1", "3"], [1, 2, 1]), ([], [4])])
-def test_names_of_a_sequentials_layers_are_a_balance(cuts: list[str], balance: list[int]) -> None:
-    model = SplitPipe(layers(), cuts=cuts, devices=["cpu"] * 3)
-    assert model.balance == balance and model.cuts == []
-
-
-def test_a_sequential_cut_inside_of_a_layer_runs_in_segments() -> None:
+@pytest.mark.parametrize("cuts", [["2"], ["1", "3"], [], ["2.1", "3"]])
+def test_a_sequential_with_cuts_runs_its_own_forward(cuts: list[str]) -> None:
     module, x = layers(), torch.randn(6, 4)
-    model = piped(module, ["2.1", "3"])
-    assert model.balance == [] and model.cuts == ["2.1", "3"]
+    model = SplitPipe(module, cuts=cuts, devices=["cpu"] * 3, chunks=2)
+    assert model.balance == [] and model.cuts == cuts
     torch.testing.assert_close(model(x), module(x))
     assert len(model) == 4 and model[2][1] is [*model][2][1] and list(model.state_dict()) == list(module.state_dict())
 

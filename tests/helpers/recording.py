@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from splitpipe.schedule import Costs, Recording, Step, Timeline, build, simulate
+from splitpipe.schedule import Costs, Recording, Timeline, build, simulate
+from splitpipe.schedule.recording.step import Step
 from splitpipe.schedule.timed import Span
 
 

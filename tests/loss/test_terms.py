@@ -1,45 +1,40 @@
-"""What numbers of microbatches are made of, put together: by kind, by count, by condition."""
+"""What numbers of microbatches are made of, put together: by kind and by count."""
 from __future__ import annotations
 
 import pytest
 import torch
 
 from splitpipe.loss import terms
-from splitpipe.loss.terms import MEAN, SUM, Count, Number, Term
+from splitpipe.loss.terms import CONSTANT, MEAN, SUM, Amount, Count, Number, Term
 
 
-def mean(value: float, count: float, asked: int = 0, function: str = "mean") -> Term:
-    return Term(torch.tensor(value), MEAN, Count(count), 1.0, function, asked=asked)
+def mean(value: float, count: Amount, function: str = "mean") -> Term:
+    return Term(torch.tensor(value), MEAN, Count(count), 1.0, function)
 
 
 def test_numbers_that_differ_in_kind_are_not_aligned() -> None:
     one = Number((mean(1.0, 2.0),))
     assert terms.aligned([one, Number((mean(1.0, 2.0), mean(1.0, 2.0)))]) is None
     assert terms.aligned([one, Number((Term(torch.tensor(3.0), SUM),))]) is None
-    assert terms.aligned([one, Number((mean(1.0, 2.0, function="other"),))]) is None
+    assert terms.aligned([one, Number((mean(1.0, 2.0, "other"),))]) is None
     assert terms.aligned([one, Number((one.terms[0], Term(torch.tensor(3.0), SUM, factor=0.0)))]) is not None
 
 
-def test_a_condition_that_some_microbatches_do_not_meet() -> None:
-    first = Number((mean(1.0, 2.0, 1), mean(4.0, 1.0, 2)), asked=(True, True))
-    second = Number((mean(3.0, 3.0, 2),), asked=(False, True))
-    columns = terms.aligned([first, second])
-    assert columns is not None and terms.partial([first, second])
-    assert float(terms.combined(columns, [1, 1], torch.tensor(0.0))) == pytest.approx(1.0 + (4 + 9) / 4)
-    assert terms.aligned([first, Number(second.terms, asked=(True, True))]) is None
-    partly = Number((mean(1.0, 2.0, 1), mean(1.0, 2.0, 1)), asked=(True, True))
-    assert terms.aligned([partly, Number((mean(1.0, 2.0, 1),), asked=(True, True))]) is None
+def test_a_microbatch_without_terms_counts_nothing_if_counts_are_values_of_the_batch() -> None:
+    counted, none = [Number((mean(value, torch.tensor(count)),)) for value, count in ((1.0, 2), (4.0, 3))], Number()
+    columns = terms.aligned([counted[0], none, counted[1]])
+    assert columns is not None
+    assert float(terms.combined(columns, torch.tensor(0.0))) == pytest.approx((2 * 1.0 + 3 * 4.0) / 5)
+    assert terms.aligned([Number((mean(1.0, 2.0),)), none]) is None
 
 
-def test_a_term_from_before_any_condition_that_some_microbatches_lack_was_replaced_after_one() -> None:
-    before, after = Number((mean(1.0, 2.0),), asked=(False,)), Number((mean(3.0, 3.0, 1),), asked=(True,))
-    assert terms.aligned([before, after]) is None
-
-
-def test_all_are_not_decided_by_those_that_say_yes() -> None:
-    yes, no = Number((mean(1.0, 2.0, 1),), asked=(False,)), Number((), asked=(True,))
-    assert terms.aligned([yes, no]) is None
+def test_a_constant_counts_like_the_first_mean() -> None:
+    penalty = Term(torch.tensor(10.0), CONSTANT, factor=0.5)
+    each = [Number((penalty, mean(value, count))).counted(1) for value, count in ((1.0, 2.0), (4.0, 3.0))]
+    columns = terms.aligned(each)
+    assert columns is not None
+    assert float(terms.combined(columns, torch.tensor(0.0))) == pytest.approx(5 + (2 * 1.0 + 3 * 4.0) / 5)
 
 
 def test_the_sum_of_no_terms_is_zero() -> None:
-    assert terms.combined([], [1, 1], torch.tensor(5.0)) == 0
+    assert terms.combined([], torch.tensor(5.0)) == 0

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.helpers import scheduled, twin
 from tests.helpers.deferring import double as double
 from tests.promise.layers import Apply
 
-Pair = namedtuple("Pair", ["x", "mask"])
 LENGTH, WIDTH, LAYERS = 5, 8, 3
 SIZES = pytest.mark.parametrize(("rows", "chunks"), [(7, 3), (8, 8)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections import deque, namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -74,6 +75,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], list[int], str]] = {
     "None in one": (lambda y: None if len(y) == 3 else y, UNEVEN, r"0 and 2 return None and a Tensor"),
     "an object": (lambda y: {"y": y, "c": Box()}, EVEN,
      r"a Box and a Box as the output\['c'\],.* \(a cache: use_cache=False\)"),
+    "an object with an == of its own": (lambda y: (y, Fraction(1, 3)), EVEN, "return a Fraction and a Fraction as"),
     "an array": (lambda y: y.numpy(), EVEN, r"return a ndarray and a ndarray as the output"),
     "strings of rows": (lambda y: ["text" for _ in y], EVEN, r"list of 2, and each microbatch has 2 rows: it could"),
     "another length": (lambda y: [y] * int(y[0, 0] + 3), EVEN,

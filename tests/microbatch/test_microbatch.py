@@ -22,7 +22,7 @@ class Holder:
 
 def split(value: Any, chunks: int) -> list[Any]:
     """The microbatches of a value."""
-    division, _ = Divider(None, None, chunks).divide((value,), {})
+    division, _ = Divider((None, None), None, chunks).divide((value,), {})
     return [unflatten(leaves, nesting) for leaves, nesting in division.scatter()]
 
 

@@ -1,6 +1,7 @@
 """What the sizes of a call say: the rows, the dimension of each tensor, and lists with one entry per row."""
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import UserDict
 from typing import Any
@@ -9,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.microbatch.arguments import argument_tree
 from splitpipe.microbatch.divider import ArgumentDivider
 from splitpipe.microbatch.rows import Reading, cuts
 
+ANY = inspect.signature(lambda *args, **kwargs: None)
 pytestmark = pytest.mark.filterwarnings("ignore:argument .* every microbatch gets all of it")
 
 
 def read(*values: Any, flags: Any = ()) -> Any:
     """The rows, the dimensions along which leaves are split, and for each value whether it is split between entries."""
-    root = argument_tree(
-        None, (), {f"a{k}": value for k, value in enumerate(values)}, {f"a{k}": flag for k, flag in enumerate(flags)}
-    )
+    divider = ArgumentDivider(ANY, {f"a{k}": flag for k, flag in enumerate(flags)}, None, 2)
+    root = divider._tree((), {f"a{k}": value for k, value in enumerate(values)})
     found = Reading(root, "the input")
     found.verify(cuts(found.size, 2), set())
     own = root.children[1].children  # type: ignore[index]
@@ -109,7 +109,7 @@ def test_what_is_said_wrongly_is_an_error(values: Any, flags: Any, says: str) ->
 def test_of_a_single_microbatch_no_error_shows_two_readings(rows: int) -> None:
     given = x(rows, 2), x(2 * rows), [x(rows)] * rows, x(3, rows, 2)
     for chunks in (1, 2):
-        divider = ArgumentDivider(None, None, None, chunks)
+        divider = ArgumentDivider(ANY, None, None, chunks)
         if min(chunks, rows) == 1:
             assert len(divider.divide(given, {})[0].rows) == 1
         else:
@@ -122,7 +122,7 @@ def test_of_a_single_microbatch_no_error_shows_two_readings(rows: int) -> None:
     ((x(8, 5), x(5, 5), x(1), x(()), ["a"] * 9, [x(4)] * 8), None, 0),
 ])
 def test_a_tensor_of_an_odd_size_is_warned_of_once(values: Any, batched: Any, count: int) -> None:
-    divider = ArgumentDivider(None, batched, None, 2)
+    divider = ArgumentDivider(ANY, batched, None, 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         divider.divide(values, {})

@@ -113,7 +113,7 @@ def test_writing_to_a_tensor_that_several_microbatches_have_is_an_error() -> Non
     (lambda args, kwargs, chunks: [], TypeError, r"split returned \[\]: expected a list of pairs"),
     (lambda args, kwargs, chunks: [args], TypeError, "(?s)split returned .*: expected a list of pairs"),
     (lambda args, kwargs, chunks: [(args[0], kwargs)], TypeError, "(?s)split returned .*: expected a list of pairs"),
-    (lambda args, kwargs, chunks: [(args, kwargs)] * 4, ValueError, "split returned 4 microbatches, and the s"),
+    (lambda args, kwargs, chunks: [(args, kwargs)] * 4, ValueError, "split returned 4 parts for a schedule of 3"),
     (lambda args, kwargs, chunks: [(args, {})], ValueError, "another 'target'"),
     (lambda args, kwargs, chunks: [((), kwargs)], ValueError, "found 0 positional arguments"),
 ])

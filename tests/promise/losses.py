@@ -191,6 +191,8 @@ AROUND: Table = {
         F.cross_entropy(o.transpose(1, 2), t), F.cross_entropy(2 * o.transpose(1, 2), t), alpha=0.5)),
     "if any of ones": ("values", lambda o, t: F.mse_loss(o, t) if torch.ones(len(o), 3).sum() > 0 else o.sum() * 0),
     "if guard": ("some", lambda o, t: F.cross_entropy(o, t) if (t != IGNORED).any() else o.sum() * 0),
+    "if guard of a selection": ("some", lambda o, t: (lambda has: o[has].square().mean() if has.any() else o.sum() * 0)(
+        t != IGNORED)),
     "plus 0 times the output": ("some", lambda o, t: F.cross_entropy(o, t) + 0.0 * o.sum()),
     "detached logging": ("some", lambda o, t: (F.cross_entropy(o, t), F.cross_entropy(o, t).detach().item())[0]),
     "rows and elements": ("flat", lambda o, t: F.mse_loss(o, t) + 0.1 * (o - t).pow(2).sum(1).mean()),
@@ -301,7 +303,6 @@ HAND: Table = {
     "from a zero": ("flat", lambda o, t: (torch.zeros(()) + (o - t) - torch.tensor(0.0)).square().mean()),
     "masked": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum()),
     "clamped": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum().clamp(min=1)),
-    "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
     "plus epsilon": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (counted(t).sum() + 1e-8)),
     "count_nonzero": ("tokens", lambda o, t: each(o, t).sum() / torch.count_nonzero(t != IGNORED)),
     "reciprocal": ("tokens", lambda o, t: each(o, t).sum() * (1.0 / counted(t).sum())),
@@ -327,8 +328,6 @@ HAND: Table = {
     "mean(1).mean": ("values", lambda o, t: (o - t).square().mean(1).mean()),
     "mean of dims": ("values", lambda o, t: (o - t).square().mean(dim=(0, 1, 2))),
     "sum(1).mean": ("values", lambda o, t: (o - t).square().sum(1).mean()),
-    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean()),
-    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum()),
     "stacked behind": ("flat", lambda o, t: torch.stack([o, t], -1).prod(-1).mean()),
     "each word": ("values", lambda o, t: sum(F.mse_loss(o[:, i], t[:, i]) for i in range(o.shape[1]))),
     "norm of rows": ("flat", lambda o, t: (o - t).norm(dim=1).mean()),
@@ -359,7 +358,6 @@ def guarded(o: Tensor, t: Tensor) -> Tensor:
 
 #: Terms of different counts, and what each of them counts in the three microbatches of the uneven batch.
 SEVERAL: dict[str, tuple[str, Loss, list[list[int]]]] = {
-    "rows, and tokens if there are any": ("tokens", guarded, [[7, 0, 3], [3, 3, 1]]),
     "tokens and elements": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) + 0.1 * o.square().mean(),
                             [[7, 0, 3], [60, 60, 20]]),
     "tokens and rows": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum() + F.mse_loss(
@@ -385,7 +383,6 @@ def weighted(o: Tensor, t: Tensor) -> Tensor:
 
 
 MIXED: Table = {
-    "tasks": ("tokens", tasks),
     "mean of words and sum": ("tokens", lambda o, t: F.cross_entropy(o.transpose(1, 2), t) + 0.1 * o.square().sum()),
     "mean and sum": ("values", lambda o, t: F.mse_loss(o, t) + 0.1 * (o - t).abs().sum()),
 }
@@ -461,6 +458,11 @@ def logged(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
+    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean()),
+    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum()),
+    "tasks": ("tokens", tasks),
+    "rows, and tokens if there are any": ("tokens", guarded),
     "ctc": ("letters", _ctc),
     "words first": ("values", lambda o, t: (o - t).square().transpose(0, 1).sum(0).mean()),
     "where guard": ("some", lambda o, t: torch.where((t != IGNORED).any(), F.cross_entropy(o, t), o.sum() * 0)),

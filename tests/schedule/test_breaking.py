@@ -13,7 +13,7 @@ from xml.dom import minidom
 import pytest
 
 from splitpipe.__main__ import main
-from splitpipe.schedule import BlockOp, BuildingBlock, Bytes, Costs, Op, Schedule, build, check, simulate
+from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Op, Schedule, build, check, simulate
 from splitpipe.schedule.bounds import bounds
 from splitpipe.schedule.draw import measures
 from splitpipe.schedule.op import given, needed
@@ -41,27 +41,23 @@ def any_schedule(chance: random.Random, devices: int, stages: int, microbatches:
 def test_a_second_simulator_finds_the_same(seed: int) -> None:
     chance = random.Random(seed)
     schedule = any_schedule(chance, chance.randint(1, 4), chance.randint(1, 5), chance.randint(1, 4))
-    f, b, w, freed, kept = ([chance.choice([0, 0.5, 1, 2, 7]) for _ in schedule.placement] for _ in range(5))
+    f, b, w = ([chance.choice([0, 0.5, 1, 2, 7]) for _ in schedule.placement] for _ in range(3))
     copy = chance.choice([0, 0, 0.25, 3])
-    taken = [one + other for one, other in zip(freed, kept)]
     costs = Costs(f, b, w, copy)
-    timeline = simulate(schedule, costs, Bytes(taken, freed, kept))
+    timeline = simulate(schedule, costs)
     _, ends = settled(schedule, costs.times(schedule), costs.hops(schedule), {})
     assert [[span.end for span in row] for row in timeline.spans] == ends
     assert timeline.makespan == max(end for row in ends for end in row)
     for device, row in enumerate(schedule.rows):
         alive: set[tuple[int, int]] = set()
-        held, most, most_held = 0.0, 0, 0.0
+        most = 0
         for kind, stage, k in row:
             if kind == "F":
                 alive.add((stage, k))
-                held += taken[stage]
-            most, most_held = max(most, len(alive)), max(most_held, held)
+            most = max(most, len(alive))
             if kind in ("W", "BW"):
                 alive.remove((stage, k))
-            held -= {"F": 0, "B": freed[stage], "W": kept[stage], "BW": taken[stage]}[kind]
         assert timeline.peak_activations[device] == most / max(1, schedule.placement.count(device))
-        assert timeline.peak_bytes is not None and timeline.peak_bytes[device] == most_held
 
 
 def least(schedule: Schedule, took: dict[str, list[float]], copy: float, caps: list[int]) -> float:

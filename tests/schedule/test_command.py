@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from splitpipe import __main__
-from splitpipe.schedule import Costs, Schedule, build, command, from_csv, names, simulate
+from splitpipe.schedule import Costs, Schedule, build, command, names, simulate
 from splitpipe.schedule.construct.library import options
 from splitpipe.schedule.draw import html, svg, text
 
@@ -72,41 +72,18 @@ def test_names_are_drawn_for_four_devices_and_eight_chunks_or_as_said(
     assert run(line) == Ran(code=0, out=drawn(*schedules), err="")
 
 
-def test_the_width_is_the_terminals_or_as_said(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_is_the_terminals(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert run("zb-h1").out == drawn(build("zb-h1", 4, 8), width=60)
-    assert run("zb-h1 --width 90").out == drawn(build("zb-h1", 4, 8), width=90)
 
 
 def test_every_file_is_written_and_nothing_printed(run: Any, tmp_path: Path) -> None:
-    found = run("zb-h1 --compare 1f1b --costs 3 4 2 1", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html",
-                "--csv", tmp_path / "a.csv")
+    found = run("zb-h1 --compare 1f1b --costs 3 4 2 1", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html")
     assert found == Ran(code=0, out="", err="")
     timelines = [simulate(build(name, 4, 8), Costs(3, 4, 2, 1)) for name in ("zb-h1", "1f1b")]
     written = {path.suffix: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert written[".svg"] == svg.draw(timelines)
     assert written[".html"] == html.draw(timelines)
-    assert from_csv(tmp_path / "a.csv") == build("zb-h1", 4, 8)
-
-
-def test_a_file_is_read_and_others_are_compared_at_its_size(run: Any, tmp_path: Path) -> None:
-    build("1f1b", 3, 5).to_csv(tmp_path / "mine.csv")
-    found = run("--compare zb-h1 --from-csv", tmp_path / "mine.csv")
-    assert found.err == "" and found.out.startswith("mine.csv: 3 devices, 5 microbatches")
-    assert "zb-h1: 3 devices, 5 microbatches" in found.out
-
-
-def test_a_search_gets_its_numbers(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def search(*numbers: Any, **options: Any) -> Schedule:
-        asked.append((*numbers, options))
-        return build("1f1b", 2, 3)
-
-    monkeypatch.setattr(command, "search", search)
-    found = run("--search --memory 6 --devices 2 --chunks 3 --costs 3 4 2 1 --stages-per-device 2")
-    assert asked == [(2, 3, Costs(3.0, 4.0, 2.0, 1.0), 6.0, 2, {"span": "makespan"})]
-    assert found.code == 0 and "2 devices, 3 microbatches" in found.out
 
 
 def test_the_list_has_a_line_a_name(run: Any) -> None:
@@ -133,7 +110,7 @@ def test_each_option_of_a_schedule_is_passed_on(name: str, run: Any, monkeypatch
 
 def test_the_examples_of_the_help_are_understood() -> None:
     lines = [line.split()[4:] for line in command.EXAMPLES.splitlines() if "python -m" in line]
-    assert len(lines) == 5
+    assert len(lines) == 4
     for line in lines:
         command.parser().parse_args(line)
 
@@ -154,8 +131,8 @@ def test_an_unknown_command_is_an_error_in_one_line(word: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "found no schedule: expected one of NAME, --list, --search, --from-csv."),
-        ("zb-h1 --list", "found NAME and --list"),
+        ("", "one of the arguments NAME --list is required"),
+        ("zb-h1 --list", "not allowed with argument"),
         ("zb-h9", "there is no schedule named 'zb-h9'"),
         ("zb-h1 zb-h2", "unrecognized arguments: zb-h2"),
         ("zb-h1 --bogus", "unrecognized arguments: --bogus"),
@@ -168,20 +145,10 @@ def test_an_unknown_command_is_an_error_in_one_line(word: str, capsys: pytest.Ca
         ("zb-h1 --costs -1 1 1 0", "forward=-1.0: expected"),
         ("zb-h1 --costs 1e308 1e308 1e308 0", "the makespan of inf has no scale"),
         ("zb-h1 --split", "zb-h1 has no option 'split'"),
-        ("zb-h1 --memory 4", "--memory doesn't go with NAME"),
-        ("zb-h1 --span longest", "--span doesn't go with NAME"),
-        ("--search --span both", "argument --span: invalid choice: 'both'"),
-        ("zb-h1 --svg one --html one", "two outputs are written to"),
         ("looped-bfs --stages-per-device 1000000", "expected at most"),
-        ("--search --group 2", "--group doesn't go with --search"),
-        ("--search --memory -1", "memory=-1.0"),
-        ("--search --chunks 1000000000", "expected at most"),
-        ("--compare zb-h1", "found no schedule"),
-        ("--from-csv absent.csv", "No such file or directory: 'absent.csv'"),
-        ("--from-csv absent.csv --devices 4", "--devices doesn't go with --from-csv"),
+        ("--compare zb-h1", "is required"),
         ("zb-h1 --svg absent/a.svg", "No such file or directory: 'absent/a.svg'"),
         ("zb-h1 --html .", "Is a directory: '.'"),
-        ("--from-csv .", "Is a directory"),
     ],
 )
 def test_an_error_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str,
@@ -209,7 +176,7 @@ def test_numbers_beyond_the_machine_and_control_c_end_it(
 
 @pytest.mark.thorough
 def test_it_needs_no_torch() -> None:
-    with process("schedule", "zb-h1", "--width", "100", stdout=subprocess.PIPE) as done:
+    with process("schedule", "zb-h1", stdout=subprocess.PIPE) as done:
         out, err = done.communicate()
     assert (done.returncode, out, err) == (0, drawn(build("zb-h1", 4, 8)), "")
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from splitpipe.schedule import Bytes, Costs, Op, Schedule, Timeline, build, simulate
+from splitpipe.schedule import Costs, Op, Schedule, Timeline, build, simulate
 from splitpipe.schedule.draw import html, measures, svg, text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,9 +17,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 GIB = 2**30
 
 
-def played(name: str = "zb-h1", devices: int = 4, chunks: int = 8, costs: Costs | None = None,
-           bytes: Bytes | None = None, **options: Any) -> Timeline:
-    return simulate(build(name, devices, chunks, **options), costs, bytes)
+def played(
+    name: str = "zb-h1", devices: int = 4, chunks: int = 8, costs: Costs | None = None, **options: Any
+) -> Timeline:
+    return simulate(build(name, devices, chunks, **options), costs)
 
 
 def rows(picture: str, devices: int = 4) -> list[str]:
@@ -136,10 +137,9 @@ def test_a_page_has_the_times_of_every_op() -> None:
 
 
 def test_a_page_has_what_is_alive() -> None:
-    timeline = played("zb-v", bytes=Bytes(4 * GIB, GIB, 3 * GIB))
+    timeline = played("zb-v")
     (schedule,) = page_data(html.draw([timeline]))["schedules"]
     assert tuple(max(curve[1::2]) for curve in schedule["activations"]) == timeline.peak_activations
-    assert tuple(max(curve[1::2]) for curve in schedule["bytes"]) == timeline.peak_bytes
 
 
 def test_a_page_has_a_table_of_measures() -> None:

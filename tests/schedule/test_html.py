@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from splitpipe.schedule import Bytes, Costs, Timeline
+from splitpipe.schedule import Costs, Timeline
 from splitpipe.schedule.draw import measures
 from tests.schedule.test_draw import played
 
@@ -197,18 +197,6 @@ def test_several_schedules_are_on_one_axis(opened: Open) -> None:
     assert page.point(30, picture=1) == "", "after its end"
     assert page.page.locator(".now:visible").count() == 3
     assert page.page.locator(".best").inner_text().split()[:4] == ["zb-v", "4", "8", "25.5"]
-
-
-def test_bytes_are_shown_when_chosen(opened: Open) -> None:
-    page = opened(played(bytes=Bytes(2**30, 2**28, 3 * 2**28)))
-    page.page.get_by_role("radio", name="bytes").check()
-    assert page.point(4.5, down=ROW + 8) == "4 GiB of activations\nalive on device 0 at 4.5"
-    assert page.point(8.5, down=ROW + 8).startswith("3.75 GiB")
-
-
-@pytest.mark.thorough
-def test_without_bytes_there_is_no_choice(opened: Open) -> None:
-    assert not opened(played()).page.get_by_role("radio").first.is_visible()
 
 
 @pytest.mark.thorough

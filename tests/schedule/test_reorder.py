@@ -5,14 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Op, Schedule, Tiling, build, check, simulate
+from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Op, Schedule, build, check, reorder, simulate
 from splitpipe.schedule.construct.orders import v_placement
-from splitpipe.schedule.construct.reorder import reorder
 from splitpipe.schedule.op import Kind
 
 
-def v_half(p: int, costs: Costs | None = None) -> Tiling:
-    """The block of v-half for even p, in slots, repeated 2p times; squeezed with the costs."""
+def v_half(p: int) -> Schedule:
+    """The block of v-half for even p, in slots, repeated 2p times."""
     ops = []
     for i in range(p):
         forward, back, last = 2 * i, 3 * p + 2 + 2 * i, 6 * p + 1 - i
@@ -23,8 +22,7 @@ def v_half(p: int, costs: Costs | None = None) -> Tiling:
         weights = (last + 1 + (free[1] - last - 1) % 6, back + 1 + (free[0] - back - 1) % 6)
         for c, stage in enumerate((i, 2 * p - 1 - i)):
             ops += [BlockOp("F", stage, own["F"][c]), BlockOp("B", stage, own["B"][c]), BlockOp("W", stage, weights[c])]
-    tiling = BuildingBlock(ops, v_placement(p), interval=6).repeat(2 * p)
-    return Tiling(tiling.rows, tiling.placement, tiling.starts, costs or tiling.costs).squeeze()
+    return BuildingBlock(ops, v_placement(p), interval=6).repeat(2 * p)
 
 
 def late_weights(p: int, m: int) -> Schedule:
@@ -39,10 +37,11 @@ def late_weights(p: int, m: int) -> Schedule:
 
 @pytest.mark.parametrize(("p", "squeezed", "least"), [(4, 6, 2.5), (8, 13, 8.5)])
 def test_idle_time_goes_that_neither_order_nor_memory_needs(p: int, squeezed: float, least: float) -> None:
-    tiling = v_half(p)
-    assert (tiling.makespan - 12 * p) / 2 == squeezed
-    assert (tiling.reorder().makespan - 12 * p) / 2 == least
-    assert tiling.reorder().peak_activations == tiling.peak_activations
+    repeated = v_half(p)
+    found = reorder(repeated)
+    assert simulate(repeated).makespan - 6 * p == squeezed
+    assert simulate(found).makespan - 6 * p == least
+    assert found.peak_activations == repeated.peak_activations
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (4, 8), (6, 9)])
@@ -55,8 +54,8 @@ def test_weights_go_into_holes(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("costs", "idle"), [(Costs(3, 4, 2), 13), (Costs(3, 4, 2, 0.5), 21.5), (Costs(1, 2, 2), 4.5)])
 def test_unequal_times_are_taken_as_they_are(costs: Costs, idle: float) -> None:
-    found = simulate(v_half(4, costs).reorder(), costs)
-    assert max(found.idle) <= idle < max(simulate(v_half(4, costs), costs).idle)
+    found = simulate(reorder(v_half(4), costs), costs)
+    assert max(found.idle) <= idle < max(simulate(v_half(4), costs).idle)
 
 
 def test_what_can_not_get_better_stays_as_it_is() -> None:
@@ -65,11 +64,12 @@ def test_what_can_not_get_better_stays_as_it_is() -> None:
 
 
 def test_memory_that_is_offered_is_taken_up_to_there() -> None:
-    tiling = Tiling((lazy := build("1f1b", 4, 8)).rows, lazy.placement, (), costs := Costs(copy=1)).squeeze()
-    makespans = [tiling.reorder(memory).makespan for memory in (0, 1, 3, 5, 7)]
-    assert makespans == sorted(makespans, reverse=True) and makespans[-1] < makespans[0] == tiling.makespan
+    lazy, costs = build("1f1b", 4, 8), Costs(copy=1)
+    makespans = [simulate(reorder(lazy, costs, memory), costs).makespan for memory in (0, 1, 3, 5, 7)]
+    assert makespans == sorted(makespans, reverse=True) and makespans[-1] < makespans[0]
+    assert makespans[0] == simulate(lazy, costs).makespan
     assert makespans[-1] <= simulate(build("eager-1f1b", 4, 8), costs).makespan
-    assert all(one <= max(3, before) for one, before in zip(tiling.reorder(3.9).peak_activations, (4, 3, 2, 1)))
+    assert all(one <= max(3, before) for one, before in zip(reorder(lazy, costs, 3.9).peak_activations, (4, 3, 2, 1)))
 
 
 @pytest.mark.parametrize(

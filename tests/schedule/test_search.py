@@ -12,8 +12,6 @@ from splitpipe.schedule import Costs, Timeline, build, names, search, simulate
 from splitpipe.schedule.search.anneal import Graph, improve
 from splitpipe.schedule.search.initial import blocks
 from splitpipe.schedule.search.problem import Problem, Word, lengthen, schedule_of, shorten, words_of
-from splitpipe.schedule.search.search import complete
-from tests.helpers.covering import few
 from tests.schedule.test_orders import MEASURED
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)
@@ -156,21 +154,12 @@ def test_longer_words_repeat_the_period_in_the_middle() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_period_that_is_shorter_is_shorter_for_all_microbatches(size: int, cap: int) -> None:
     problem = v_problem(4, 64, cap)
-    short, more = shorten(problem, size, 2)
+    short, more = shorten(problem, size)
     words = blocks(short, 1, 0)[0]
     span, better = improve(short, words, 300_000, 0, 1, size=size, more=more)
     whole, before = (lengthen(problem, each, more, size) for each in (better, words))
     assert sorts(whole) == sorts(before) and problem.fits(whole)
     assert span_of(problem, whole) == pytest.approx(span) and span < span_of(problem, before)
-
-
-def test_fixed_ops_stay_and_the_rest_gets_shorter() -> None:
-    problem = v_problem(4, 14, 6)
-    words = blocks(problem, 1, 0)[0]
-    span, better = improve(problem, words, 300_000, seed=0, fixed=[range(30, 54)] * 4)
-    assert [word[30:54] for word in better] == [word[30:54] for word in words]
-    assert span == span_of(problem, better) < span_of(problem, words)
-    assert sorts(better) == sorts(words)
 
 
 def test_improved_words_fit_into_the_memory_of_each_device() -> None:
@@ -192,18 +181,6 @@ def test_an_improvement_stops_at_its_goal() -> None:
     problem = v_problem(4, 8, 6, Costs())
     span, _ = improve(problem, blocks(problem, 1, 0)[0], 10**12, seed=0, goal=27.0)
     assert 26.5 <= span <= 27
-
-
-@pytest.mark.parametrize("chunks", few(1, [5, 40, 41]))
-def test_a_short_schedule_is_extended_to_a_whole_one(chunks: int) -> None:
-    problem = v_problem(4, chunks, 6)
-    short, more = shorten(problem, 2, 2)
-    start = blocks(short, 1, 0)[0]
-    span, words = complete(problem, start, 2, 300_000, seed=0)
-    timeline = simulate(schedule_of(problem, words), REAL)
-    assert timeline.makespan == span < span_of(problem, lengthen(problem, start, more, 2))
-    assert timeline.schedule.microbatches == chunks
-    assert max(timeline.peak_activations) <= 3
 
 
 # The shortest span of the longest device, and what the paper's search reaches.

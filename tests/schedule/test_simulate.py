@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from splitpipe.schedule import Bytes, Costs, Op, Schedule, build, simulate
+from splitpipe.schedule import Costs, Op, Schedule, build, simulate
 
 
 def one(*ops: Op, placement: Sequence[int] = (0,)) -> Schedule:
@@ -73,23 +73,12 @@ def test_activations_are_held_from_the_start_of_f_to_the_end_of_w() -> None:
     assert simulate(fused).peak_activations == (1,)
 
 
-def test_bytes_are_freed_in_part_by_b() -> None:
-    schedule = build("zb-h2", 2, 4)
-    whole = simulate(schedule, bytes=Bytes(forward=100, backward_input=0, backward_weight=100))
-    assert whole.peak_bytes == tuple(100 * peak for peak in whole.peak_activations) == (300, 300)
-    early = simulate(schedule, bytes=Bytes(forward=100, backward_input=100, backward_weight=0))
-    assert early.peak_bytes == (300, 100)
-    assert simulate(schedule).peak_bytes is None
-
-
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: Costs(copy=[1, -2]), "copy=.*expected a time"),
     (lambda: simulate(build("1f1b", 4, 4), Costs(copy=[1, 2])), "copy has 2 numbers: .* each of 3 hops"),
     (lambda: simulate(build("1f1b", 4, 4), Costs(forward=[1, 2, 3])), "forward has 3 numbers: expected one"),
-    (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes(10, 5, 4)), "stage 0 takes 10 bytes at F and frees 5 at B"),
-    (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes([1], 1, 0)), "forward has 1 number:"),
 ])
-def test_costs_and_bytes_that_make_no_sense_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_costs_that_make_no_sense_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from splitpipe.schedule import Costs, Recording, Step, Timeline, build
+from splitpipe.schedule import Costs, Recording, Timeline, build
+from splitpipe.schedule.recording.step import Step
 from tests.helpers.recording import near, played, recorded, step
 from tests.schedule.test_draw import page_data
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from splitpipe.schedule.check import check
-from splitpipe.schedule.construct.tiling import Tiling
 from splitpipe.schedule.costs import Costs, real, verify_costs
 from splitpipe.schedule.op import Kind, Op, Schedule, given, listed, needed, placed
 
@@ -148,7 +147,7 @@ class BuildingBlock:
                 alive[self.placement[one.stage]] += math.ceil(lifespan / self.interval - NEAR)
         return tuple(count / max(1, self.placement.count(device)) for device, count in enumerate(alive))
 
-    def repeat(self, chunks: int) -> Tiling:
+    def repeat(self, chunks: int) -> Schedule:
         """Repeats the block, one interval after the other.
 
         Args:
@@ -172,8 +171,7 @@ class BuildingBlock:
                 rows[self.placement[stage]].append((start + n * self.interval, op))
         for row in rows:
             row.sort(key=lambda each: (each[0], *self._turn(each[1])))
-        starts = [[start for start, _ in row] for row in rows]
-        return Tiling([[op for _, op in row] for row in rows], self.placement, starts, self._costs)
+        return Schedule([[op for _, op in row] for row in rows], self.placement)
 
     @cached_property
     def _costs(self) -> Costs:

@@ -1,4 +1,4 @@
-"""Schedules that are defined by a building block: repeated, squeezed, reordered.
+"""Schedules that are defined by a building block: repeated, and reordered.
 
 p is the number of devices, i a device; m the number of microbatches; v the number of stages per device, c one of them.
 An op takes one slot, a BW two. Each function returns one schedule, with the same name as in ``build``.
@@ -9,11 +9,13 @@ On each device, warm-up and cool-down may take as much memory as the steady stat
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
 from splitpipe.schedule.construct.orders import v_placement
+from splitpipe.schedule.construct.reorder import reorder
+from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Kind, Schedule
 from splitpipe.schedule.plurals import counted
 
@@ -128,7 +130,7 @@ def _with_weights(ops: Sequence[BlockOp], placement: Sequence[int]) -> list[Bloc
     return [*ops, *weights]
 
 
-def _build(ops: Iterable[BlockOp], placement: Iterable[int], interval: int, m: int, level: bool = True) -> Schedule:
-    tiling = BuildingBlock(tuple(ops), tuple(placement), interval).repeat(m).squeeze()
-    tiling = tiling.reorder(max(tiling.peak_activations) if level else 0)
-    return Schedule(tiling.rows, tiling.placement)
+def _build(ops: Sequence[BlockOp], placement: Sequence[int], interval: int, m: int, level: bool = True) -> Schedule:
+    slots = [1] * len(placement)
+    repeated = BuildingBlock(ops, placement, interval).repeat(m)
+    return reorder(repeated, Costs(slots, slots, slots), max(repeated.peak_activations) if level else 0)

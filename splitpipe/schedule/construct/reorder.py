@@ -13,26 +13,48 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from splitpipe.schedule.bounds import bounds
-from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Op, Schedule, needed
-from splitpipe.schedule.play import OpOrder, Times
+from splitpipe.schedule.check import checked
+from splitpipe.schedule.costs import Costs, real, verify_costs
+from splitpipe.schedule.op import CHANGES, Op, Schedule, needed
+from splitpipe.schedule.play import Times
 
 #: Times are equal if they differ by less than this fraction of the makespan.
 NEAR = 1e-11
 #: The minimum length of an op, as a fraction of the makespan, so that no two ops of a device start at once.
 TINY = 1e-9
 
-CHANGES = {"F": 1, "B": 0, "W": -1, "BW": -1}
 
+def reorder(schedule: Schedule, costs: Costs | None = None, memory: float = 0) -> Schedule:
+    """Moves ops into gaps where memory isn't at its peak, mostly in warm-up and cool-down. (arXiv 2405.15362)
 
-def reorder(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
-    """The schedule in an order that takes less time, or as it is if none is found."""
-    times, hops, runnable = costs.times(schedule), costs.hops(schedule), OpOrder(schedule)
+    Args:
+        schedule: such as a repeated building block.
+        costs: the times of its ops. Default: F, B and W take 1, and copies take no time.
+        memory: the number of microbatches whose activations a device may hold. A device with a higher peak keeps that.
+
+    Returns:
+        A schedule that takes less time, or the same one if none is found.
+
+    Raises:
+        TypeError: ``schedule`` isn't a Schedule, or ``costs`` isn't a Costs.
+        ValueError: the schedule can't run (see ``check``), the costs are for another number of stages, or ``memory`` is
+            negative or not a number.
+
+    Example:
+        >>> from splitpipe import schedule
+        >>> plain, costs = schedule.build("1f1b", 4, 8), Costs(copy=1)
+        >>> [schedule.simulate(each, costs).makespan for each in (plain, reorder(plain, costs, memory=7))]
+        [49.0, 39.0]
+    """
+    runnable, costs = checked(schedule), Costs() if costs is None else costs
+    verify_costs(costs)
+    if not 0 <= real(memory) < math.inf:
+        raise ValueError(f"memory={memory!r}: expected a number of microbatches, finite and not negative.")
+    times, hops = costs.times(schedule), costs.hops(schedule)
     starts, ends = runnable.play(times, hops)
     span = max(row[-1] for row in ends if row)
     if not span:
@@ -41,7 +63,7 @@ def reorder(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
         times = {kind: [max(time, TINY * span) for time in each] for kind, each in times.items()}
         starts = runnable.play(times, hops)[0]
     shares = [max(1, schedule.placement.count(device)) for device in range(schedule.devices)]
-    caps = [max(peak(row), math.floor(memory * share + NEAR)) for row, share in zip(schedule.rows, shares)]
+    caps = [max(peak, math.floor(memory * share + NEAR)) for peak, share in zip(schedule.peaks, shares)]
     least = max(bounds(schedule, costs, [cap / share for cap, share in zip(caps, shares)]).values())
     jobs = _jobs(schedule, times, hops, caps, NEAR * span)
     moved = _justify(jobs, [start for row in starts for start in row], least)
@@ -52,11 +74,6 @@ def reorder(schedule: Schedule, costs: Costs, memory: float = 0) -> Schedule:
     for job in sorted(range(len(moved)), key=moved.__getitem__):
         rows[jobs.device[job]].append(ops[job])
     return Schedule(rows, schedule.placement, schedule.name)
-
-
-def peak(row: Iterable[Op]) -> int:
-    """The most activations, counted by stage, that are alive at once on a device that runs these ops."""
-    return max(accumulate(CHANGES[op.kind] for op in row), default=0)
 
 
 @dataclass(frozen=True)

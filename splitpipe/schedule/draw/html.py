@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from operator import itemgetter
 from string import Template
 from typing import Any
 
@@ -33,7 +34,6 @@ def draw(timelines: Sequence[TimedSchedule]) -> str:
         legend=_legend(timelines),
         table=_table(timelines),
         remarks="".join(f"<p>{escape(remark)}</p>" for each in timelines for remark in each.remarks),
-        choice="" if any(each.bytes for each in timelines) else "hidden",
         # In a script element, whatever texts it contains: they mustn't end it.
         data=data.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e"),
     )
@@ -57,9 +57,6 @@ def _data(timeline: TimedSchedule) -> dict[str, Any]:
         "colours": [[colours[kind, stage] for stage in stages] for kind in kinds],
         "rows": [_flat(row) for row in ops],
         "activations": [_flat(measures.alive(timeline, device)) for device in devices],
-        "bytes": None if timeline.bytes is None else [
-            _flat(measures.steps(timeline.curve(device, timeline.bytes))) for device in devices
-        ],
     }
 
 
@@ -78,14 +75,13 @@ def _legend(timelines: Sequence[TimedSchedule]) -> str:
 def _table(timelines: Sequence[TimedSchedule]) -> str:
     """The measures, one line per schedule; the shortest makespan of several is highlighted."""
     texts = [measures.texts(each) for each in timelines]
-    names = [*dict.fromkeys(name for text in texts for name in text)]
     least = min(each.makespan for each in timelines)
-    lines = [_row("th", ["schedule", "devices", "microbatches", *names, "lower bound"])]
+    lines = [_row("th", ["schedule", "devices", "microbatches", *texts[0], "lower bound"])]
     for each, text in zip(timelines, texts):
-        bound = max(each.bounds, key=lambda name: each.bounds[name])
+        reason, bound = max(each.bounds.items(), key=itemgetter(1))
         cells = [
             measures.name(each), str(each.schedule.devices), str(each.schedule.microbatches),
-            *(text.get(name, "") for name in names), f"{measures.short(each.bounds[bound])} ({bound})",
+            *text.values(), f"{measures.short(bound)} ({reason})",
         ]
         lines.append(_row("td", cells, ' class="best"' if len(timelines) > 1 and each.makespan <= least else ""))
     return "\n".join(lines)

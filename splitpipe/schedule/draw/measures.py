@@ -75,7 +75,7 @@ def each_device(numbers: Sequence[float]) -> str:
 
 def texts(timeline: TimedSchedule) -> dict[str, str]:
     """All measures but the lower bounds, by name."""
-    values = {
+    return {
         "makespan": short(timeline.makespan),
         "bubble": percent(timeline.bubble),
         "longest": short(timeline.longest),
@@ -83,9 +83,6 @@ def texts(timeline: TimedSchedule) -> dict[str, str]:
         "idle": each_device(idle(timeline)),
         "peak activations": each_device(timeline.peak_activations),
     }
-    if timeline.peak_bytes is not None:
-        values["peak bytes"] = size(max(timeline.peak_bytes))
-    return values
 
 
 def lines(timeline: TimedSchedule) -> list[str]:
@@ -96,7 +93,6 @@ def lines(timeline: TimedSchedule) -> list[str]:
         f"makespan {text['makespan']}, bubble {text['bubble']}; longest {text['longest']}, bubble {text['its bubble']}",
         f"idle on the devices: {text['idle']}",
         f"peak activations, in microbatches: {text['peak activations']}",
-        *([f"peak bytes: at most {text['peak bytes']} on a device"] if "peak bytes" in text else []),
         f"lower bound for any order: {bounds}",
     ]
 
@@ -118,15 +114,9 @@ def ticks(whole: float, most: int) -> list[float]:
     return [step * number for number in range(int(whole / step * (1 + 1e-9)) + 1)]
 
 
-def steps(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A curve with a single point per time, so that freeing and taking at the same time makes no dent."""
-    return list(dict(curve).items())
-
-
 def alive(timeline: TimedSchedule, device: int) -> list[tuple[float, float]]:
-    """The activations alive on a device, in microbatches on all its stages."""
-    share = max(1, timeline.schedule.placement.count(device))
-    return [(time, value / share) for time, value in steps(timeline.curve(device))]
+    """The activations alive on a device: a single point per time, so that freeing and taking at once makes no dent."""
+    return list(dict(timeline.curve(device)).items())
 
 
 def meanings(timelines: Sequence[TimedSchedule]) -> dict[Kind, str]:

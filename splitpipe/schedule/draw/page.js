@@ -13,18 +13,10 @@
 
   const whole = Math.max(...data.schedules.map((each) => each.makespan)) || 1;
   const view = { from: 0, to: whole };
-  let memory = "activations";
   let pictures = [];
 
   const short = (number) => String(Number(number.toPrecision(6)));
   const between = (low, number, high) => Math.min(Math.max(number, low), high);
-
-  function size(bytes) {
-    const unit = between(0, Math.floor(Math.log2(bytes || 1) / 10), 4);
-    return `${Number((bytes / 1024 ** unit).toPrecision(4))} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
-  }
-
-  const amount = (value) => (memory === "bytes" ? size(value) : short(value));
 
   // How many entries of a sorted flat array, each of `fields` numbers, have a number `field` of at most `value`.
   function upTo(flat, fields, field, value) {
@@ -42,9 +34,7 @@
     return most;
   }
 
-  for (const each of data.schedules) {
-    each.peaks = { activations: each.activations.map(peak), bytes: (each.bytes || []).map(peak) };
-  }
+  for (const each of data.schedules) each.peaks = each.activations.map(peak);
 
   // The view.
 
@@ -80,7 +70,7 @@
       const colour = (name) => style.getPropertyValue(`--${name}`).trim();
       const colours = Object.fromEntries(
         ["ink", "faint", "line", "track", "memory", "memory-fill"].map((name) => [name, colour(name)]));
-      const most = Math.max(0, ...data.schedules.flatMap((each) => each.peaks[memory]));
+      const most = Math.max(0, ...data.schedules.flatMap((each) => each.peaks));
       for (const picture of pictures) {
         const box = picture.canvas.getBoundingClientRect();
         if (box.bottom > 0 && box.top < innerHeight) paint(picture, colours, most);
@@ -115,8 +105,7 @@
       pen.fillText(`device ${device}`, 0, top + ROW / 2);
       pen.fillStyle = colours.faint;
       pen.fillText(`idle ${short(schedule.idle[device])}`, LEFT + plot + 10, top + ROW / 2);
-      const curve = schedule[memory] && schedule[memory][device];
-      if (curve) pen.fillText(`peak ${amount(schedule.peaks[memory][device])}`, LEFT + plot + 10, top + ROW + MEMORY / 2 + 1);
+      pen.fillText(`peak ${short(schedule.peaks[device])}`, LEFT + plot + 10, top + ROW + MEMORY / 2 + 1);
       pen.save();
       pen.beginPath();
       pen.rect(LEFT, top, plot, DEVICE);
@@ -124,7 +113,7 @@
       pen.fillStyle = colours.track;
       pen.fillRect(LEFT, top, end - LEFT, ROW);
       ops(pen, colours, picture, row, top, x, scale);
-      if (curve && most) alive(pen, colours, curve, top + ROW + 2, most, x, end);
+      if (most) alive(pen, colours, schedule.activations[device], top + ROW + 2, most, x, end);
       pen.restore();
     });
   }
@@ -207,11 +196,9 @@
     const row = schedule.rows[device], inside = y - AXIS - device * DEVICE;
     if (inside >= ROW + MEMORY) return null;
     if (inside >= ROW) {
-      const curve = schedule[memory] && schedule[memory][device];
-      if (!curve) return null;
+      const curve = schedule.activations[device];
       const value = curve[Math.max(0, upTo(curve, 2, 0, time) - 1) * 2 + 1];
-      const what = memory === "bytes" ? "of activations" : "microbatches' activations";
-      return { text: `${amount(value)} ${what}\nalive on device ${device} at ${short(time)}` };
+      return { text: `${short(value)} microbatches' activations\nalive on device ${device} at ${short(time)}` };
     }
     const before = upTo(row, FIELDS, 3, time);
     const [kind, stage, microbatch, start, end] = before ? row.slice((before - 1) * FIELDS, before * FIELDS) : [];
@@ -331,14 +318,10 @@
   const keys = { ArrowLeft: "left", ArrowRight: "right", "-": "out", "+": "in", "=": "in", 0: "all" };
   for (const [id, act] of Object.entries(actions)) byId(id).addEventListener("click", act);
   document.addEventListener("keydown", (event) => {
-    const plain = !event.ctrlKey && !event.metaKey && !event.altKey && event.target.tagName !== "INPUT";
+    const plain = !event.ctrlKey && !event.metaKey && !event.altKey;
     if (!plain || !Object.hasOwn(keys, event.key)) return;
     event.preventDefault();
     actions[keys[event.key]]();
-  });
-  byId("choice").addEventListener("change", (event) => {
-    memory = event.target.value;
-    redraw();
   });
   for (const name of ["resize", "scroll"]) addEventListener(name, redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

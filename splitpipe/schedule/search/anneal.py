@@ -24,15 +24,15 @@ from splitpipe.schedule.search.problem import CHANGES, KINDS, F, Problem, W, Wor
 
 def improve(
     problem: Problem, words: Sequence[Word], work: int, seed: int, heat: float = 0.4, size: int | None = None,
-    more: int = 0, goal: float = 0.0, fixed: Sequence[range] | None = None,
+    more: int = 0, goal: float = 0.0,
 ) -> tuple[float, list[Word]]:
     """The span and words of the shortest schedule that annealing finds, from words that fit into memory.
 
     ``work``: how many ops may be looked at; ``heat``: the initial temperature, in mean op times; ``goal``: a span that
-    is short enough; ``fixed``: for each device, places of its word that stay as they are; for others, see ``Graph``.
+    is short enough; for others, see ``Graph``.
     """
     random = Random(seed).random
-    graph = Graph(problem, words, size, more, fixed)
+    graph = Graph(problem, words, size, more)
     best, saved = graph.span, list(words)
     if best == math.inf:
         return best, saved
@@ -71,13 +71,10 @@ class Graph:
     """The ops of words, numbered letter * chunks + microbatch, and when they end.
 
     ``size``: microbatches of the period that is shortened (default: all, so a swap is made once); ``more``: those that
-    the span counts in addition, each with the time of the period; ``fixed``: places of each word that stay as they are.
+    the span counts in addition, each with the time of the period.
     """
 
-    def __init__(
-        self, problem: Problem, words: Sequence[Word], size: int | None = None, more: int = 0,
-        fixed: Sequence[range] | None = None,
-    ) -> None:
+    def __init__(self, problem: Problem, words: Sequence[Word], size: int | None = None, more: int = 0) -> None:
         self.problem, self.chunks = problem, problem.chunks
         self.size, self.more = size or problem.chunks, more
         self.count = count = len(problem.device_of) * problem.chunks
@@ -89,15 +86,14 @@ class Graph:
         self.source, self.sink = [count + 1] * (count + 2), [count] * (count + 2)
         self.heads = [problem.heads[device] for device in problem.device_of]
         self.alive = [0] * (count + 2)  # The number of activations on the device after the op.
-        self.fixed: set[int] = set()
         for letter, needs in enumerate(problem.needs):
             for need in needs:
                 if problem.device_of[need] != problem.device_of[letter]:
                     for k in range(self.chunks):
                         self.source[letter * self.chunks + k] = need * self.chunks + k
                         self.sink[need * self.chunks + k] = letter * self.chunks + k
-        for device, word in enumerate(words):
-            self._lay(word, fixed[device] if fixed else range(0))
+        for word in words:
+            self._lay(word)
         # Each op comes after those that it waits for; in a deadlock, the last ones are missing.
         self.order = [
             (3 * stage + KINDS.index(kind)) * self.chunks + k
@@ -107,17 +103,15 @@ class Graph:
         self._play(0)
         self.span = self._span() if len(self.order) == count else math.inf
 
-    def _lay(self, word: Word, fixed: range) -> None:
+    def _lay(self, word: Word) -> None:
         seen = [0] * len(self.problem.device_of)
         op, alive = self.count, 0
-        for place, letter in enumerate(word):
+        for letter in word:
             previous, op = op, letter * self.chunks + seen[letter]
             seen[letter] += 1
             self.before[op], self.after[previous] = previous, op
             alive += CHANGES[letter % 3]
             self.alive[op] = alive
-            if place in fixed:
-                self.fixed.add(op)
         self.after[self.count] = self.count
 
     def _play(self, first: int) -> None:
@@ -183,7 +177,7 @@ class Graph:
     def _may_swap(self, u: int, v: int) -> bool:
         a, b = u // self.chunks, v // self.chunks
         needed = a in self.problem.needs[b] and u % self.chunks == v % self.chunks
-        if a == b or needed or u in self.fixed or v in self.fixed:
+        if a == b or needed:
             return False
         return a % 3 != W or b % 3 != F or self.alive[v] < self.problem.caps[self.problem.device_of[a]]
 

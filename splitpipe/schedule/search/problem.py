@@ -106,12 +106,12 @@ def words_of(schedule: Schedule) -> list[Word]:
     return [[3 * op.stage + part for op in row for part in parts[op.kind]] for row in schedule.rows]
 
 
-def shorten(problem: Problem, size: int, rounds: int) -> tuple[Problem, int]:
-    """The problem with fewer microbatches, if it has many, and the number of those left out, in whole periods.
+def shorten(problem: Problem, size: int) -> tuple[Problem, int]:
+    """The problem with fewer microbatches, if it has many, and the number of those left out, in periods of ``size``.
 
-    ``size``: number of microbatches of a period; ``rounds``: how many microbatches per device remain, and a few.
+    Two microbatches per device remain, and a few.
     """
-    more = max(0, problem.chunks - rounds * problem.devices - 2 * size - 2) // size * size
+    more = max(0, problem.chunks - 2 * problem.devices - 2 * size - 2) // size * size
     return replace(problem, chunks=problem.chunks - more), more
 
 

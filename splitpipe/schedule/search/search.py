@@ -27,9 +27,9 @@ def search(
     """Returns the shortest schedule that it finds, with a limit on memory.
 
     First it searches for a steady state: what each device repeats, in the order and with the lags that make the period
-    of one, two or three microbatches shortest. Then it shortens the beginning and the end. It also starts from the
-    named schedules, so its result is never longer than any of these that fits. The first step is from "Pipeline
-    Parallelism with Controllable Memory" (arXiv 2405.15362, section 3), with real times instead of equal slots.
+    of one, two or three microbatches shortest. Then it shortens the whole. It also starts from the named schedules, so
+    its result is never longer than any of these that fits. The first step is from "Pipeline Parallelism with
+    Controllable Memory" (arXiv 2405.15362, section 3), with real times instead of equal slots.
 
     Args:
         devices: number of devices, at least 1.
@@ -128,8 +128,8 @@ def _best(problems: Sequence[Problem], named: Sequence[Found], work: int) -> Fou
     share = work // (2 * len(problems))
     rated = sorted([(*each, problem) for problem in problems for each in _periods(problem, share)], key=itemgetter(0))
     candidates = [
-        (*complete(problem, words, size, work // (4 * len(rated[:2])), seed), problem)
-        for seed, (_, words, size, problem) in enumerate(rated[:2])
+        (*improve(problem, words, work // (4 * len(rated[:2])), seed, goal=problem.goal), problem)
+        for seed, (_, words, problem) in enumerate(rated[:2]) if problem.fits(words)
     ]
     span, words, problem = min([*candidates, *named], key=itemgetter(0))
     for seed in range(2):
@@ -137,38 +137,22 @@ def _best(problems: Sequence[Problem], named: Sequence[Found], work: int) -> Fou
     return span, words, problem
 
 
-def _periods(problem: Problem, work: int) -> list[tuple[float, list[Word], int]]:
-    """The span of all microbatches, the words of a few, and the size of a period that these repeat; shortest first."""
-    short, more = shorten(problem, 1, 2)
+def _periods(problem: Problem, work: int) -> list[tuple[float, list[Word]]]:
+    """The spans and words of schedules that repeat a period, which is shortened with fewer microbatches."""
+    short, more = shorten(problem, 1)
     tries = max(1, min(30, work // (20 * short.chunks * len(problem.device_of))))
     starts = sorted(((Graph(short, x, 1, more).span, x) for x in blocks(short, tries, seed=0)), key=itemgetter(0))
     candidates = [
-        (*improve(short, words, work // 10, seed, heat * problem.chunks, size=1, more=more), 1)
+        improve(short, words, work // 10, seed, heat * problem.chunks, size=1, more=more)
         for seed, ((_, words), heat) in enumerate(zip(starts, (0.03, 0.1, 0.1)))
     ]
     # Periods of two and three microbatches, from the best of one.
-    _, best, _ = min(candidates, key=itemgetter(0))
+    _, best = min(candidates, key=itemgetter(0))
+    found = [(span, lengthen(problem, words, more, size=1)) for span, words in candidates]
     for size in (2, 3):
         if 2 * size <= problem.chunks:
-            several, more = shorten(problem, size, 2)
+            several, more = shorten(problem, size)
             words = lengthen(several, best, several.chunks - short.chunks, size=1)
-            heat = 0.02 * problem.chunks
-            candidates.append((*improve(several, words, work * 7 // 20, 0, heat, size=size, more=more), size))
-    return candidates
-
-
-def complete(problem: Problem, words: list[Word], size: int, work: int, seed: int) -> tuple[float, list[Word]]:
-    """The span and words of a whole schedule: a short one with tight ends, and whole periods in its middle.
-
-    ``words``: of fewer microbatches, with periods of ``size`` of these.
-    """
-    short, more = shorten(problem, size, 3)
-    words = lengthen(short, words, short.chunks - len(words[0]) // len(problem.letters[0]), size)
-    if not more:
-        return improve(problem, words, work, seed, goal=problem.goal)
-    periods = [((len(word) - size * len(own)) // 2, size * len(own)) for word, own in zip(words, problem.letters)]
-    fixed = [range(start - length, start + 2 * length) for start, length in periods]
-    _, tight = improve(short, words, work, seed, fixed=fixed)
-    whole = [lengthen(problem, each, more, size) for each in (words, tight)]
-    spans = [(Graph(problem, each).span, each) for each in whole if problem.fits(each)]
-    return min(spans, key=itemgetter(0), default=(math.inf, whole[0]))
+            span, words = improve(several, words, work * 7 // 20, 0, 0.02 * problem.chunks, size=size, more=more)
+            found.append((span, lengthen(problem, words, more, size)))
+    return found
