@@ -39,30 +39,18 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("repeats")
 
-#: Files that take longest, so that they are not left to the end of a run by several processes.
-LONG = tuple(f"{name}.py" for name in (
-    "devices/test_sites", "devices/test_failing", "devices/test_paths", "gpu/test_checks_cuda",
-    "clients/test_transformers", "clients/test_trainer", "clients/test_examples",
-    "compiled/test_layers", "promise/test_transparency", "promise/test_properties", "promise/test_dtensor",
-    "benchmarks/test_parts", "promise/test_losses", "benchmarks/test_training",
-    "schedule/test_search", "doors/test_readme", "doors/test_doors", "compiled/test_ddp",
-    "faults/test_interrupts", "faults/test_processes", "faults/test_ops",
-    "distributed/test_pipeline", "promise/test_ddp", "doors/test_bad_input", "planner/test_choose",
-    "schedule/test_blocks", "faults/test_threads",
-))
+#: Folders whose files take longest, so that they are not left to the end of a run by several processes.
+LONG = "devices", "gpu", "clients", "compiled", "promise", "benchmarks", "schedule", "doors", "faults", "distributed"
 #: What setup.cfg selects where the command line selects nothing.
 ESSENCE = "not thorough"
-#: How long the essential tests take.
-TAKES = "the essential tests take about 2 minutes on a quiet machine, or 80 seconds with -n 2 --dist loadfile"
 NO_CUDA = "needs a CUDA device, and torch sees none here"
 NO_FAKE = "needs the fake CUDA runtime: python -m tests.softcuda tests"
 
 
 @pytest.hookimpl(tryfirst=True)  # Before items are taken out by their markers.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    order = {here / name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path, len(LONG)))
+    order = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(LONG)))
     essence.mark(items)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
@@ -140,10 +128,6 @@ def pytest_configure(config: pytest.Config) -> None:
             config.option.markexpr = ""
         else:
             hypothesis.settings.load_profile("few")
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    return TAKES if config.option.markexpr == ESSENCE and config.args == config.getini("testpaths") else None
 
 
 def settings() -> dict[str, object]:

@@ -38,37 +38,18 @@ def test_everything_of_the_layer_stays():
     assert all(now[name] is tensor for name, tensor in tensors.items())
 
 
-def test_hooks_stay_and_can_be_removed():
-    layer, called = nn.BatchNorm1d(3), []
-    handle = layer.register_forward_hook(lambda *args: called.append("forward"))
-    layer.register_load_state_dict_pre_hook(lambda *args: called.append("load"))
-    layer.weight.register_hook(lambda grad: called.append("grad"))
-    converted = convert(nn.Sequential(layer))
-    del layer
-    x = torch.randn(4, 3)
-    converted(x).sum().backward()
-    converted.load_state_dict(converted.state_dict())
-    assert called == ["forward", "grad", "load"]
-    handle.remove()
-    converted(x)
-    assert len(called) == 3
-
-
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
-@pytest.mark.parametrize("training", [True, False])
-def test_dimensions_are_checked_as_before(kind, training):
-    layer = kind(3).train(training)
+def test_dimensions_are_checked_as_before(kind):
+    layer = kind(3)
     converted = convert(copy.deepcopy(layer))
     for dims in range(1, 6):
-        x = torch.randn(2, 3, 2, 2, 2)[(..., *[0] * (5 - dims))]
-        try:
-            layer(x)
-        except ValueError as error:
-            with pytest.raises(ValueError) as same:
-                converted(x)
-            assert str(same.value) == str(error)
-        else:
-            converted(x)
+        x, found = torch.randn(2, 3, 2, 2, 2)[(..., *[0] * (5 - dims))], []
+        for each in (layer, converted):
+            try:
+                each(x)
+            except ValueError as error:
+                found.append(str(error))
+        assert len(found) in (0, 2) and len({*found}) < 2
 
 
 def test_every_depth_is_converted_and_shared_layers_stay_shared():
@@ -87,20 +68,13 @@ def test_others_are_left_alone():
     untracked = nn.BatchNorm1d(3)
     untracked.track_running_stats = False
     model = nn.Sequential(
-        nn.SyncBatchNorm(3),
-        nn.InstanceNorm1d(3, track_running_stats=True),
-        nn.LayerNorm(3),
-        OwnForward(3),
-        patched,
-        nn.BatchNorm1d(3, track_running_stats=False),
-        nn.LazyBatchNorm1d(track_running_stats=False),
-        deferred,
+        nn.SyncBatchNorm(3), nn.InstanceNorm1d(3, track_running_stats=True), nn.LayerNorm(3), OwnForward(3), patched,
+        nn.BatchNorm1d(3, track_running_stats=False), nn.LazyBatchNorm1d(track_running_stats=False), deferred,
         untracked,
     )
     before = kinds(model)
     convert(model)
-    assert kinds(model) == before
-    assert deferred._original is nn.BatchNorm1d
+    assert kinds(model) == before and deferred._original is nn.BatchNorm1d
 
 
 def test_all_that_is_refused_is_told_and_nothing_is_changed():
@@ -111,12 +85,6 @@ def test_all_that_is_refused_is_told_and_nothing_is_changed():
     with pytest.raises(ValueError, match=r"\('1\.0', '2'\) are parametrized or not initialized yet: expected"):
         convert(model)
     assert kinds(model) == before
-
-
-def test_lazy_layer_is_converted_once_it_is_initialized():
-    layer = nn.LazyBatchNorm1d()
-    layer(torch.randn(2, 3))
-    assert type(convert(layer)) is DeferredBatchNorm
 
 
 # Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.

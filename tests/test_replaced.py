@@ -24,24 +24,17 @@ def wrapped(module: nn.Sequential, **options: Any) -> SplitPipe:
     return SplitPipe(module, [2, 2], **{"devices": ["cpu", "cpu"], "chunks": 2, **options})
 
 
-def in_the_original(module: nn.Sequential, model: SplitPipe, layer: nn.Module) -> None:
-    module[2] = layer
+#: Where another layer is put: in the original, in the pipeline, or by its name.
+PLACES: dict[str, Callable[[nn.Sequential, SplitPipe, nn.Module], object]] = {
+    "original": lambda module, model, layer: module.__setitem__(2, layer),
+    "pipeline": lambda module, model, layer: model.__setitem__(2, layer),
+    "name": lambda module, model, layer: model.set_submodule("2", layer),
+}
 
 
-def in_the_pipeline(module: nn.Sequential, model: SplitPipe, layer: nn.Module) -> None:
-    model[2] = layer
-
-
-def by_name(module: nn.Sequential, model: SplitPipe, layer: nn.Module) -> None:
-    model.set_submodule("2", layer)
-
-
-PLACES = [in_the_original, in_the_pipeline, by_name]
-
-
-@pairwise(replace=PLACES, schedule=["gpipe", "1f1b"], called=[False, True])
+@pairwise(replace=[*PLACES], schedule=["gpipe", "1f1b"], called=[False, True])
 def test_a_layer_that_takes_anothers_place_is_the_one_that_runs(
-    replace: Callable[[nn.Sequential, SplitPipe, nn.Module], None], schedule: str, called: bool
+    replace: str, schedule: str, called: bool
 ) -> None:
     module, x, y = made(), torch.randn(6, 4), torch.randn(6, 2)
     plain = copy.deepcopy(module)
@@ -50,7 +43,7 @@ def test_a_layer_that_takes_anothers_place_is_the_one_that_runs(
         model(x)
     layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     plain[2] = copy.deepcopy(layer)
-    replace(module, model, layer)
+    PLACES[replace](module, model, layer)
     assert model[2] is module[2] is layer and list(model.state_dict()) == list(plain.state_dict())
     for each in (plain, model):
         loss_of(each, x, y, F.mse_loss).backward()

@@ -1,9 +1,7 @@
-"""Balances and cuts that fit the model, and arguments that do not fit."""
+"""Balances and cuts that fit the model, and the devices that they are measured on."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +15,6 @@ from splitpipe.core.stream import Place
 from tests.helpers.modules import Net, batch
 
 pytestmark = [pytest.mark.usefixtures("no_accelerator"), pytest.mark.draws]
-
-CHOICES = pytest.mark.parametrize(
-    "choose", [partial(balance_by_time, timeout=0.05), balance_by_size], ids=["by time", "by size"]
-)
-
 
 def identities(count: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Identity() for _ in range(count)))
@@ -60,20 +53,6 @@ def test_blocks_are_balanced_by_their_names() -> None:
     torch.testing.assert_close(model(**batch())["logits"], copy.deepcopy(module)(**batch())["logits"])
 
 
-@pytest.mark.parametrize(("numbers", "message"), [
-    ({}, "partitions is 2: expected 1 to 1, as each stage needs at least a layer"),
-    ({"chunks": 0}, "chunks is 0: expected 1 or more"),
-    ({"param_scale": -1.0}, "param_scale is -1.0: expected tensors per parameter, finite and not negative"),
-])
-def test_a_wrong_number_is_refused(numbers: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        balance_by_size(2, nn.Sequential(nn.Identity()), torch.ones(1), **numbers)
-
-
-@CHOICES
-def test_more_stages_than_blocks_are_refused(choose: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="partitions is 5: expected 1 to 4, as each stage needs at least a block"):
-        choose(5, Net(), batch())
 
 
 @pytest.mark.parametrize(("device", "found"), [

@@ -63,9 +63,6 @@ def test_a_result_names_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["/anywhere/__main__.py", "step", "--contenders", "batch, 2", "ZBV"])
     main.__spec__ = ModuleSpec("benchmarks.parts.scaling.__main__", None)
     assert measure.environment()["command"] == "python -m benchmarks.parts.scaling step --contenders 'batch, 2' ZBV"
-    main.__spec__ = None
-    monkeypatch.setattr(sys, "argv", ["benchmarks/train.py"])
-    assert measure.environment()["command"] == "python benchmarks/train.py"
 
 
 @pytest.mark.parametrize("part", [
@@ -74,39 +71,6 @@ def test_a_result_names_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPa
 ])
 def test_a_benchmark_saves_what_it_prints(part: Part, run: Run) -> None:
     complete(*run(part))
-
-
-@pytest.mark.cuda
-@pytest.mark.devices(4)
-@pytest.mark.thorough
-def test_each_knob_has_a_peak_and_a_simulated_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "found.json"
-    words = f"--width 64 --context 4 --rows 32 --passes 1 --save {path}"
-    assert module(["parts.knobs"]).main(words.split()) == 0
-    found = json.loads(path.read_text(encoding="utf-8"))
-    complete(found, capsys.readouterr().out)
-    peaks = {row["change"]: row["peak, MiB"] for row in found["tables"]["knobs"]}
-    assert peaks["LoRA"] < peaks["the defaults"] < peaks['`checkpoint="never"`']
-
-
-def test_the_simulated_step_of_a_knob_has_the_work_that_it_adds_or_saves() -> None:
-    ways = module(["parts.knobs"]).WAYS
-    times = {name: knobs.time() for name, knobs in ways.items()}
-    assert times['`checkpoint="never"`'] < times["the defaults"] < times['`checkpoint="always"`']
-    assert times["LoRA"] < times["the defaults"] and times["eight devices"] < times["the defaults"]
-    assert 0.75 <= times['`schedule="zb-h1"`'] < times['`schedule="1f1b"`']  # F, B and W of four devices take 3 / 4.
-
-
-@pytest.mark.thorough
-def test_the_hosts_time_is_compared_with_those_of_others(threads: None, tmp_path: Path) -> None:
-    words = "--kind cpu --devices 2 --blocks 4 --chunks 2 --passes 1".split()
-    assert module(["parts.host"]).main([*words, "--save", str(tmp_path / "found.json")]) == 0
-    rows = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["tables"]["host"]
-    (default,) = [row for row in rows if (row["who"], row["how"], row["checkpoint"], row["backward"]) ==
-                  ("cuts", "drop-in", "except_last", "split")]
-    assert default["/ loop"] > 0 and default["/ torchgpipe"] > 0 and default["/ autograd"] > 0
-    assert [row["who"] for row in rows if "/ loop" not in row] == ["microbatch loop"]
-    assert all("/ torchgpipe" in row for row in rows if row["who"] in ("Sequential", "cuts"))
 
 
 def test_losses_that_differ_are_named() -> None:

@@ -36,15 +36,6 @@ def losses(printed: str) -> list[float]:
     return [float(found) for found in re.findall(r"^step \d+: held-out (\S+)", printed, flags=re.MULTILINE)]
 
 
-def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The line that refuses these options."""
-    with pytest.raises(SystemExit) as ended:
-        train_gpt.main(words)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1
-    return said
-
-
 @pytest.mark.parametrize("mode", [
     pytest.param(["--schedule", "v-half"], id="v-half"),
     pytest.param([], id="drop-in", marks=pytest.mark.thorough),
@@ -65,26 +56,18 @@ def test_it_learns_and_a_resumed_run_equals_a_straight_one(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--steps 0", "argument --steps: expected 1 or more; found 0"),
         ("--lr 0", "argument --lr: expected more than 0, and finite; found 0"),
         ("--width 10 --heads 4", "width must be a multiple of heads; found width 10 and 4 heads"),
-        ("--balance 3 4 --layers 4", "balance"),
-        ("--devices xpu:9 cpu", "xpu"),
         ("--resume nowhere.pt", "--resume nowhere.pt: no such file"),
-        ("--save nowhere/a.pt", "--save needs a file in a directory"),
     ],
 )
 def test_options_that_make_no_run_are_refused_in_one_line(
     options: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(options.split(), capsys)
-
-
-def test_what_has_no_meaning_under_torchrun_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert "--devices is not for torchrun" in refusal(["--devices", "cpu"], capsys)
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main(options.split())
+    found = capsys.readouterr().err
+    assert ended.value.code == 2 and said in found and found.count("\n") == 1
 
 
 def two_processes(script: str, *options: str) -> str:

@@ -45,22 +45,36 @@ def bytes_given(graph: GraphModule) -> int:
     return sum([node.meta["val"].nbytes for node in graph.graph.find_nodes(op="placeholder")])
 
 
-def linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return grad @ weight, grad.t() @ x, grad.sum(0)
+
+
+def convolution(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = aten.convolution_backward(
+        grad, x, weight, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
+    )
+    return found
 
 
 X, W, G = torch.randn(5, 3), torch.randn(4, 3), torch.randn(5, 4)
 
 
-def test_the_two_halves_give_what_the_whole_gives() -> None:
-    found = halved(traced(linear, X, W, G), [1, 2])
-    assert found is not None and found.inputs == (0,) and found.weights == (1, 2)
-    gradients = apart(found, [X, W, G])
-    for number, expected in enumerate(linear(X, W, G)):
+@pytest.mark.parametrize(("call", "given", "product"), [
+    (linear, [X, W, G], aten.mm.default),
+    (convolution, [torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.randn(2, 4, 5, 5)],
+     aten.convolution_backward.default),
+], ids=["linear", "convolution"])
+def test_the_two_halves_give_what_the_whole_gives_each_with_a_product(
+    call: Callable[..., tuple[Tensor, ...]], given: list[Tensor], product: Any
+) -> None:
+    found = halved(traced(call, *given), [1, 2])
+    assert found is not None and found.first is not None and (found.inputs, found.weights) == ((0,), (1, 2))
+    gradients = apart(found, given)
+    for number, expected in enumerate(call(*given)):
         torch.testing.assert_close(gradients[number], expected)
-    products = [len(half.graph.find_nodes(op="call_function", target=aten.mm.default))
-                for half in (found.first, found.second) if half is not None]
-    assert products == [1, 1]
+    (first,), (second,) = (half.graph.find_nodes(op="call_function", target=product) for half in found[:2])
+    if call is convolution:  # Which of its gradients it computes.
+        assert (list(first.args[-1]), list(second.args[-1])) == ([True, False, False], [False, True, True])
 
 
 @pytest.mark.parametrize("weights", [[], [1]])
@@ -81,21 +95,3 @@ def test_what_is_cheap_is_computed_again_and_few_bytes_are_live() -> None:
     assert found is not None
     assert bytes_given(found.second) <= 64 * 32 * 4  # One of them, or the sum itself.
     torch.testing.assert_close(apart(found, [x, weight, x])[1], call(x, weight, x)[1])
-
-
-def test_a_convolution_gives_its_two_gradients_in_two_halves() -> None:
-    def call(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = aten.convolution_backward(
-            grad, x, weight, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
-        )
-        return found
-
-    x, weight, grad = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.randn(2, 4, 5, 5)
-    found = halved(traced(call, x, weight, grad), [1, 2])
-    assert found is not None and found.first is not None
-    for half, mask in ((found.first, [True, False, False]), (found.second, [False, True, True])):
-        [node] = half.graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
-        assert list(node.args[-1]) == mask
-    gradients = apart(found, [x, weight, grad])
-    for number, expected in enumerate(call(x, weight, grad)):
-        torch.testing.assert_close(gradients[number], expected)

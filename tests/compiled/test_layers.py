@@ -19,8 +19,9 @@ from splitpipe.compiled.options import verify_compile
 from tests.helpers.compiling import EAGER
 from tests.helpers.compiling import graphs as graphs
 from tests.helpers.compiling import nothing_compiled as nothing_compiled
-from tests.helpers.covering import few
+from tests.helpers.covering import few, graded
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 pytestmark = [
@@ -48,28 +49,19 @@ class Block(nn.Module):
         return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Told(nn.Module):
-    """A layer of two ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+class Breaking(Block):
+    """Compiled in two pieces."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y.tanh()
+        y = self.norm(x)
+        torch._dynamo.graph_break()
+        return self.scale * self.down(self.up(y))
 
 
-class Asks(nn.Module):
+def asks(self: Any, x: Tensor) -> Tensor:
     """A layer that looks at a number: no single graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return y if y.sum().item() < 1e9 else 2 * y
+    y: Tensor = self.layer(x)
+    return y if y.sum().item() < 1e9 else 2 * y
 
 
 def blocks(count: int = 4) -> nn.Sequential:
@@ -138,7 +130,8 @@ def test_for_a_second_size_a_graph_of_all_sizes_is_compiled(graphs: list[str]) -
 @pytest.mark.thorough
 @WAYS
 def test_code_that_torch_can_not_trace_runs_as_it_is(way: dict[str, Any]) -> None:
-    plain, model = twins(nn.Sequential(Block(), Asks(), Block(), Asks()), **way)
+    odd = [module_of(asks, **linears("layer")) for _ in range(2)]
+    plain, model = twins(nn.Sequential(Block(), odd[0], Block(), odd[1]), **way)
     for rows in (6, 5):
         assert_right(model, plain, rows)
     found = {row.parameter: row.why for row in splitpipe.deferral_report(model)}
@@ -156,15 +149,11 @@ def test_what_is_one_op_is_not_compiled() -> None:
 @pytest.mark.draws
 @pytest.mark.thorough
 def test_recomputation_draws_what_forward_drew() -> None:
-    class Drops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
+    def drop(self: Any, x: Tensor) -> Tensor:
+        return F.dropout(x * self.scale, 0.5) + 0 * x
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x * self.scale, 0.5) + 0 * x
-
-    drops = piped(nn.Sequential(Drops(), nn.Identity()), **ALWAYS, chunks=3)
+    layer = module_of(drop, scale=nn.Parameter(torch.ones(4)))
+    drops = piped(nn.Sequential(layer, nn.Identity()), **ALWAYS, chunks=3)
     given = torch.ones(60, 4, requires_grad=True)
     output = drops(given)
     output.sum().backward()
@@ -221,18 +210,13 @@ def test_layers_that_the_user_compiles_by_our_backend_are_the_same(how: str, way
 @pytest.mark.thorough
 @WAYS
 def test_blocks_of_a_module_with_cuts(way: dict[str, Any], graphs: list[str]) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks, self.scale = blocks(), nn.Parameter(torch.rand(4))
+    def forward(self: Any, given: Tensor) -> Tensor:
+        y = given
+        for block in self.blocks:
+            y = block(y) + given
+        return y * self.scale  # type: ignore[no-any-return]
 
-        def forward(self, given: Tensor) -> Tensor:
-            y = given
-            for block in self.blocks:
-                y = block(y) + given
-            return y * self.scale
-
-    plain = Net()
+    plain = module_of(forward, blocks=blocks(), scale=nn.Parameter(torch.rand(4)))
     net = attach(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=2, compile=EAGER, **way)
     for rows in (6, 5):
         for each in (plain, net):
@@ -245,21 +229,50 @@ def test_blocks_of_a_module_with_cuts(way: dict[str, Any], graphs: list[str]) ->
         assert rows < 6 or len(graphs) == 2
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("ours", [True, False])
-def test_all_run_in_the_callers_thread_forward_and_backward(ours: bool, graphs: list[str]) -> None:
-    torch.manual_seed(0)
-    plain, threads = nn.Sequential(Told(), nn.Linear(4, 4), Told(), nn.Linear(4, 4)), set[str]()
-    layers = copy.deepcopy(plain)
-    for layer in () if ours else layers[::2]:
-        layer.compile(backend="aot_eager")
-    for layer in layers[1::2]:  # They are one op each.
-        layer.register_forward_hook(lambda *_: threads.add(threading.current_thread().name))
-        layer.register_full_backward_hook(lambda *_: threads.add(threading.current_thread().name))
-    model = SplitPipe(layers, [1] * 4, devices=["cpu"] * 4, chunks=4, compile=EAGER if ours else False)
-    for rows in (8, 7, 10, 3):
-        assert_right(model, plain, rows)
+def wrap(layers: nn.Sequential, backend: Any) -> None:
+    for number in (0, 2):
+        layers[number] = torch.compile(layers[number], backend=backend)
+
+
+def compile_in_place(layers: nn.Sequential, backend: Any) -> None:
+    for layer in layers[::2]:
+        layer.compile(backend=backend)
+
+
+ALL_WAYS: dict[str, dict[str, Any]] = {
+    "never": {"checkpoint": "never"}, "always": ALWAYS, "zb-h1": {**SCHEDULED, **ALWAYS},
+    "autograd": {**SCHEDULED, **ALWAYS, "backward": "autograd"},
+}
+
+
+@pytest.mark.compiles
+@graded({"how": [None, wrap, compile_in_place], "backend": ["eager", "aot_eager"], "name": [*ALL_WAYS]},
+        essence=[["how"]], thorough=[["how", "backend"], ["how", "name"]])
+def test_layers_of_ours_and_the_users_run_in_the_callers_thread_and_are_compiled_once(
+    how: Any, backend: str, name: str, graphs: list[str]
+) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    way = ALL_WAYS[name]
+    plain, threads = nn.Sequential(Block(), nn.Linear(4, 4), Breaking(), nn.Linear(4, 4)), set[str]()
+    layers, counted, found = copy.deepcopy(plain), CompileCounterWithBackend(backend), []
+    if how is not None:
+        how(layers, counted)
+    for register in (layers[1].register_forward_hook, layers[1].register_full_backward_hook):  # Of one op.
+        register(lambda *_: threads.add(threading.current_thread().name))
+    model = SplitPipe(layers, [1] * 4, devices=["cpu"] * 4, chunks=2, compile=EAGER if how is None else False, **way)
+    for rows in (8, 8, 8, 7, 3):
+        for each in (plain, model):
+            each.zero_grad()
+        assert_same(step(model, x(rows)), step(plain, x(rows)), "loss")
+        for one, other in zip(model.parameters(), plain.parameters()):
+            assert_same(one.grad, other.grad, "gradient")
+        found.append(len(graphs) + counted.frame_count)
+    assert found[0] == found[1] == found[2] > 0
     assert threads == {threading.current_thread().name} and {*graphs} <= threads
+    if how is compile_in_place and backend == "aot_eager" and name != "autograd":
+        why = {row.parameter: row.why for row in splitpipe.deferral_report(model)}
+        assert (why["0.up.weight"], why["3.weight"]) == ("CompiledFunctionBackward has no rule", "linear")
 
 
 # Hooks

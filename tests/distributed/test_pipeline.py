@@ -17,6 +17,7 @@ from splitpipe.distributed.pipeline import Loss
 from splitpipe.distributed.stage import StageModule
 from splitpipe.schedule.op import Op
 from tests.helpers.covering import graded
+from tests.helpers.modules import module_of
 from tests.helpers.scheduled import NAMES
 from tests.helpers.skipping import Pop, Stash
 from tests.helpers.world import SIZE, World, both
@@ -131,25 +132,20 @@ def test_without_processes_it_says_what_to_do() -> None:
         Pipeline(nn.Sequential(nn.Linear(2, 2)), [1], loss_fn=nn.MSELoss())
 
 
-class Fatal(nn.Module):
+def fatal(self: Any, output: Tensor, target: Tensor) -> Tensor:
     """A loss that ends its process when it is asked for the second step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 2 * CHUNKS:  # The first run of all is for the shapes.
-            os._exit(1)
-        return nn.functional.mse_loss(output, target)
+    self.calls += 1
+    if self.calls > 2 * CHUNKS:  # The first run of all is for the shapes.
+        os._exit(1)
+    return nn.functional.mse_loss(output, target)
 
 
 def bereft(rank: int, name: str) -> None:
     stages = schedule.build(name, SIZE, CHUNKS).stages
     last = schedule.build(name, SIZE, CHUNKS).placement[-1]
     assert last == SIZE - 1
-    model = Pipeline(layers(), [8 // stages] * stages, chunks=CHUNKS, schedule=name, loss_fn=Fatal(), device="cpu")
+    model = Pipeline(layers(), [8 // stages] * stages, chunks=CHUNKS, schedule=name, device="cpu",
+                     loss_fn=module_of(fatal, calls=0))
     x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
     with pytest.raises(RuntimeError):
         for _ in range(3):
@@ -161,24 +157,24 @@ def test_a_process_that_is_killed_makes_the_others_end_with_an_error(world: Worl
     world.lose(bereft, name)
 
 
-class First(nn.Module):
+def keeping(self: Any, x: Tensor) -> Tensor:
     """Keeps its first value, in a buffer that was None, and in one that was not there."""
+    if self.mean is None:
+        self.mean = x.detach().mean() + 1
+        self.register_buffer("other", self.mean * 2)
+    return x * self.mean + self.other  # type: ignore[no-any-return]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mean is None:
-            self.mean = x.detach().mean() + 1
-            self.register_buffer("other", self.mean * 2)
-        return x * self.mean + self.other
+def keeper() -> nn.Module:
+    made: nn.Module = module_of(keeping)
+    made.register_buffer("mean", None)
+    return made
 
 
 @pytest.mark.parametrize("what", ["buffers that change", "buffers that layers make"])
 @both
 def test_finding_out_the_shapes_leaves_buffers_alone(rank: int, what: str) -> None:
-    kind, count = (First, 2) if what == "buffers that layers make" else (lambda: nn.BatchNorm1d(6), 3)
+    kind, count = (keeper, 2) if what == "buffers that layers make" else (lambda: nn.BatchNorm1d(6), 3)
     module = nn.Sequential(nn.Embedding(9, 6), kind(), nn.Linear(6, 6), kind()).double()
     plain = copy.deepcopy(module)
     model = Pipeline(module, [2, 2], chunks=2, schedule="1f1b", loss_fn=nn.MSELoss(), device="cpu")
@@ -299,38 +295,30 @@ def test_values_that_would_arrive_as_others_are_an_error(make: Any, kind: str) -
         stage(torch.randn(2, 2))
 
 
-class Scaled(nn.Module):
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+def scaled(self: Any, x: Tensor) -> Tensor:
     """Multiplies by the sum of two parameters, whose gradients are one tensor to autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.first + self.second)
+    return x * (self.first + self.second)  # type: ignore[no-any-return]
 
 
-class Fresh(nn.Module):
+def fresh(self: Any, x: Tensor) -> Tensor:
     """Goes on from its parameter alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start = nn.Parameter(torch.randn(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.start.sin().expand(x.shape[0], -1)
+    return self.start.sin().expand(x.shape[0], -1)  # type: ignore[no-any-return]
 
 
-class Mean(nn.Module):
+def counting(self: Any, x: Tensor) -> Tensor:
     """Keeps a count that each call puts in a new place, and gives what is in no order of its own."""
+    self.calls = self.calls + 1
+    return x.reshape(-1, 2, 3).transpose(1, 2)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        return x.reshape(-1, 2, 3).transpose(1, 2)
+def counter() -> nn.Module:
+    made: nn.Module = module_of(counting)
+    made.register_buffer("calls", torch.zeros(()))
+    return made
 
 
 def frozen() -> nn.Sequential:
@@ -339,15 +327,16 @@ def frozen() -> nn.Sequential:
     return module
 
 
+#: Layers with one linear layer before and one behind them, or all layers; and their balance.
 HARD: dict[str, Any] = {
     "a first stage that is frozen": (frozen, [1, 3]),
     "a first stage without parameters": (lambda: nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)), [1, 2]),
-    "parameters that meet": (lambda: nn.Sequential(nn.Linear(6, 6), Scaled(), nn.Linear(6, 2)), [1, 2]),
-    "a layer that ignores its input": (lambda: nn.Sequential(nn.Linear(6, 6), Fresh(), nn.Linear(6, 2)), [2, 1]),
+    "parameters that meet": (lambda: module_of(scaled, first=weight(6), second=weight(6)), [1, 2]),
+    "a layer that ignores its input": (lambda: module_of(fresh, start=weight(6)), [2, 1]),
     "in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)),
                  [2, 2]),
     "a transposed value": (
-        lambda: nn.Sequential(nn.Linear(6, 6), Mean(), nn.Flatten(), nn.Linear(6, 2)), [2, 2]),
+        lambda: nn.Sequential(nn.Linear(6, 6), counter(), nn.Flatten(), nn.Linear(6, 2)), [2, 2]),
     "an expanded gradient": (
         lambda: nn.Sequential(nn.Linear(6, 12), nn.Unflatten(1, (6, 2)), nn.AvgPool1d(2), nn.Flatten(),
                               nn.Linear(6, 2)), [2, 3]),
@@ -358,99 +347,68 @@ HARD: dict[str, Any] = {
 @both
 def test_no_gradient_is_lost_or_another_ones(rank: int, what: str, name: str) -> None:
     make, balance = HARD[what]
-    assert_trained_alike(rank, make().double(), balance, name, steps=3, buffers=what != "a transposed value")
+    made = make()
+    module = made if isinstance(made, nn.Sequential) else nn.Sequential(nn.Linear(6, 6), made, nn.Linear(6, 2))
+    assert_trained_alike(rank, module.double(), balance, name, steps=3, buffers=what != "a transposed value")
 
 
-class Twofold(nn.Module):
+def twofold(self: Any, x: Tensor) -> Any:
     """A value, and one that comes from a parameter alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 6))
-
-    def forward(self, x: Tensor) -> Any:
-        return x @ self.weight, self.weight.square().sum()
+    return x @ self.weight, self.weight.square().sum()
 
 
-class Raw(nn.Module):
+def raw(self: Any, x: Tensor) -> Any:
     """A parameter as it is, and a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 6))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.weight, x.sin()
+    return self.weight, x.sin()
 
 
-class Saved(nn.Module):
+def saved(self: Any, x: Tensor) -> Any:
     """A value that the layer has need of in W, its view, and what comes from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.layer(x)
-        return y, y.view(-1, 2, 3), self.layer(y)
+    y = self.layer(x)
+    return y, y.view(-1, 2, 3), self.layer(y)
 
 
-class Joined(nn.Module):
-    def forward(self, x: Any) -> Tensor:
-        if len(x) == 3:
-            return x[0].sin() + x[1].reshape(-1, 6).cos() * x[2]
-        first, second = x
-        return second @ first if first.shape == (6, 6) else first + second
+def joined(x: Any) -> Tensor:
+    if len(x) == 3:
+        return x[0].sin() + x[1].reshape(-1, 6).cos() * x[2]  # type: ignore[no-any-return]
+    first, second = x
+    return second @ first if first.shape == (6, 6) else first + second  # type: ignore[no-any-return]
 
 
-class Turns(nn.Module):
+def turns(self: Any, x: Tensor) -> Tensor:
     """Two layers in turns, twice: the way of each leads through the other one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.one, self.two, self.one, self.two):
-            x = layer(x).tanh()
-        return x
+    for layer in (self.one, self.two, self.one, self.two):
+        x = layer(x).tanh()
+    return x
 
 
-class Hooked(nn.Module):
+def hooked(self: Any, x: Tensor) -> Tensor:
     """A hook of its own on the way back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad * 0.5)
-        return y.sin()
+    y: Tensor = self.layer(x)
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 0.5)
+    return y.sin()
 
 
-class Row(nn.Module):
+def row(self: Any, x: Tensor) -> Tensor:
     """A parameter whose gradient is the one that arrives, in the memory that it arrives in."""
+    return x + (self.rows if len(x) == 2 else self.rows.repeat(len(x) // 2, 1))  # type: ignore[no-any-return]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(2, 6))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (self.rows if len(x) == 2 else self.rows.repeat(len(x) // 2, 1))
+def linear(*names: str) -> dict[str, nn.Module]:
+    return {name: nn.Linear(6, 6) for name in names or ("layer",)}
 
 
 #: Each for the two stages between, of which one receives its gradients from the other process.
 BETWEEN: dict[str, Any] = {
-    "weights behind an output of their own": lambda: (Twofold(), Joined()),
-    "a parameter as an output": lambda: (Raw(), Joined()),
-    "an output that a layer has saved": lambda: (Saved(), Joined()),
+    "weights behind an output of their own": lambda: (module_of(twofold, weight=weight(6, 6)), Apply(joined)),
+    "a parameter as an output": lambda: (module_of(raw, weight=weight(6, 6)), Apply(joined)),
+    "an output that a layer has saved": lambda: (module_of(saved, **linear()), Apply(joined)),
     "an output that is a view": lambda: (
         nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3))), nn.Sequential(nn.Flatten(), nn.Linear(6, 6))),
-    "two layers in turns": lambda: (Turns(), Turns()),
-    "a hook on a value": lambda: (Hooked(), Hooked()),
-    "the memory that arrives": lambda: (Row(), Row()),
+    "two layers in turns": lambda: [module_of(turns, **linear("one", "two")) for _ in range(2)],
+    "a hook on a value": lambda: [module_of(hooked, **linear()) for _ in range(2)],
+    "the memory that arrives": lambda: [module_of(row, rows=weight(2, 6)) for _ in range(2)],
 }
 
 
@@ -461,22 +419,17 @@ def test_backward_in_halves_gives_each_gradient_once(rank: int, what: str) -> No
     assert_trained_alike(rank, module, [1, 1, 1, 1], "v-half", steps=3)
 
 
-class Learned(nn.Module):
+def learned(self: Any, output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     """A loss with a parameter, of one of two values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-        return nn.functional.mse_loss(output[0] * self.scale, target)
+    return nn.functional.mse_loss(output[0] * self.scale, target)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @both
 def test_a_loss_has_parameters_and_takes_several_outputs(rank: int, name: str) -> None:
     twofold = Apply(lambda x: (x, x.detach()))
-    module, loss_fn = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), twofold).double(), Learned()
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2), twofold).double()
+    loss_fn = module_of(learned, scale=nn.Parameter(torch.tensor(2.0, dtype=torch.float64)))
     plain = copy.deepcopy(nn.Sequential(module, loss_fn))
     model = Pipeline(module, [1, 2], chunks=CHUNKS, schedule=name, loss_fn=loss_fn, device="cpu")
     for _ in range(2):
@@ -491,14 +444,11 @@ def test_a_loss_has_parameters_and_takes_several_outputs(rank: int, name: str) -
 @both
 def test_hooks_after_accumulation_fire_in_every_stage(rank: int) -> None:
     model = Pipeline(layers(), [4, 4], chunks=2, schedule="zb-h1", loss_fn=nn.MSELoss(), device="cpu")
-    fired: dict[str, int] = {}
+    fired = set[str]()
     for name, parameter in model.named_parameters():
-        def count(_: Tensor, name: str = name) -> None:
-            fired[name] = fired.get(name, 0) + 1
-
-        parameter.register_post_accumulate_grad_hook(count)
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.add(name))
     model.step(torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64))
-    assert set(fired) == {name for name, _ in model.named_parameters()}
+    assert fired == {name for name, _ in model.named_parameters()}
 
 
 @both

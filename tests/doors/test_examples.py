@@ -24,8 +24,6 @@ COMMANDS = dict(re.findall(
     flags=re.MULTILINE,
 ))
 scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-
-
 Run = Callable[..., str]
 
 
@@ -55,16 +53,12 @@ def test_the_page_has_a_command_for_every_script() -> None:
 
 
 @scripts
-def test_a_script_explains_itself_and_is_short(script: Path) -> None:
+def test_a_script_explains_itself_is_short_and_imports_only_what_users_may(script: Path) -> None:
     source = script.read_text(encoding="utf-8")
     said = ast.get_docstring(ast.parse(source)) or ""
     assert f"\n    {COMMANDS[script.name]}\n" in said and "\nOn GPUs with a real model: " in said
     assert len(source.splitlines()) <= 90
-
-
-@scripts
-def test_a_script_imports_only_what_users_may(script: Path) -> None:
-    names = {name for name, _ in imports(script.read_text(encoding="utf-8")) if name.partition(".")[0] == "splitpipe"}
+    names = {name for name, _ in imports(source) if name.partition(".")[0] == "splitpipe"}
     assert names and {name.partition(".")[2] for name in names} <= DOORS
 
 

@@ -39,8 +39,6 @@ PLAINER_IN_CODE = {
 }
 #: Code, and comments that the reports fill.
 CODE = r"^```.*?^```$|^ *(?:>>>|\.\.\.) .*?$|``[^`]+``|`[^`]*`|<!--.*?-->"
-
-
 ALL = [*PAGES, *OTHERS, ROOT / "CHANGELOG.md"]
 SOURCES = sorted((ROOT / "splitpipe").rglob("*.py"))
 

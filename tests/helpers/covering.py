@@ -22,13 +22,9 @@ def graded(
     axes: Mapping[str, Sequence[Any]], essence: Iterable[Sequence[str]], thorough: Iterable[Sequence[str]] = (),
     allowed: Callable[..., bool] = lambda **_: True,
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test by a selection; what is not in its essence is marked ``thorough``.
+    """Parametrizes a test by cases that have every combination of each group of axes, but those that are not allowed.
 
-    Args:
-        axes: the values of each argument of the test; each says what it is as a text.
-        essence: groups of axes of which every combination is to be seen.
-        thorough: groups of which every combination is to be seen besides those.
-        allowed: takes a case by keyword, and tells whether it is possible.
+    What groups of the essence do not need is marked ``thorough``.
     """
     first = covering(axes, essence, allowed)
     more = covering(axes, thorough, allowed, first)[len(first):]
@@ -59,15 +55,7 @@ def covering(
     """Cases that have every combination of each group of axes that an allowed case has; the same in every process.
 
     Of the whole product, in an order of chance, those cases are taken first that have most combinations that are new.
-
-    Args:
-        axes: the values of each axis, in any order that is always the same.
-        groups: names of axes.
-        allowed: takes a case by keyword, and tells whether it is possible.
-        given: cases to begin with.
-
-    Returns:
-        those given, and the ones that they lacked; values in the order of the axes.
+    They come behind those given, which they complete; values are in the order of the axes.
     """
     names, values = list(axes), [list(each) for each in axes.values()]
     places = dict.fromkeys(tuple(sorted(names.index(name) for name in group)) for group in groups)

@@ -10,9 +10,6 @@ def mark(items: Iterable[pytest.Item]) -> None:
     """Marks as ``thorough`` tests of two processes, and what the essence leaves out of those with several parameters.
 
     What they mark themselves stays so. A test with one list of parameters has a say of each of its cases.
-
-    Args:
-        items: all that were collected.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in sorted(items, key=lambda item: item.nodeid):
@@ -28,11 +25,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
 
 
 def essence(cases: list[Mapping[str, object]]) -> set[int]:
-    """The indices of few cases that together have every value of every parameter, chosen greedily.
-
-    Args:
-        cases: the value of each parameter; one value is one object in all of them.
-    """
+    """The indices of few cases that together have every value, which is one object, of every parameter: greedily."""
     left = [{(name, id(value)) for name, value in case.items()} for case in cases]
     missing, found = {value for case in left for value in case}, set()
     while missing:

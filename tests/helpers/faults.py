@@ -49,13 +49,7 @@ SIGNALS: dict[str, Callable[[], None]] = {
 
 
 class Place(NamedTuple):
-    """Where a fault may be.
-
-    Attributes:
-        kind: of op.
-        stage: it is in.
-        mark: the first row of its microbatch; None for what is no microbatch's.
-    """
+    """Where a fault may be: the mark is the first row of its microbatch; None for what is no microbatch's."""
 
     kind: str
     stage: int
@@ -64,19 +58,12 @@ class Place(NamedTuple):
 
 @dataclass
 class Fault:
-    """Goes off once, at one place.
-
-    Attributes:
-        at: the place; None: unarmed.
-        act: what it does there.
-        fired: where it has gone off.
-        heard: the places that were met while it listened; None: it does not.
-    """
+    """Goes off once, at one place, if it is armed for it."""
 
     at: Place | None = None
     act: Callable[[], None] | None = None
-    fired: Place | None = None
-    heard: dict[Place, None] | None = None
+    fired: Place | None = None  # Where it has gone off.
+    heard: dict[Place, None] | None = None  # The places that were met while it listened.
 
     def arm(self, at: Place, act: Callable[[], None]) -> None:
         self.at, self.act, self.fired = at, act, None
@@ -145,11 +132,8 @@ class Meets:
     def hooked(self, x: Tensor, kind: str, rows: Tensor) -> None:
         """Meets a kind of op when the tensor's gradient is there."""
         if x.requires_grad:
-            x.register_hook(partial(_hook, self.of(rows), kind))
-
-
-def _hook(meet: Callable[[str], None], kind: str, grad: Tensor) -> None:
-    meet(kind)
+            meet = self.of(rows)
+            x.register_hook(lambda _: meet(kind))
 
 
 class Fragile(nn.Module):
@@ -232,11 +216,8 @@ def watch(module: nn.Module, fault: Fault) -> list[Any]:
     handles: list[Any] = []
     for layer in module.modules():
         if isinstance(layer, Fragile):
-            meet = partial(_met, fault, layer.meets.stage)
-            handles.append(layer.linear.weight.register_hook(partial(meet, "parameter hook")))
-            handles.append(layer.weight.register_post_accumulate_grad_hook(partial(meet, "accumulated hook")))
+            meet = partial(fault.meet, stage=layer.meets.stage)
+            handles.append(layer.linear.weight.register_hook(lambda _, meet=meet: meet("parameter hook")))
+            after = layer.weight.register_post_accumulate_grad_hook
+            handles.append(after(lambda _, meet=meet: meet("accumulated hook")))
     return handles
-
-
-def _met(fault: Fault, stage: int, kind: str, _: Tensor) -> None:
-    fault.meet(kind, stage)

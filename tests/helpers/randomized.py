@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from tests.helpers.randomized_models import (
     ByMicrobatch,
     Scripted,
     kinds,
-    loss_over,
 )
 from tests.helpers.scheduled import stages_of
 from tests.helpers.twin import assert_same
@@ -96,7 +94,6 @@ class Case:
     deferred: bool = False
     hooks: bool = False
     seed: int = 0
-    loss: str = "mean"
     output: str = "dict"
 
     @property
@@ -151,11 +148,7 @@ def _common(draw: Any) -> dict[str, Any]:
 
 @st.composite
 def chains(draw: Any, more: tuple[str, ...] = ()) -> Case:
-    """Any nn.Sequential, and any balance of it.
-
-    Args:
-        more: kinds of layers that are not there otherwise.
-    """
+    """Any nn.Sequential, and any balance of it; ``more``: kinds of layers that are not there otherwise."""
     name = draw(st.sampled_from(SCHEDULES))
     each = stages_per_device(name)
     kind = _layer(SIMPLE + more) | st.sampled_from([*PACKS, "merge"]).map(Layer)
@@ -172,35 +165,23 @@ def chains(draw: Any, more: tuple[str, ...] = ()) -> Case:
 
 @st.composite
 def forwards(draw: Any, more: tuple[str, ...] = ()) -> Case:
-    """Any module with a forward of its own, and any cuts of it.
-
-    Args:
-        more: kinds of blocks that are not there otherwise.
-    """
+    """Any module with a forward of its own, and any cuts of it; ``more``: as of ``chains``."""
     blocks = draw(st.lists(_layer(SIMPLE + more), min_size=1, max_size=6))
-    act = st.builds(Act, st.sampled_from([*CALLS * 3, *SOMETIMES, *BETWEEN, "part"]), st.integers(0, 5))
+    act = st.builds(Act, st.sampled_from([*CALLS * 3, *SOMETIMES, *BETWEEN]), st.integers(0, 5))
     acts = draw(st.lists(act, min_size=2, max_size=14))
     possible = borders(acts, len(blocks))
     name = draw(st.sampled_from([each for each in SCHEDULES if stages_per_device(each) <= len(possible) + 1]))
     each = stages_per_device(name)
     count = each * draw(st.integers(1, min(4, (len(possible) + 1) // each))) - 1
     chosen = draw(st.sets(st.sampled_from(possible), min_size=count, max_size=count)) if count else set()
-    output = draw(st.sampled_from(["dict", "dataclass", "tuple"]))
-    told = output == "tuple" or any(act.kind == "sometimes" for act in acts)  # Else it is seen what the loss is.
     return Case(
         tuple(blocks), acts=tuple(acts), cuts=tuple(border for border in possible if border in chosen), schedule=name,
-        loss="mean" if told else draw(st.sampled_from(["mean", "tokens"])), output=output, **_common(draw),
+        output=draw(st.sampled_from(["dict", "dataclass", "tuple"])), **_common(draw),
     )
 
 
 def module_of(case: Case, reference: bool = False, plain: bool = False) -> nn.Module:
-    """The module of a case.
-
-    Args:
-        case: that it is of.
-        reference: knowing of microbatches, as its pipeline does.
-        plain: without torch.utils.checkpoint.
-    """
+    """The module of a case; as a reference it knows of microbatches, and plain it has no torch.utils.checkpoint."""
     def norm() -> nn.Module:
         return ByMicrobatch(case.chunks, case.deferred) if reference else nn.BatchNorm1d(WIDTH)
 
@@ -211,28 +192,21 @@ def module_of(case: Case, reference: bool = False, plain: bool = False) -> nn.Mo
         if not case.acts:
             return builder.sequential(case.skips)
         blocks = [builder.layer(block) for block in case.layers]
-        return Scripted(blocks, case.acts, case.output, case.loss, case.chunks if reference else 1)
+        return Scripted(blocks, case.acts, case.output, case.chunks if reference else 1)
     finally:
         torch.set_default_dtype(before)
 
 
 def pipeline_of(case: Case, plain: bool = False, kind: str = "cpu", **options: Any) -> SplitPipe:
-    """The pipeline of a case.
-
-    Args:
-        case: that it is of.
-        plain: without torch.utils.checkpoint.
-        kind: of its devices, three of them if they are not CPUs.
-        options: that take the place of the case's.
-    """
+    """The pipeline of a case, on three devices of a kind if they are not CPUs; options take the place of its own."""
     own: dict[str, Any] = {"balance": case.balance}
     count = len(case.balance)
     if case.acts:
         own, count = {"cuts": case.cuts, "batched": {"mask": False}}, len(case.cuts) + 1
     if case.schedule:
         count //= stages_per_device(case.schedule)
-        own |= {"schedule": case.schedule, **({"loss_fn": partial(loss_of, case)} if case.inside else {})}
-    if case.loss == "mean" and (case.acts or case.schedule):  # A number that the forward reads may hide what it is.
+        own |= {"schedule": case.schedule, **({"loss_fn": loss_of} if case.inside else {})}
+    if case.acts or case.schedule:  # A number that the forward reads may hide what it is.
         own["reduction"] = "mean"
     devices = [kind if kind == "cpu" else f"{kind}:{number % 3}" for number in range(count)]
     return SplitPipe(module_of(case, plain=plain), devices=devices, chunks=case.chunks,
@@ -240,15 +214,15 @@ def pipeline_of(case: Case, plain: bool = False, kind: str = "cpu", **options: A
                      stash_limit=case.stash_limit, **{"checkpoint": case.checkpoint, **own, **options})
 
 
-def loss_of(case: Case, output: Any, target: Tensor) -> Tensor:
+def loss_of(output: Any, target: Tensor) -> Tensor:
     """A loss of each float tensor in an output, weighted in its own way."""
-    each = torch.zeros_like(target)
+    total = torch.zeros_like(target)
     for number, x in enumerate(tree_leaves(output)):
         if isinstance(x, Tensor) and x.is_floating_point():
             y = x.to(target).flatten(1)
             weight = torch.linspace(0.5, 1.5, y.shape[1], dtype=y.dtype, device=y.device)
-            each = each + (number + 1) * (y * weight - target.unsqueeze(1)).square().mean(1)
-    return loss_over(case.loss, each, target)
+            total = total + (number + 1) * (y * weight - target.unsqueeze(1)).square().mean(1)
+    return total.mean()
 
 
 def batch_of(case: Case, step: Step, number: int, device: torch.device) -> tuple[dict[str, Any], list[Tensor], Tensor]:
@@ -259,7 +233,6 @@ def batch_of(case: Case, step: Step, number: int, device: torch.device) -> tuple
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
     x, mask, target = numbers(step.rows, WIDTH, WIDTH), numbers(WIDTH), numbers(step.rows)
-    target[-1] = 1.5  # In each batch something counts.
     leaves = [each.requires_grad_(case.input_grad) for each in ([x, mask] if case.acts else [x])]
     if not case.acts:
         return {"input": x.clone() if kinds(case.layers) & {*IN_PLACE} else x}, leaves, target
@@ -317,7 +290,7 @@ class Side:
                     **arguments, target=target.to(ends[-1]))
             else:
                 output = module(**arguments)
-                loss = loss_of(case, output, target) if case.inside else _fields(output)["loss"]
+                loss = loss_of(output, target) if case.inside else _fields(output)["loss"]
                 if not by_schedule:
                     if not case.acts:
                         found["which require grad"] = [
@@ -355,12 +328,7 @@ def _fields(output: Any) -> Any:
 
 
 class Reference:
-    """The module itself.
-
-    Args:
-        case: what it goes through.
-        module: what is right; by default the unwrapped module.
-    """
+    """What is right: another module that goes through the case, by default the unwrapped module."""
 
     def __init__(self, case: Case, module: nn.Module | None = None) -> None:
         self.case = case
@@ -393,8 +361,9 @@ def sound(case: Case) -> bool:
 
 
 def _counts_otherwise(case: Case) -> bool:
-    """Whether a block that is called or run twice changes itself each time, which its reference does not do so."""
-    called = [act.which % len(case.layers) for act in case.acts if act.kind in CALLS + SOMETIMES]
+    """Whether a block that is called, run or cut twice changes itself each time, which its reference does not do so."""
+    called = [act.which % len(case.layers) for act in case.acts for _ in range(1 + (act.kind == "sometimes"))
+              if act.kind in CALLS + SOMETIMES]
     twice = [case.layers[number] for number in {*called} if called.count(number) > 1]
     again = [case.layers[act.which % len(case.layers)] for act in case.acts if act.kind == "checkpoint"]
     return "batchnorm" in kinds(twice) or bool({*NOT_TWICE} & kinds(again))

@@ -148,13 +148,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class Builder:
-    """Makes the modules of one model.
-
-    Args:
-        layers: descriptions of all its layers.
-        norm: makes a BatchNorm layer.
-        plain: without torch.utils.checkpoint.
-    """
+    """Makes the modules of one model from descriptions; ``norm`` makes a BatchNorm, plain is without checkpoints."""
 
     def __init__(self, layers: Sequence[Any], norm: Callable[[], nn.Module], plain: bool = False) -> None:
         self.layers, self.norm, self.plain = layers, norm, plain
@@ -255,9 +249,10 @@ class Result:
 
 @dataclass
 class Frame:
-    """Where a forward stands: its value, one of those kept, which one, all of them, and what it has by name."""
+    """Where a forward stands: its value, and the block, kept value and number that a statement is about; all it has."""
 
     h: Tensor
+    block: nn.Module
     one: Tensor
     which: int
     kept: list[Tensor]
@@ -276,12 +271,6 @@ class Block(nn.Module):
         return {"dict": {"y": y, "n": 3}, "dataclass": Hidden(y)}.get(style, y)
 
 
-def loss_over(kind: str, each: Tensor, labels: Tensor) -> Tensor:
-    """The loss of that kind, of the rows' losses: their mean, or that of those that count."""
-    counted = labels > 0
-    return each.mean() if kind == "mean" else (each * counted).sum() / counted.sum().clamp(min=1)
-
-
 class Part(nn.Module):
     """Blocks in a module of their own, which keeps what each of them gives in a list of its caller's."""
 
@@ -297,19 +286,9 @@ class Part(nn.Module):
 
 
 class Scripted(nn.Module):
-    """A module whose forward does what its statements say.
+    """A module whose forward calls blocks as its statements say; with chunks it stands for a pipeline."""
 
-    Args:
-        blocks: that it calls.
-        acts: the statements.
-        output: the class of what it gives.
-        loss: a kind of ``loss_over``.
-        chunks: into how many parts its batch is cut where it stands for a pipeline.
-    """
-
-    def __init__(
-        self, blocks: Sequence[nn.Module], acts: Sequence[Any], output: str, loss: str, chunks: int = 1
-    ) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], acts: Sequence[Any], output: str, chunks: int = 1) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(map(Block, blocks))
@@ -320,60 +299,30 @@ class Scripted(nn.Module):
         self.register_buffer("shift", torch.rand(WIDTH))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("sums", torch.zeros(WIDTH))
-        self.acts, self.output, self.loss, self.chunks = [*acts], output, loss, chunks
+        self.acts, self.output, self.chunks = [*acts], output, chunks
 
     def forward(self, x: Tensor, rows: Tensor, *, mask: Tensor, labels: Tensor | None = None) -> Any:
         h, kept, loss = self.first(x), list[Tensor](), None
         names: dict[str, Any] = {"rows": rows, "mask": mask, "derived": self.scale.tanh()}
         names["out"] = h.new_zeros(len(h), 3, *h.shape[1:])
         for act in self.acts:
-            h = self._act(act, h, kept, names)
+            block, one = self.blocks[act.which % len(self.blocks)], kept[act.which % len(kept)] if kept else h
+            h = STATEMENTS[act.kind](self, Frame(h, block, one, act.which, kept, names))
         h = self.last(h + names["out"].sum(1))
         if labels is not None:
-            loss = loss_over(self.loss, (h - labels[:, None, None]).square().flatten(1).mean(1), labels)
+            loss = (h - labels[:, None, None]).square().mean()
         if self.output == "tuple":
             return h, tuple(kept), rows + 1
         if self.output == "dict":
             return {"loss": loss, "y": h, "hidden": tuple(kept), "numbers": rows + 1, "text": "same"}
         return Result(loss, h, tuple(kept), rows + 1)
 
-    def _act(self, act: Any, h: Tensor, kept: list[Tensor], names: dict[str, Any]) -> Tensor:
-        block = self.blocks[act.which % len(self.blocks)]
-        one = kept[act.which % len(kept)] if kept else h
-        if act.kind == "call dict":
-            return block(h, style="dict")["y"]
-        if act.kind == "call dataclass":
-            return block(h, style="dataclass").y
-        if act.kind in CALLED:
-            return CALLED[act.kind](self, block, h, one)
-        if act.kind == "part":
-            return self.part(h, kept)
-        if act.kind == "sometimes":
-            return self._sometimes(block, h, names["rows"])
-        return BETWEEN[act.kind](self, Frame(h, one, act.which, kept, names))
-
-    def _sometimes(self, block: nn.Module, h: Tensor, rows: Tensor) -> Tensor:
+    def sometimes(self, block: nn.Module, h: Tensor, rows: Tensor) -> Tensor:
         """Calls a block in some microbatches; outside of training in one, if rows of its first depend on others."""
         if not self.training:
             return block(h * 1)
         pairs = zip(h.chunk(self.chunks), rows.chunk(self.chunks)) if self.chunks > 1 else [(h, rows)]
         return torch.cat([block(part * 1) if int(own[0]) % 3 else part for part, own in pairs])
-
-
-def _no_grad(block: nn.Module, h: Tensor) -> Tensor:
-    with torch.no_grad():
-        extra = block(h * 1)
-    return h + extra
-
-
-#: Statements that call a block: of the module, the block, the value, one of those kept.
-CALLED: dict[str, Callable[[Any, nn.Module, Tensor, Tensor], Tensor]] = {
-    "call": lambda m, block, h, one: block(h),
-    "call keyword": lambda m, block, h, one: block(x=h, factor=0.5, extra=one),
-    "no grad": lambda m, block, h, one: _no_grad(block, h),
-    "checkpoint": lambda m, block, h, one: checkpoint(block, h * 1, use_reentrant=False),
-    "in training": lambda m, block, h, one: block(h) if m.training else h,
-}
 
 
 def _set(x: Tensor, function: Callable[[], object]) -> Tensor:
@@ -382,14 +331,33 @@ def _set(x: Tensor, function: Callable[[], object]) -> Tensor:
     return x
 
 
+def _no_grad(f: Frame) -> Tensor:
+    with torch.no_grad():
+        extra = f.block(f.h * 1)
+    return f.h + extra
+
+
 def _write_view(h: Tensor) -> Tensor:
     h = h.clone()
     h[..., :2] = h[..., 2:] * 2
     return h
 
 
-#: Statements that call no block: what they make of the value, and do besides.
+#: What statements make of the value: those that call a block, those that do so for some microbatches or modes, others.
+_CALLS: dict[str, Callable[[Any, Frame], Tensor]] = {
+    "call": lambda m, f: f.block(f.h),
+    "call keyword": lambda m, f: f.block(x=f.h, factor=0.5, extra=f.one),
+    "call dict": lambda m, f: f.block(f.h, style="dict")["y"],
+    "call dataclass": lambda m, f: f.block(f.h, style="dataclass").y,
+    "no grad": lambda m, f: _no_grad(f),
+    "checkpoint": lambda m, f: checkpoint(f.block, f.h * 1, use_reentrant=False),
+}
+_SOMETIMES: dict[str, Callable[[Any, Frame], Tensor]] = {
+    "sometimes": lambda m, f: m.sometimes(f.block, f.h, f.names["rows"]),
+    "in training": lambda m, f: f.block(f.h) if m.training else f.h,
+}
 BETWEEN: dict[str, Callable[[Any, Frame], Tensor]] = {
+    "part": lambda m, f: m.part(f.h, f.kept),
     "keep": lambda m, f: _set(f.h, lambda: f.kept.append(f.h)),
     "keep view": lambda m, f: _set(f.h, lambda: f.kept.append(f.h.view_as(f.h))),
     "add": lambda m, f: f.h + f.one,
@@ -415,6 +383,5 @@ BETWEEN: dict[str, Callable[[Any, Frame], Tensor]] = {
     "mask": lambda m, f: f.h * f.names["mask"],
     "read": lambda m, f: f.h * (2.0 if f.one.detach().abs().max().item() >= 0 and len(f.one) == len(f.h) else 3.0),
 }
-#: Those that call a block for every microbatch and mode, and those that do so for some.
-CALLS = ("call", "call keyword", "call dict", "call dataclass", "no grad", "checkpoint")
-SOMETIMES = ("sometimes", "in training")
+STATEMENTS = {**_CALLS, **_SOMETIMES, **BETWEEN}
+CALLS, SOMETIMES = tuple(_CALLS), tuple(_SOMETIMES)

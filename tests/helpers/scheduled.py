@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe, schedule
-from tests.helpers.twin import assert_same, assert_same_tensors, descend, even, fresh, stages
+from tests.helpers.twin import assert_same, assert_same_tensors, descend, even, stages, step
 
 #: Names with which the essence shows what all schedules do alike: rows of stages, and a V whose W are apart.
 FEW = ("1f1b", "zb-v")
@@ -65,35 +65,21 @@ def loss_of(module: nn.Module, x: Any, target: Any = 0.25, loss_fn: LossFn = mea
     return loss
 
 
-def step(given: Any, run: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:
-    """Forward and backward: the loss and the gradients of the input."""
-    value = fresh(given)
-    loss = run(tree_map(lambda x: x * 1 if isinstance(x, Tensor) and x.requires_grad else x, value))
-    if loss.requires_grad:
-        loss.backward()
-    return loss.detach(), [x.grad if isinstance(x, Tensor) else None for x in tree_leaves(value)]
-
-
 def assert_steps(
     plain: nn.Module, model: nn.Module, value: Any, steps: int = 3, loss_of: Callable[[Any, Any], Tensor] = loss_of,
     grad: bool = True,
 ) -> None:
     """Takes steps with both, and compares the loss, the gradients of the input and all tensors after each.
 
-    Args:
-        plain: the module.
-        model: its pipeline.
-        value: the input, or what makes one for each step.
-        steps: how many.
-        loss_of: gives the loss of a module and an input.
-        grad: whether the input requires grad.
+    ``value`` is the input, which requires grad or not, or makes one for each step.
     """
     for _ in range(steps):
         x, found = value() if callable(value) else value, []
         for each in (plain, model):
             each.zero_grad()
             if grad:
-                found.append(step(x, partial(loss_of, each)))
+                _, gradients, loss = step(partial(loss_of, each), x, lambda loss: loss)
+                found.append((loss, gradients))
             else:
                 loss = loss_of(each, tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, x))
                 loss.backward()

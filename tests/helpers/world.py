@@ -29,9 +29,7 @@ _ENDED = "it ended"
 class World:
     """The processes, started when they are first needed, and again after a test that failed in them.
 
-    Args:
-        folder: for the files by which they find each other.
-        measure: what they run of the package, if coverage is measured.
+    They find each other by files in the folder; what they run of the package is measured, if coverage is.
     """
 
     def __init__(self, folder: Path, measure: bool = True) -> None:

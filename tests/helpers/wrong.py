@@ -59,27 +59,16 @@ Rows = dict[str, list[Wrong]]
 
 @dataclass(frozen=True)
 class Door:
-    """Something public that takes arguments.
-
-    Args:
-        name: of it.
-        of: whose signature counts.
-        right: arguments that are right, by their names, made again each time.
-        wrong: for each argument, what is wrong for it.
-        on: makes what it is a method of; None: it is none.
-        call: with that, and the arguments by their names; None: ``of``.
-        free: arguments that nothing is wrong for here, or that another door has.
-        told: where else the errors are documented.
-    """
+    """Something public that takes arguments."""
 
     name: str
-    of: Callable[..., Any]
-    right: Callable[[], dict[str, Any]]
-    wrong: Rows
-    on: Callable[[], Any] | None = None
-    call: Callable[..., Any] | None = None
-    free: set[str] = field(default_factory=set)
-    told: Sequence[Callable[..., Any]] = ()
+    of: Callable[..., Any]  # Whose signature counts.
+    right: Callable[[], dict[str, Any]]  # Makes arguments that are right, by their names.
+    wrong: Rows  # For each argument, what is wrong for it.
+    on: Callable[[], Any] | None = None  # Makes what it is a method of.
+    call: Callable[..., Any] | None = None  # With that, and the arguments by their names; None: ``of``.
+    free: set[str] = field(default_factory=set)  # Arguments that nothing is wrong for here, or that another door has.
+    told: Sequence[Callable[..., Any]] = ()  # Where else the errors are documented.
 
     def __str__(self) -> str:
         return self.name
@@ -165,7 +154,8 @@ SCHEDULES = [
     *each(ValueError, "the schedule does not fit", [build("1f1b", 3, 2), build("1f1b", 2, 3), build("zb-v", 2, 2)]),
     *each(ValueError, "missing", [Schedule([[Op("F", 0, 0)], [Op("F", 1, 0)]], [0, 1])]),
 ]
-LOSS = [*each(TypeError, "loss_fn", UNCALLABLE), *each(ValueError, "expected loss_fn", [None])]
+LOSS = [*each(TypeError, "loss_fn", UNCALLABLE), *each(ValueError, "expected loss_fn", [None]),
+        *each(TypeError, "an instance, such as nn.MSELoss()", [nn.MSELoss])]
 COMPILE = [
     *each(TypeError, "compile", ["inductor", 1, [True], Odd(), {"fullgraph": True}]),
     *each(TypeError, "compile has dynamic", [{"dynamic": 1}]),
@@ -196,7 +186,7 @@ OPTIONS: Rows = {
 PIPE = Door(
     "SplitPipe", SplitPipe,
     lambda: {"module": layers(), "balance": [2, 2], "devices": ["cpu", "cpu"], "chunks": 2, "schedule": "1f1b",
-             "loss_fn": mse},
+             "loss_fn": mse, "deferred_batch_norm": True},
     {
         **OPTIONS,
         "module": [*MODULE, *SKIPS, *each(ValueError, "sums to 4", [nn.Sequential()])],
@@ -285,7 +275,7 @@ TARGETS = [
 ]
 FORWARD = Door(
     "SplitPipe.forward", SplitPipe.forward, lambda: {"input": x()},
-    {"input": BATCH, "target": each(ValueError, "the model has no loss_fn", [lambda: x(), "x"])},
+    {"input": BATCH, "target": each(ValueError, "expected model((x, mask))", [lambda: x(), "x"])},
     on=model, call=lambda model, **given: model(**given),
 )
 TRAIN = Door(
@@ -366,8 +356,8 @@ SAMPLE = [
     *each(TypeError, "", [None, 2, [x()], {}, (), {"x": 1}]),
     *each(ValueError, "no rows", [lambda: torch.ones(0, 3), lambda: {"x": torch.ones(0, 3)}]),
 ]
-CUT: Rows = {"partitions": no_number("partitions") + each(ValueError, "expected 1 to 2", [5]), "module": UNCUTTABLE,
-             "device": DEVICE}
+CUT: Rows = {"partitions": no_number("partitions") + each(ValueError, "1 to 2, as each stage needs at least a", [5]),
+             "module": UNCUTTABLE, "device": DEVICE}
 CUT_BY_TIME = Door(
     "balance_by_time", balance_by_time,
     lambda: {"partitions": 2, "module": Net(), "device": "cpu", "sample": x(), "timeout": 1e-9},

@@ -17,24 +17,13 @@ from tests.helpers.covering import few
 
 pytestmark = pytest.mark.draws
 
-mse = nn.functional.mse_loss
-
 
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
-class Product(nn.Module):
-    def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return value[0] @ value[1]
-
-
-def planned(module: nn.Module | None = None) -> Plan:
-    x = torch.randn(4, 3)
-    return splitpipe.plan(
-        layers() if module is None else module, x, target=x, loss_fn=mse, devices=["cpu", "cpu"], chunks=2,
-        schedules=["1f1b"], seconds=0,
-    )
+def planned(**options: Any) -> Plan:
+    return splitpipe.plan(layers(), torch.randn(4, 3), **{"chunks": 2, "seconds": 0, **options})
 
 
 @pytest.mark.parametrize(("rows", "asked", "expected"), [
@@ -62,8 +51,7 @@ def test_numbers_may_be_of_any_type() -> None:
 
 @pytest.mark.usefixtures("no_accelerator")
 def test_without_accelerators_two_stages_on_the_cpu_are_planned() -> None:
-    found = splitpipe.plan(layers(), torch.randn(4, 3), chunks=2, seconds=0)
-    assert found.devices == ("cpu", "cpu")
+    assert planned().devices == ("cpu", "cpu")
     alone = splitpipe.plan(nn.Sequential(nn.Linear(3, 3)), torch.randn(4, 3), chunks=2, seconds=0)
     assert alone.devices == ("cpu",) and "on 1 device:" in str(alone)
 
@@ -79,4 +67,5 @@ def test_a_stream_is_refused() -> None:
 ]))
 def test_in_inference_mode_and_under_autocast_a_plan_is_made(mode: Any) -> None:
     with mode():
-        assert planned().chunks == 2
+        x = torch.randn(4, 3)
+        assert planned(target=x, loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedules=["1f1b"]).chunks == 2

@@ -70,12 +70,6 @@ def test_where_memory_is_short_cuts_go_by_what_the_schedule_holds() -> None:
     assert any(each.fits and len(each.devices) == 3 for each in found if each.candidate.checkpoint == "never")
 
 
-def test_layers_that_share_a_parameter_are_in_one_stage_if_no_device_has_both_ends() -> None:
-    found = choose(emulated(0, devices=2, layers=40, tied=((20, 39),)), schedules=["1f1b"], tries=0)
-    both = [each.cut[1] for each in found if len(each.devices) == 2]
-    assert both and max(both) <= 20
-
-
 def test_less_memory_makes_it_slower_and_never_bigger() -> None:
     before: Choice | None = None
     for room in 400, 160, 130, 110:

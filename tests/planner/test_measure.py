@@ -15,7 +15,7 @@ from splitpipe.core.stream import Place
 from splitpipe.planner import measure
 from splitpipe.planner.arguments import places_of, room_of
 from splitpipe.planner.profile import Profile
-from tests.helpers.copied import Log
+from tests.balance.test_rig import Log
 from tests.promise.layers import Apply
 
 pytestmark = pytest.mark.draws

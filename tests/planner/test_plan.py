@@ -29,34 +29,11 @@ def layers(count: int = 8) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
 
 
-def test_it_is_applied() -> None:
-    found = made()
-    model = found.apply(layers())
-    assert model.balance == list(found.balance) and model.chunks == found.chunks
-    assert model.checkpoint == found.checkpoint and model.schedule == found.schedule
-    assert repr(SplitPipe(layers(), **found.arguments())) == repr(model)
-    x = torch.randn(8, 3)
-    model(x, target=x).backward()
-
-
-def test_another_module_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"balance \[3, 3, 2\] sums to 8, but the module has 7 layers"):
-        made().apply(layers(7))
-
-
 def test_it_is_written_and_read(tmp_path: Path) -> None:
     for found in made(), made(memory=200 * MIB), chosen(emulated(1)), replace(made(), compile={"dynamic": False}):
         found.to_json(tmp_path / "plan.json")
         again = Plan.from_json(tmp_path / "plan.json")
         assert again == found and str(again) == str(found)
-
-
-def test_a_plan_that_was_read_wants_a_loss(tmp_path: Path) -> None:
-    made().to_json(tmp_path / "plan.json")
-    again = Plan.from_json(tmp_path / "plan.json")
-    with pytest.raises(ValueError, match=r"expected arguments\(loss_fn=criterion\)"):
-        again.arguments()
-    assert again.apply(layers(), nn.functional.mse_loss).chunks == again.chunks
 
 
 @pytest.mark.parametrize(
@@ -108,12 +85,12 @@ def test_the_line_that_it_prints_can_be_pasted(schedule: Schedule, dropin: bool)
     module, line = layers(len(found.balance)), str(found).splitlines()[1]
     given = {"splitpipe": splitpipe, "module": module, "loss_fn": nn.functional.mse_loss, "plan": found}
     exec(line, given)
-    model = given["model"]
-    assert isinstance(model, SplitPipe)
-    assert (model.balance, model.chunks) == (list(found.balance), found.chunks)
-    assert found.dropin or model.schedule == found.schedule
     x = torch.randn(8, 3)
-    (model(x).sum() if found.dropin else model(x, target=x)).backward()
+    for model in given["model"], found.apply(module), SplitPipe(module, **found.arguments()):
+        assert isinstance(model, SplitPipe)
+        assert (model.balance, model.chunks) == (list(found.balance), found.chunks)
+        assert model.checkpoint == found.checkpoint and (found.dropin or model.schedule == found.schedule)
+        (model(x).sum() if found.dropin else model(x, target=x)).backward()
 
 
 @pytest.mark.thorough
@@ -144,13 +121,6 @@ def test_it_is_compared_with_a_recording() -> None:
         assert pair.recorded == pytest.approx(2 * pair.predicted)
     assert [pair and round(pair.error, 3) for pair in comparison.memory] == [None, -0.5, None]
     assert "-50.0%" in str(comparison) and "stage 2 on device" in str(comparison)
-
-
-def test_a_recording_of_another_schedule_is_refused() -> None:
-    found = made()
-    other = replace(found, schedule=build("1f1b", 3, 2), costs=Costs(1, 1, 1))
-    with pytest.raises(ValueError, match=r"expected steps of plan\.apply\(module\)"):
-        found.compare(recorded(other, 1))
 
 
 @pytest.mark.thorough

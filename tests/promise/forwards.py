@@ -1,28 +1,24 @@
-"""Modules with a forward of their own, of every kind: what the promise is tried with by cuts."""
+"""Modules whose forward does what those of helpers/randomized_models.py do not: hooks, modes, odd arguments."""
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.modules import linears, module_of
 
 
 class Net(nn.Module):
-    """Five blocks and a parameter of a module that is never called; the forward is a function of the net and x."""
+    """Five blocks; the forward is a function of the net and x."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Any], block: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         make = block or (lambda: nn.Linear(4, 4))
         self.blocks = nn.ModuleList(make() for _ in range(5))
-        self.held = nn.Module()
-        self.held.scale = nn.Parameter(torch.tensor([1.0, 1.5, 2.0, 0.5]))
         self.own = forward
 
     def forward(self, x: Tensor) -> Any:
@@ -33,42 +29,12 @@ class Net(nn.Module):
 CUTS = ["blocks.2", "blocks.4"]
 
 
-def through(net: Net, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = block(x).tanh()
-    return x
-
-
-def kept(net: Net, x: Tensor) -> tuple[Tensor, ...]:
-    """Uses outputs in later stages, and returns some of them."""
-    a, b, c, d, e = net.blocks
-    first = a(x)
-    second = b(first + x).tanh()
-    third = c(first * second)
-    return e(d(third + first)) * first + x, first, second, second[:, :2]
-
-
 def unused(net: Net, x: Tensor) -> Tensor:
     """Of one block's output nothing is used, and of another's a part."""
     a, b, c, d, e = net.blocks
     y = a(x)
     b(y)
     return e(d(c(y)).chunk(2, dim=1)[0].repeat(1, 2))  # type: ignore[no-any-return]
-
-
-def scaled(net: Net, x: Tensor) -> Tensor:
-    """Uses a parameter between blocks, in all stages."""
-    x = x * net.held.scale
-    for block in net.blocks:
-        x = block(x).tanh() * net.held.scale
-    return x
-
-
-def in_place(net: Net, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = block(x)
-        x.mul_(2).add_(1)
-    return x
 
 
 def hooked(net: Net, x: Tensor) -> Tensor:
@@ -93,38 +59,6 @@ def regions(net: Net, x: Tensor) -> Tensor:
         assert torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cpu")
     return x.detach() * x + y
-
-
-def twice(net: Net, x: Tensor) -> Tensor:
-    """Calls blocks of earlier stages again."""
-    return through(net, through(net, x))
-
-
-def checkpointed(net: Net, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = checkpoint(lambda x, block=block: block(x).tanh(), x, use_reentrant=False)
-    return x
-
-
-def threaded(net: Net, x: Tensor) -> Tensor:
-    """Computes in a thread of its own, in the first stage."""
-    with ThreadPoolExecutor(1) as pool:
-        x = x + pool.submit(torch.tanh, net.blocks[0](x)).result()
-    for block in net.blocks[1:]:
-        x = block(x)
-    return x
-
-
-def gathered(net: Net, x: Tensor) -> Tensor:
-    """Gathers hidden states by hooks."""
-    hidden: list[Tensor] = []
-    handles = [block.register_forward_hook(lambda _, __, y: hidden.append(y)) for block in net.blocks]  # type: ignore[func-returns-value]
-    try:
-        x = through(net, x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return x + sum(hidden)
 
 
 def repeated(net: Net, x: Tensor) -> Tensor:
@@ -204,7 +138,7 @@ def hooking(self: Any, x: Tensor) -> Tensor:
 
 FORWARDS: dict[str, Callable[[], Net]] = {
     **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
-        through, kept, unused, scaled, in_place, hooked, regions, twice, checkpointed, threaded, gathered,
+        unused, hooked, regions,
     )},
     "blocks that hook their input": lambda: Net(hooked, layered(hooking)),
     "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),

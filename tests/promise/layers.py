@@ -1,18 +1,15 @@
 """Layers of every kind, and inputs for them: what the promise is tried with."""
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.modules import module_of
-
-Pair = namedtuple("Pair", ["left", "right"])
 
 
 class Cube(torch.autograd.Function):
@@ -63,27 +60,21 @@ def spread(self: Any, xs: tuple[Tensor, ...]) -> Any:
     return self.layer(*xs)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch_checkpoint(self.layer, x, use_reentrant=False)
+def checkpointing(self: Any, x: Tensor) -> Tensor:
+    return checkpoint(self.layer, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-class Energy(nn.Module):
+def checkpointed(layer: nn.Module) -> nn.Module:
+    made: nn.Module = module_of(checkpointing, layer=layer)
+    return made
+
+
+def forced(self: Any, x: Tensor) -> Tensor:
     """A layer that differentiates inside its forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad:
-            x = x.requires_grad_()
-        (force,) = torch.autograd.grad(self.layer(x).tanh().square().sum(), x, create_graph=True)
-        return x + force
+    if not x.requires_grad:
+        x = x.requires_grad_()
+    (force,) = torch.autograd.grad(self.layer(x).tanh().square().sum(), x, create_graph=True)
+    return x + force
 
 
 class Hooking(nn.Linear):
@@ -153,9 +144,10 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
     "nothing to train": (lambda: [Apply(lambda x: x * 2), nn.Tanh(), nn.Softmax(-1)], rows(6)),
     "complex": (lambda: [Apply(lambda x: torch.complex(x, x * 2)), nn.Linear(6, 4, dtype=torch.complex128),
                          Apply(lambda x: x * x.conj())], rows(6)),
-    "torch.utils.checkpoint": (lambda: [Checkpointed(nn.Linear(6, 6)), nn.Tanh(),
-                                        Checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))], rows(6)),
-    "gradient inside forward": (lambda: [nn.Linear(6, 6), Energy(6), Energy(6), nn.Tanh()], rows(6)),
+    "torch.utils.checkpoint": (lambda: [checkpointed(nn.Linear(6, 6)), nn.Tanh(),
+                                        checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))], rows(6)),
+    "gradient inside forward": (lambda: [nn.Linear(6, 6), *[module_of(forced, layer=nn.Linear(6, 6)) for _ in range(2)],
+                                         nn.Tanh()], rows(6)),
     "buffers": (lambda: [Affine(6), nn.Linear(6, 6), Affine(6)], rows(6)),
     "tuple": (lambda: [Apply(lambda x: (x, x * 2)), Apply(lambda p: (p[0].sin(), p[1] + p[0])),
                        Apply(lambda p: p[0] * p[1])], rows(6)),

@@ -86,18 +86,6 @@ def test_half_precision_with_a_scaler_gives_the_gradients_of_single_precision(
     scaler.update()
 
 
-def test_a_scale_too_large_is_found_and_lowered_as_in_any_loop() -> None:
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-    model = scheduled(layers(), grad_scaler=scaler)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    half(model, scaler, torch.randn(7, 16), torch.randn(7, 16))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() < 2.0**40
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), "the step was skipped"
-
-
 @pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)])
 def test_half_precision_without_a_scaler_is_refused(scaler: Any) -> None:
     model = scheduled(layers(), grad_scaler=scaler)

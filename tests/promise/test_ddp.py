@@ -1,6 +1,7 @@
 """DistributedDataParallel around a pipeline: two processes train as one would on the data of both."""
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers import scheduled, twin
+from tests.helpers.compiling import EAGER
 from tests.helpers.world import SIZE, both
 
 #: A schedule or none, and options.
@@ -26,6 +28,8 @@ WAYS: dict[str, Way] = {
     "zb-h1, cuts": ("zb-h1", {"by": "cuts"}),
     "zb-v": ("zb-v", {}),
     "v-half, autograd": ("v-half", {"backward": "autograd"}),
+    "compiled": (None, {"checkpoint": "never", "compile": EAGER}),
+    "zb-h1, always, compiled": ("zb-h1", {"checkpoint": "always", "compile": EAGER}),
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
@@ -67,6 +71,9 @@ def twins(
     module: nn.Sequential, way: Way, balance: list[int] | None = None, **more: Any
 ) -> tuple[nn.Sequential, SplitPipe]:
     name, options = way[0], {"chunks": 3, **way[1], **more}
+    if "compile" in options:
+        warnings.filterwarnings("ignore", "The .grad attribute")  # Torch's, which it hides from users.
+        torch._dynamo.reset()
     if name is None:
         return twin.twins(module, balance or [2, len(module) - 2], **options)
     return scheduled.twins(module, name, 2, balance, loss_fn=square, **options)

@@ -1,4 +1,4 @@
-"""What only the caller's thread has, such as modes and saved-tensor hooks: all ops run there, and the step is right."""
+"""Calls from odd places: under modes and hooks that only the caller's thread has, in a checkpoint, in a layer."""
 from __future__ import annotations
 
 import copy
@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from splitpipe import SplitPipe
+from tests.helpers import scheduled, twin
 from tests.helpers.covering import graded, pairs
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import module_of
 from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import assert_same_tensors, stages
+from tests.promise.layers import Apply
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -86,8 +90,9 @@ def test_a_step_is_that_of_the_module(around: str, where: str, way: dict[str, An
 @pytest.mark.parametrize("by", ["balance", "cuts"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("mode", ["never", "always"])
-def test_a_checkpoint_around_the_pipeline(by: str, reentrant: bool, mode: str) -> None:
-    plain, model, _ = twins(by, checkpoint=mode)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_checkpoint_around_the_pipeline(by: str, reentrant: bool, mode: str, schedule: str) -> None:
+    plain, model, _ = twins(by, checkpoint=mode, schedule=schedule)
     for _ in range(2):
         x = torch.randn(7, 4)
         leaves = [x.clone().requires_grad_() for _ in range(2)]
@@ -95,3 +100,41 @@ def test_a_checkpoint_around_the_pipeline(by: str, reentrant: bool, mode: str) -
             checkpoint(module, leaf, use_reentrant=reentrant).square().mean().backward()
         torch.testing.assert_close(leaves[1].grad, leaves[0].grad)
         assert_same_tensors(model, plain)
+
+
+def differentiated(x: Tensor) -> Tensor:
+    """The gradient of an energy, as of force fields."""
+    with torch.enable_grad():
+        found, = torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_checkpoint_around_a_model_whose_layer_differentiates_is_right(mode: str) -> None:
+    plain, model = twin.twins(nn.Sequential(nn.Linear(4, 4), Apply(differentiated)), checkpoint=mode)
+    x = torch.rand(5, 4)
+    for either in plain, model:
+        checkpoint(either, x, use_reentrant=False).sum().backward()
+    assert_same_tensors(model, plain)
+
+
+def calling(self: Any, x: Tensor) -> Tensor:
+    """Calls a model in forward, if it has one."""
+    for model in self.model:
+        model(x)
+    return x * 1
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("target", [None, torch.zeros(5, 4)])
+def test_a_layer_that_calls_its_own_model_is_told_so(name: str, target: Tensor | None) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), module_of(calling, model=[]), nn.Linear(4, 4))
+    plain, model = scheduled.twins(layers, name, loss_fn=F.mse_loss)
+    x = torch.rand(5, 4)
+    model[1].model = [model]
+    with pytest.raises(RuntimeError, match="called by one of its layers"):
+        model(x, target)
+    model[1].model = []
+    F.mse_loss(plain(x), torch.zeros(5, 4)).backward()
+    model(x, target=torch.zeros(5, 4)).backward()
+    assert_same_tensors(model, plain)

@@ -24,16 +24,15 @@ def constrained() -> str:
     return found[1]
 
 
-def unpacked(version: str, cache: Path, given: Path | None = None) -> Path:
-    """The folder of the package torch, fetched, unless a wheel is given, and unpacked now unless it was before."""
+def unpacked(version: str, cache: Path) -> Path:
+    """The folder of the package torch, fetched and unpacked now unless it was before."""
     def fill(room: Path) -> None:
-        wheel = given or fetch(version, room)
+        wheel = fetch(version, room)
         unpack(wheel, version, room)
-        if given is None:
-            wheel.unlink()
+        wheel.unlink()
 
-    doing = f"fetches the CUDA build of torch {version}, some 530 MB" if given is None else f"unpacks {given.name}"
-    return whole(cache / f"torch-{version}-{TAG}", fill, f"{doing} (1.1 GB when unpacked)") / "torch"
+    doing = f"fetches the CUDA build of torch {version}, some 530 MB (1.1 GB when unpacked)"
+    return whole(cache / f"torch-{version}-{TAG}", fill, doing) / "torch"
 
 
 def fetch(version: str, room: Path) -> Path:
@@ -46,8 +45,8 @@ def fetch(version: str, room: Path) -> Path:
     if code or not (wheels := [*room.glob("*.whl")]):
         raise Missing(
             f"pip could not fetch torch {version} (exit status {code}; its own words are above): expected a package "
-            f"index with the CUDA build for Python {TAG[2]}.{TAG[3:]} on Linux x86-64. Connect this machine to one, or "
-            f"give a wheel that is already there by --wheel. The command was: {' '.join(command)}"
+            f"index with the CUDA build for Python {TAG[2]}.{TAG[3:]} on Linux x86-64. Connect this machine to one. "
+            f"The command was: {' '.join(command)}"
         )
     return wheels[0]
 

@@ -31,11 +31,7 @@ def _file(folder: str | None) -> str | None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment for that command, without what slipcover has for its own: they would end it.
-
-    Args:
-        more: variables.
-    """
+    """This process's environment for that command, without what slipcover has for its own: they would end it."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SLIPCOVER_")} | more
 
 

@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,84 +59,62 @@ def drawn(draw: random.Random, device: str) -> Case:
     )
 
 
-def step(case: Case, draw: random.Random) -> str:
-    """A step without a fault, with one, or thrown away; in the caller's thread or another: what it was."""
-    what = draw.choices(["without a fault", "thrown away", "fails"], [10, 1, 10])[0]
+def step(case: Case, draw: random.Random) -> None:
+    """A step without a fault, with one, or thrown away; in the caller's thread or another."""
+    call: Callable[[], object] = draw.choices([case.trains_on, partial(case.loss, case.model)], [10, 1])[0]
     elsewhere = draw.random() < 0.1
-    call: Callable[[], object] = case.trains_on
-    if what == "thrown away":
-        call = lambda: case.loss(case.model)  # noqa: E731
-    elif what == "fails":
-        place = draw.choice(case.places)
+    if draw.random() < 0.5:
         error: type[BaseException] = draw.choice(ERRORS)
-        what, act = error.__name__, throws(error("no"))
+        act = throws(error("no"))
         if not elsewhere and draw.random() < 0.25:  # Signals come to the main thread.
-            what, act = draw.choice([*SIGNALS.items()])
-            error = KeyboardInterrupt
-        call = lambda: case.fails(place, act, error, same=False)  # noqa: E731
-        what = f"{what} raised"
-    if not elsewhere:
+            act, error = draw.choice([*SIGNALS.values()]), KeyboardInterrupt
+        call = partial(case.fails, draw.choice(case.places), act, error, same=False)
+    if elsewhere:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(call).result()
+    else:
         call()
-        return what
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(call).result()
-    return f"{what}, in another thread"
 
 
-def join(before: set[threading.Thread]) -> None:
-    """Waits for the workers of models that are gone; a thread that is ending may hold what is to be collected."""
-    gc.collect()
-    for thread in set(threading.enumerate()) - before:
-        for _ in range(60):
-            thread.join(0.5)
-            if not thread.is_alive():
-                break
-            gc.collect()
-
-
-def soak(steps: int, seed: int = 0, device: str = "cpu") -> tuple[Counter[str], list[dict[str, int]]]:
-    """Takes the steps, drawn from the seed: how often what was done, and what there was after each model.
+def soak(steps: int, seed: int = 0, device: str = "cpu") -> list[dict[str, int]]:
+    """Takes the steps, drawn from the seed: what there was after each model.
 
     Raises:
         AssertionError: a gradient is wrong, a failed step has changed something, an error was not raised.
     """
-    draw, threads = random.Random(seed), set(threading.enumerate())
-    did, counts = Counter[str](), list[dict[str, int]]()
+    draw, threads, counts = random.Random(seed), set(threading.enumerate()), list[dict[str, int]]()
     life = max(8, min(40, steps // 10))
     random_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     gc.freeze()  # What was there before is not counted, and not looked through each time.
     try:
-        while (done := did.total()) < steps:
+        for _ in range(0, steps, life):
             case = drawn(draw, device)
-            did.update(step(case, draw) for _ in range(min(life, steps - done)))
+            for _ in range(life):
+                step(case, draw)
             if draw.random() < 0.5:
                 vars(case.model)["itself"] = case.model  # Garbage, for the collector to find.
             del case
-            join(threads)
+            for _ in range(60):  # A thread that is ending may hold what is to be collected.
+                gc.collect()
+                if not (left := set(threading.enumerate()) - threads):
+                    break
+                left.pop().join(0.5)
             counts.append(counted())
     finally:
         gc.unfreeze()
         torch.random.set_rng_state(random_state)
-    return did, counts
+    return counts
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.tools.soak", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the stages (default: %(default)s)")
-    given = parser.parse_args(arguments)
-    did, counts = soak(given.steps, given.seed, given.device)
-    for what, number in sorted(did.items()):
-        print(f"{number:6} {what}")
+    counts = soak(**vars(parser.parse_args()))
     more = grown(counts)
-    print(f"{did.total()} steps with {len(counts)} models; " + (f"more and more {', '.join(more)}" if more else "flat"))
-    return int(bool(more))
-
-
-if __name__ == "__main__":
-    code = main()
+    print(f"{len(counts)} models; " + (f"more and more {', '.join(more)}" if more else "flat"))
     sys.stdout.flush()
     # A thread of autograd's for a device may still free a pass, and would abort an interpreter that ends meanwhile.
-    os._exit(code)
+    os._exit(int(bool(more)))
