@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.nn import Parameter
 
 from splitpipe.core.tensors import storage_of, version_of
 from splitpipe.loss.terms import CONSTANT, Amount, Count, Number, Term, Unknown
@@ -109,7 +110,7 @@ class Ledger:
     def put(self, x: Tensor, meaning: Meaning) -> None:
         """Records what a tensor is."""
         if isinstance(meaning, (Number, Stack)) and not x.requires_grad:  # Detached, or made without grad mode.
-            meaning = meaning.mapped(Tensor.detach)
+            meaning = meaning.mapped(lambda y: y.detach() if y.requires_grad else y)
         self._entries[id(x)] = weakref.ref(x), meaning, x.grad_fn is not None, version_of(x)
 
     def of(self, x: Any) -> Meaning:
@@ -122,8 +123,8 @@ class Ledger:
                 return Unknown("an in-place function")
             if entry[2] or not isinstance(x.grad_fn, BackwardCFunction):
                 return entry[1]  # Otherwise, an autograd function has made it, whose graph isn't traced.
-        if x.grad_fn is None:
-            return GIVEN
+        if x.grad_fn is None:  # torch.Tensor([n]), from NumPy: made where no mode sees it.
+            return Unknown(self.reading.values) if self.reading.values and not isinstance(x, Parameter) else GIVEN
         return Unknown(x.grad_fn.name()) if isinstance(x.grad_fn, BackwardCFunction) else self._of_block(x, "")
 
     def note_write(self, x: Tensor) -> None:

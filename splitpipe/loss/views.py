@@ -96,7 +96,8 @@ def index(call: FunctionCall) -> Meaning | None:
         return meaning.numbers[given] if isinstance(given, int) else None
     if not any(isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
-        if any(type(y) is int and abs(y) > 1 and ledger.may_be_read(y) for y in bounds):
+        sizes = [y for y in map(call.number, bounds) if y is not None]
+        if any(isinstance(y, int) and abs(y) > 1 and ledger.may_be_read(y) for y in sizes):
             return Unknown(ledger.reading.values)
         if not all(isinstance(ledger.of(y), Constant) for y in bounds):
             return None  # x[:, :lengths.max()]

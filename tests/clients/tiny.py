@@ -37,6 +37,8 @@ BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
     "decoder_start_token_id": 2, "pad_token_id": 0,
 }
+
+
 Batch = dict[str, Tensor]
 
 

@@ -1,4 +1,4 @@
-"""On GPUs, one and two: steps on reused memory, streams, dropout, refilled buffers, DDP."""
+"""On GPUs, one and two: steps on reused memory, streams, dropout, full memory, refilled buffers, DDP."""
 from __future__ import annotations
 
 import copy
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from splitpipe import SplitPipe
 from tests.devices.log import softcuda
 from tests.gpu import checks
-from tests.gpu.__main__ import ROOT, STEPS
 from tests.gpu.checks import WIDTH, assert_same_gradients, exact, loss_of, slow, squared, wrapped
+from tests.gpu.parts import ROOT, STEPS
 from tests.helpers.world import World
 
 #: Of the steps on memory that is used again; a tenth of them on streams.
@@ -88,6 +88,34 @@ def test_one_seed_gives_the_same_dropout_checkpointed_or_not_and_the_same_next_n
             told += [torch.rand(3, device=device) for device in dict.fromkeys(model.devices)]
             first = first or told
             torch.testing.assert_close(told, first)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("schedule", [None, "zb-h1"])
+@pytest.mark.parametrize("at", ["forward", "backward"])
+@BOTH
+def test_a_step_without_memory_says_so_and_keeps_none(
+    devices: int, at: str, schedule: str | None, backward: str
+) -> None:
+    with exact():
+        module = slow(3, checks.Hungry)
+        plain = copy.deepcopy(module).to("cuda:0")
+        model = wrapped(module, devices, schedule, checkpoint="except_last", backward=backward)
+        x, y = (torch.randn(10, WIDTH, device=model.devices[end]) for end in (0, -1))
+        loss_of(model, x, y, schedule).backward()
+        model.zero_grad()
+        before, hungry = checks.allocated(devices), model[1][1]
+        hungry.at = at
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_of(model, x, y, schedule).backward()
+        hungry.at = None
+        model.zero_grad()
+        after = checks.allocated(devices)
+        assert all(now <= was for now, was in zip(after, before)), f"{after} bytes, {before} were before"
+        loss_of(model, x, y, schedule).backward()
+        loss_of(plain, x, y).backward()
+        assert_same_gradients(model, plain, "the next step")
 
 
 class Pinned(nn.Module):

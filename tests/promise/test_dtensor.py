@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,6 +25,20 @@ def there() -> None:
     pytest.importorskip("torch.distributed.tensor.parallel", reason="needs DTensor, and this build of torch has none")
 
 
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x).tanh())
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Mlp(), Mlp(), nn.Linear(6, 6)).double()
+
+
 @lru_cache(None)
 def mesh(number: int) -> Any:
     """Made once a process: each group has a permanent thread, which looks for work a hundred times a second."""
@@ -32,6 +47,15 @@ def mesh(number: int) -> Any:
 
     group = dist.new_group([0, 1], timeout=timedelta(seconds=40))
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{number}",))
+
+
+def shard(module: nn.Module) -> None:
+    """Shards each Mlp, with local tensors between them."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for part in module.modules():
+        if isinstance(part, Mlp):
+            parallelize_module(part, mesh(0), {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 class Parts(nn.Module):
@@ -93,14 +117,14 @@ def in_sequence(module: nn.Module) -> None:
     parallelize_module(module, mesh(0), plan)
 
 
-def in_columns(module: nn.Module) -> None:
-    """Shards words, with local tensors between layers."""
-    from torch.distributed.tensor import Replicate
+def with_parted_scores(module: nn.Module) -> None:
+    """Shards words, and of the scores each process has those of its words: as loss_parallel takes them."""
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan: dict[str, Any] = {
         "0": RowwiseParallel(input_layouts=Replicate()),
-        "4": ColwiseParallel(output_layouts=Replicate()),
+        "4": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     for at in "12":
         plan |= {f"{at}.up": ColwiseParallel(), f"{at}.down": RowwiseParallel()}
@@ -109,6 +133,12 @@ def in_columns(module: nn.Module) -> None:
 
 def entropy(scores: Any, y: Tensor) -> Any:
     return F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def loss_parallel() -> AbstractContextManager[None]:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
 
 
 def numbers() -> tuple[Tensor, Tensor]:
@@ -121,20 +151,22 @@ def text() -> tuple[Tensor, Tensor]:
 
 
 class Model(NamedTuple):
-    """A module, how it is sharded, its batches and loss."""
+    """A module, how it is sharded, its batches and loss, and what is around its steps."""
 
     make: Callable[[], nn.Sequential]
     shard: Callable[[nn.Module], None]
     batch: Callable[[], tuple[Tensor, Tensor]] = numbers
     loss_fn: Callable[[Any, Tensor], Any] = F.mse_loss
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-#: Gradients of which each process has a part, in groups of their own; words, with DTensors between layers, and with
-#: local tensors.
+#: Layers with local tensors between them; gradients of which each process has a part, in groups of their own; words,
+#: with DTensors between layers; and scores of which each process has a part.
 MODELS = {
+    "local": Model(layers, shard),
     "parts": Model(lambda: nn.Sequential(nn.Linear(6, 6), nn.Identity(), Parts(), Parts()).double(), in_parts),
     "words": Model(words, in_sequence, text, entropy),
-    "columns": Model(words, in_columns, text, entropy),
+    "parted scores": Model(words, with_parted_scores, text, entropy, around=loss_parallel),
 }
 AXES: dict[str, list[Any]] = {
     "name": [*MODELS],
@@ -194,9 +226,10 @@ def test_sharded_layers_train_as_the_plain_module_and_gradients_keep_their_place
     collectives: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
     for _ in range(2):  # The second step's gradients are added.
         (x, y), before = its.batch(), collectives()
-        loss = step(model, x, y, its.loss_fn)
-        assert collectives() == before, "one is left that was not waited for"
-        step(sharded, x, y, its.loss_fn)
+        with its.around():
+            loss = step(model, x, y, its.loss_fn)
+            assert collectives() == before, "one is left that was not waited for"
+            step(sharded, x, y, its.loss_fn)
         torch.testing.assert_close(loss, step(plain, x, y, its.loss_fn))
         assert_same_gradients(model, plain, sharded)
         assert all(type(p.grad) is type(q.grad) for p, q in zip(model.parameters(), sharded.parameters()))
@@ -204,3 +237,28 @@ def test_sharded_layers_train_as_the_plain_module_and_gradients_keep_their_place
     sharded_names = {name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")}
     assert sharded_names and not any(rows[name] for name in sharded_names)
     assert "0.weight" in sharded_names or rows["0.weight"] is (way[1] == "split")
+
+
+class Masked(Mlp):
+    """With dropout of the columns that the process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        mask = F.dropout(torch.ones_like(hidden := self.up(x)))
+        self.masks.append(mask)
+        return self.down(hidden.tanh() * mask)
+
+
+@pytest.mark.parametrize("way", [(None, "autograd"), ("zb-h1", "split")])
+@both
+def test_a_recomputation_drops_the_same_columns(rank: int, way: tuple[str | None, str]) -> None:
+    module = nn.Sequential(Masked(), Masked(), nn.Linear(6, 6)).double()
+    shard(module)
+    model = pipeline(module, way, (1,), checkpoint="always")
+    torch.manual_seed(rank)
+    step(model, *numbers())
+    for layer in module[:2]:
+        assert [sum(torch.equal(mask, other) for other in layer.masks) for mask in layer.masks] == [2] * 6

@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ def whole(folder: Path, fill: Callable[[Path], None], doing: str) -> Path:
 
 def _made(folder: Path, fill: Callable[[Path], None], doing: str) -> None:
     print(f"{doing} ...", flush=True)
+    begun = time.monotonic()
     room = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", suffix=".part", dir=folder.parent))
     try:
         fill(room)
@@ -42,6 +44,8 @@ def _made(folder: Path, fill: Callable[[Path], None], doing: str) -> None:
         room.rename(folder)
     finally:
         shutil.rmtree(room, ignore_errors=True)
+    size = sum(file.lstat().st_size for file in folder.rglob("*"))
+    print(f"{doing}: {time.monotonic() - begun:.0f} s, {size / 1e6:.0f} MB in {folder}", flush=True)
 
 
 @contextmanager

@@ -28,6 +28,8 @@ KEPT = {
 }
 #: Ops whose CUDA kernel is cuDNN's.
 ALSO = "convolution", "convolution_backward"
+
+
 #: Functions of this module that ask the runtime or tell it something, and what each returns: of a text the lines.
 FUNCTIONS: dict[str, Any] = {
     "hazards": ctypes.c_char_p,  # Pairs of accesses that nothing orders, each with its count in front.

@@ -1,18 +1,40 @@
-"""The command around the fake runtime: another torch, or half of one, is never taken."""
+"""The command around the fake runtime: what it fetches, keeps, builds and says, without a wheel of torch's."""
 from __future__ import annotations
 
+import ast
+import platform
+import subprocess
+import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.softcuda import wheel
+from tests.softcuda import environment, kept, libraries, wheel
+from tests.softcuda.__main__ import main
 from tests.softcuda.kept import Missing, whole
-from tests.softcuda.parts import WITHOUT
+from tests.softcuda.parts import Part, parts
+from tests.softcuda.parts import environment as variables
+from tests.tools import covered
 
 NAME = f"torch-2.13.0-{wheel.TAG}-{wheel.TAG}-manylinux_2_28_x86_64.whl"
-CUDA = ("torch/__init__.py", "torch/lib/libtorch_cuda.so", "torch-2.13.0.dist-info/METADATA")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands, which are written down in place of being run, and succeed."""
+    them: list[list[str]] = []
+
+    def run(command: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
+        them.append([*map(str, command)])
+        if "venv" in command:
+            Path(command[-1], "lib/python3.1/site-packages").mkdir(parents=True, exist_ok=True)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return them
 
 
 def archive(folder: Path, *files: str, name: str = NAME) -> Path:
@@ -23,40 +45,120 @@ def archive(folder: Path, *files: str, name: str = NAME) -> Path:
     return folder / name
 
 
-def test_tests_that_are_left_out_are_there() -> None:
-    for name in WITHOUT:
+def made(cache: Path) -> list[str]:
+    """The folders of a cache, and whatever was left in it."""
+    return sorted(file.name for file in cache.iterdir() if file.suffix != ".lock")
+
+
+CUDA = ("torch/__init__.py", "torch/lib/libtorch_cuda.so", "torch-2.13.0.dist-info/METADATA")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(["nothing"], "found nothing: expected one of tests, gpu, hazards"),
+     (["tests", "gpu", "--", "-k", "x"], "found 2 parts and arguments behind --: expected one part"),
+     (["--", "-k", "x"], "found 0 parts and arguments behind --")],
+)
+def test_wrong_arguments_are_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["on arm64: expected Linux on x86_64", "found no gone++: expected a C++ compiler"])
+def test_what_a_machine_lacks_is_told_before_anything_is_fetched(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    ran: list[list[str]],
+) -> None:
+    if "arm64" in text:
+        monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setenv("CXX", "gone++")
+    assert main(["--cache", str(tmp_path / "cache")]) == 2
+    assert text in capsys.readouterr().err
+    assert ran == [] and not (tmp_path / "cache").exists()
+
+
+def test_each_part_runs_in_the_environment_with_its_variables_and_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: list[list[str]]
+) -> None:
+    monkeypatch.setattr("tests.softcuda.__main__.ready", lambda given, extras: tmp_path / "python")
+    monkeypatch.delenv(covered.FOLDER, raising=False)
+    assert main(["tests", "--", "-k", "x"]) == 0
+    assert ran[0][:5] == [str(tmp_path / "python"), "-m", "pytest", "-m", "cuda"] and ran[0][-2:] == ["-k", "x"]
+    monkeypatch.setenv(covered.FOLDER, str(tmp_path))
+    assert main(["hazards"]) == 0
+    assert ran[1][1:3] == ["-m", "slipcover"] and ran[1][-5:] == ["-m", "cuda", "-p", "no:randomly", "tests/devices"]
+
+
+def test_the_users_variables_take_the_place_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTCUDA_DEVICES", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = variables(Part("", (), {"SOFTCUDA_DEVICES": "8", "SOFTCUDA_NUMBERS": "0"}))
+    assert (found["SOFTCUDA_DEVICES"], found["SOFTCUDA_NUMBERS"]) == ("3", "0")
+    assert "CUDA_VISIBLE_DEVICES" not in found  # It would hide devices that are not hardware.
+
+
+def test_tests_that_are_left_out_are_there_and_have_a_reason() -> None:
+    for name, why in parts()["tests"].skipped.items():
         file, test = name.split("::")
-        assert f"def {test.split('[')[0]}(" in (wheel.ROOT / file).read_text(encoding="utf-8")
+        assert f"def {test.split('[')[0]}(" in (wheel.ROOT / file).read_text(encoding="utf-8") and why
 
 
-def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(tmp_path: Path) -> None:
+def test_the_version_is_that_of_the_constraints() -> None:
+    assert f"\ntorch=={wheel.constrained()}\n" in wheel.CONSTRAINTS.read_text(encoding="utf-8")
+
+
+def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def breaks(room: Path) -> None:
         (room / "half").touch()
         raise KeyboardInterrupt
 
+    def fills(room: Path) -> None:
+        (room / "whole").write_text("12345")
+
     with pytest.raises(KeyboardInterrupt):
         whole(tmp_path / "it", breaks, "fills")
     (tmp_path / "it-killed.part").mkdir()  # Of a process that had no time to clean up.
-    for fill in (lambda room: (room / "whole").touch(), breaks):
-        assert whole(tmp_path / "it", fill, "fills") == tmp_path / "it"
+    assert whole(tmp_path / "it", fills, "fills") == whole(tmp_path / "it", breaks, "fills") == tmp_path / "it"
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["it", "it.lock", "whole"]
+    assert capsys.readouterr().out.splitlines()[-1] == f"fills: 0 s, 0 MB in {tmp_path / 'it'}"
 
 
-def test_a_wheel_is_unpacked_without_libraries_of_nvidias_and_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wheel, "fetch", lambda version, room: archive(room, *CUDA))
-    found = wheel.unpacked("2.13.0", tmp_path)
-    assert (found / "lib/libtorch_cuda.so").exists() and not [*tmp_path.rglob("*.whl")]
+def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kept.default() == tmp_path / "splitpipe" / "softcuda"
+
+
+def test_what_pip_can_not_fetch_is_said_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(Missing, match=r"could not fetch torch 9\.9 .*by --wheel.*torch===9\.9"):
+        wheel.unpacked("9.9", tmp_path)
+    assert made(tmp_path) == []
+
+
+def test_a_wheel_that_is_there_is_unpacked_and_needs_no_library_of_nvidias(tmp_path: Path) -> None:
+    found = wheel.unpacked("2.13.0", tmp_path / "cache", archive(tmp_path, *CUDA))
+    assert (found / "lib/libtorch_cuda.so").exists()
     assert (found.parent / "torch-2.13.0.dist-info/METADATA").read_text() == "Requires-Dist: sympy\n"
+    assert wheel.unpacked("2.13.0", tmp_path / "cache", tmp_path / "gone") == found
+    assert (tmp_path / NAME).exists()  # The user's stays.
+
+
+def test_a_wheel_that_was_fetched_goes_when_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheel, "fetch", lambda version, room: archive(room, *CUDA))
+    wheel.unpacked("2.13.0", tmp_path)
+    assert made(tmp_path) == [f"torch-2.13.0-{wheel.TAG}"]
 
 
 @pytest.mark.parametrize(
     ("name", "files", "size", "text"),
     [(NAME, CUDA[:1], None, "has no libtorch_cuda.so: expected torch's CUDA build"),
      (NAME.replace("2.13.0", "2.12.0"), CUDA, None, r"found torch-2\.12\.0.*: expected a wheel of torch 2\.13\.0"),
+     ("numpy-2.4.6-cp311-cp311-linux_x86_64.whl", CUDA, None, "found numpy.*expected a wheel of torch"),
      (NAME, CUDA, 50, "can't be unpacked.*Expected a whole wheel")],
-    ids=["no CUDA", "another version", "half"],
+    ids=["no CUDA", "another version", "another package", "half"],
 )
 def test_another_wheel_is_refused(
     tmp_path: Path, name: str, files: Sequence[str], size: int | None, text: str
@@ -64,4 +166,54 @@ def test_another_wheel_is_refused(
     given = archive(tmp_path, *files, name=name)
     given.write_bytes(given.read_bytes()[:size])
     with pytest.raises(Missing, match=text):
-        wheel.unpack(given, "2.13.0", tmp_path / "room")
+        wheel.unpacked("2.13.0", tmp_path / "cache", given)
+    assert made(tmp_path / "cache") == []
+
+
+def test_an_environment_is_made_once_for_each_set_of_extras(tmp_path: Path, ran: list[list[str]]) -> None:
+    torch = tmp_path / "torch-2.13.0-cp311" / "torch"
+    folder, again, more = (environment.ready(torch, tmp_path, extras) for extras in (["test"], ["test"], ["a", "test"]))
+    assert folder == again != more
+    assert [each[2] for each in ran] == ["venv", "pip"] * 2
+    assert [each[each.index("-e") + 1] for each in ran[1::2]] == [".[test]", ".[a,test]"]
+    [site] = folder.glob("lib/*/site-packages")
+    assert (site / "torch.pth").read_text().strip() == str(torch.parent)
+    assert "torch==2.13.0\n" in (folder / "constraints.txt").read_text()
+    for name in "one", "two":
+        assert environment.use(folder, tmp_path / name) == folder / "bin/python"
+    assert repr(str(tmp_path / "two")) in (site / "softcuda.pth").read_text()
+
+
+def test_examples_get_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.softcuda import softcuda
+
+    monkeypatch.setitem(sys.modules, "softcuda", softcuda)
+    from tests.softcuda.readme import on_cuda
+
+    assert on_cuda('f(devices=["cpu", "cpu"], x="cpu")', 2) == 'f(devices=["cuda:0", "cuda:1"], x="cpu")'
+    assert on_cuda('["cpu"] * 3', 2) == '["cuda:0", "cuda:1", "cuda:0"]'
+
+
+def test_another_source_torch_or_compiler_gets_libraries_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source.cpp"
+    monkeypatch.setattr(libraries, "tools", lambda: ("compiler", "nm"))
+    monkeypatch.setattr(libraries, "sources", lambda: [source])
+    monkeypatch.setattr(libraries, "build", lambda torch, room, compiler: None)
+    found = []
+    for torch, code, compiler in ("1", "1", "1"), ("1", "1", "1"), ("2", "1", "1"), ("1", "2", "1"), ("1", "1", "2"):
+        source.write_text(code)
+        monkeypatch.setattr(libraries, "_said", lambda *_, compiler=compiler: compiler)
+        found.append(libraries.built(tmp_path / f"torch-{torch}" / "torch", tmp_path / "cache"))
+    assert found[0] == found[1] and len({*found}) == 4
+
+
+@pytest.mark.parametrize("file", sorted(Path(__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_what_a_part_imports_of_the_tests_is_there(file: Path) -> None:
+    """Parts run elsewhere: a module that is gone would show there alone."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("tests.")):
+            module = f"tests.softcuda.{node.module}" if node.level and node.module else node.module or "tests.softcuda"
+            source = wheel.ROOT / module.replace(".", "/")
+            assert source.is_dir() or source.with_suffix(".py").exists(), module

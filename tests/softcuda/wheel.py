@@ -24,15 +24,16 @@ def constrained() -> str:
     return found[1]
 
 
-def unpacked(version: str, cache: Path) -> Path:
-    """The folder of the package torch, fetched and unpacked now unless it was before."""
+def unpacked(version: str, cache: Path, given: Path | None = None) -> Path:
+    """The folder of the package torch, fetched, unless a wheel is given, and unpacked now unless it was before."""
     def fill(room: Path) -> None:
-        wheel = fetch(version, room)
+        wheel = given or fetch(version, room)
         unpack(wheel, version, room)
-        wheel.unlink()
+        if given is None:
+            wheel.unlink()
 
-    doing = f"fetches the CUDA build of torch {version}, some 530 MB (1.1 GB when unpacked)"
-    return whole(cache / f"torch-{version}-{TAG}", fill, doing) / "torch"
+    doing = f"fetches the CUDA build of torch {version}, some 530 MB" if given is None else f"unpacks {given.name}"
+    return whole(cache / f"torch-{version}-{TAG}", fill, f"{doing} (1.1 GB when unpacked)") / "torch"
 
 
 def fetch(version: str, room: Path) -> Path:
@@ -45,8 +46,8 @@ def fetch(version: str, room: Path) -> Path:
     if code or not (wheels := [*room.glob("*.whl")]):
         raise Missing(
             f"pip could not fetch torch {version} (exit status {code}; its own words are above): expected a package "
-            f"index with the CUDA build for Python {TAG[2]}.{TAG[3:]} on Linux x86-64. Connect this machine to one. "
-            f"The command was: {' '.join(command)}"
+            f"index with the CUDA build for Python {TAG[2]}.{TAG[3:]} on Linux x86-64. Connect this machine to one, or "
+            f"give a wheel that is already there by --wheel. The command was: {' '.join(command)}"
         )
     return wheels[0]
 
