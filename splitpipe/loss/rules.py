@@ -143,10 +143,10 @@ def size(call: FunctionCall) -> Meaning:
 
 
 #: Where recognition ended at values whose number depends on the batch.
-_RAGGED = frozenset(["an entry of a list with one per row", "a part of the rows", "__getitem__", "unbind", "nonzero",
-                     "argwhere", "unique", "unique_consecutive", "where", "index_select", "bincount"])
+_RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique",
+                     "unique_consecutive", "where", "index_select", "bincount"])
 #: Rules that say themselves what Unknown arguments mean.
-_OF_ANYTHING = frozenset([ask, read, size, create, vary, add])
+_OF_ANYTHING = frozenset([ask, read, size, create, vary, add, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
 _BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary])
 _GROUPS: list[tuple[Rule, str]] = [

@@ -92,6 +92,8 @@ def index(call: FunctionCall) -> Meaning | None:
     """Entries by slices and numbers, by a mask, or one of each row."""
     (x, given), meaning, ledger = call.args, call.meaning, call.ledger
     places = given if isinstance(given, tuple) else (given,)
+    if isinstance(meaning, Unknown):  # A row that is indexed by a tensor has as many entries as that says.
+        return None if any(isinstance(each, Tensor) for each in places) else meaning
     if isinstance(meaning, Stack):
         return meaning.numbers[given] if isinstance(given, int) else None
     if not any(isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places):
