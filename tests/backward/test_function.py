@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitFunction, SplitPipe
+from splitpipe import SplitFunction
 from tests.helpers.deferring import Call, deferred, fused, in_more_ways, trained
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same, step, twins
@@ -82,15 +82,6 @@ def test_a_frozen_weight_gets_no_gradient(frozen: str, way: dict[str, Any]) -> N
     model = trained(layer, torch.randn(7, 6), steps=1, **way)
     assert deferred(model) == {f"1.{name}": "Affine" for name in "wb" if name != frozen}
     assert {needs for _, _, needs in log} == {(frozen != "w", frozen != "b")}
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_the_halves_run_apart_in_a_stage(checkpoint: str) -> None:
-    log: list[Any] = []
-    model = SplitPipe(nn.Sequential(affine(log=log)), [1], devices=["cpu"], chunks=3, checkpoint=checkpoint,
-                      stash_limit=2**20)
-    step(model, torch.randn(7, 6))
-    assert [kind for kind, _, _ in log] == ["input"] * 3 + ["weight"] * 3
 
 
 @in_more_ways

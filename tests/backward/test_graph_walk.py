@@ -16,7 +16,7 @@ from splitpipe.core.torch_private import _functions
 from tests.helpers.deferring import WAYS, Call, Scale, deferred, fused, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import assert_same_tensors, twins
+from tests.helpers.twin import assert_same_tensors
 from tests.promise.layers import Apply
 
 #: Used as a layer that uses its leaves in such a way.
@@ -103,16 +103,3 @@ def test_what_a_newer_torch_calls_by_another_name_loses_deferral_alone(
     value = torch.randint(0, 11, (7, 5)) if shape is None else torch.randn(shape)
     why = fused(trained(copy.deepcopy(layer).double(), value, schedule="zb-h1"))["1.weight"]
     assert why.endswith("has no rule" if what == "node" else REFUSED)
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_retained_graph_gives_its_gradients_again(way: dict[str, Any]) -> None:
-    layer = Call(lambda x, w, v, b: Scale.apply(F.linear(x, w, b), v) * b, w=torch.randn(6, 6), v=torch.rand(6),
-                 b=torch.rand(6))
-    plain, model = twins(nn.Sequential(nn.Linear(6, 6), layer, nn.Tanh()), [1, 2], chunks=3, **way)
-    x = torch.randn(7, 6)
-    for module in (plain, model):
-        loss = module(x).square().sum()
-        for _ in range(3):
-            loss.backward(retain_graph=True)
-    assert_same_tensors(model, plain)

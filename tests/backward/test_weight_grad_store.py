@@ -71,14 +71,6 @@ def test_by_default_no_more_waits_than_the_weights_take_and_w_comes_before_the_n
     assert kinds(log) == "FBW" * 4
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_schedule_of_b_and_w_in_one_leaves_nothing(schedule: Any) -> None:
-    log: list[Any] = []
-    model = logged(log, chunks=4, schedule=schedule, loss_fn=nn.functional.mse_loss)
-    model(torch.randn(4, 4, requires_grad=True), target=torch.randn(4, 4)).backward()
-    assert kinds(log) == "BW" * 4
-
-
 class Overwriting(torch.autograd.Function):
     """Twice x; backward leaves its input, which another layer has saved, overwritten."""
 

@@ -1,13 +1,9 @@
 """R draws what F drew; every generator is then where it was; and a call knows whether it draws."""
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from splitpipe.core.random_numbers import Draws, Numbers
 
@@ -29,21 +25,6 @@ def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> No
         torch.rand(3)
         raise error
     assert torch.equal(default(), before)
-
-
-class Nothing(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError("seen")
-
-
-@pytest.mark.parametrize("situation", [FakeTensorMode, lambda: torch.device("meta"), Nothing, torch.inference_mode])
-def test_generators_are_looked_at_in_whatever_mode_the_caller_is(situation: Any) -> None:
-    with situation():
-        draws, idle = Draws({}, True), Draws({True: False}, True)
-        with Numbers(draws, CPU).first(recomputed=True):
-            pass
-        idle.end(recomputes=True)
-        assert not draws.drew
 
 
 @pytest.mark.cuda

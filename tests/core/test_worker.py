@@ -1,8 +1,7 @@
-"""Worker threads: order, exceptions, death, forks, and the threads that torch's ops have."""
+"""Worker threads: order, death, and the threads that torch's ops have."""
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from splitpipe.core.worker import Pool, ProcessLock, WorkerDiedError
+from splitpipe.core.worker import Pool, WorkerDiedError
 
 T = TypeVar("T")
 
@@ -31,16 +30,6 @@ def values(pool: Pool, call: Callable[[], T]) -> list[T]:
     found: dict[int, T] = {}
     pool.run([(number, lambda number=number: found.update({number: call()})) for number in range(pool.size)])
     return [found[number] for number in range(pool.size)]
-
-
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
-def test_any_exception_is_raised_unchanged_and_ends_the_pool(pool: Pool, kind: type[BaseException]) -> None:
-    error = kind("why")
-    with pytest.raises(kind) as caught:
-        pool.run([(0, partial(fails, error))])
-    assert caught.value is error
-    assert [entry.name for entry in caught.traceback][-1] == "fails"
-    assert not pool.usable and not any(thread.is_alive() for thread in pool.threads)
 
 
 def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,26 +94,6 @@ def test_a_call_that_waits_for_another_one_is_stopped_and_waited_for(
     assert ended == [True] and told == [caught.value] and not pool.usable
 
 
-# Fork and exit
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_needs_a_new_pool_and_has_free_locks(pool: Pool) -> None:
-    lock = ProcessLock()
-    pool.run([(0, lock.lock.acquire)])  # By another thread than the one that forks.
-    child = os.fork()
-    if not child:
-        try:
-            if not pool.usable and lock.lock.acquire(timeout=1):
-                pool.run([(0, list)])
-        except WorkerDiedError:
-            os._exit(values(Pool(["one"]), lambda: 7)[0])
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert pool.usable and not lock.lock.acquire(timeout=0)
-
 
 # Intra-op threads
 
@@ -144,6 +113,3 @@ def test_workers_share_the_callers_intra_op_threads(pool: Pool, numbers: None, o
         pool.share_threads(among)
         assert values(pool, torch.get_num_threads) == [share] * 2
         assert torch.get_num_threads() == own == values(Pool(["new"]), torch.get_num_threads)[0]
-
-
-# Interrupts

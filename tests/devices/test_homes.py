@@ -15,7 +15,7 @@ import splitpipe
 from splitpipe import SplitPipe
 from tests.devices.cut import BOTH, DEVICES, batch, homes, trained, wrapped
 from tests.devices.log import failing
-from tests.devices.modules import WIDTH, Carried, Module, Of, Tied, cuts
+from tests.devices.modules import WIDTH, Carried, Of, Tied, cuts
 from tests.gpu.checks import assert_same_gradients
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
@@ -39,21 +39,6 @@ def counted() -> Of:
 
 def sequential() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
-
-
-@BOTH
-@pytest.mark.parametrize("kind", [Carried, Tied])
-def test_hooks_of_parameters_go_along_and_are_called_once(kind: type[Module], way: dict[str, Any]) -> None:
-    model, log = wrapped(kind(3), **way), list[tuple[str, Any]]()
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: log.append((name, grad.device)))
-        parameter.register_post_accumulate_grad_hook(lambda x, name=name: log.append((name, x.grad.device)))
-    for _ in range(2):
-        log.clear()
-        trained(model)
-        used = [(name, x.device) for name, x in model.named_parameters() if x.grad is not None]
-        assert used and sorted(log, key=str) == sorted(used * 2, key=str)
-        model.zero_grad()
 
 
 @pytest.mark.draws
@@ -143,20 +128,6 @@ def test_copies_pickles_and_states_are_whole(called: bool) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_shared_buffer_stays_one() -> None:
-    def forward(net: Of, x: Tensor) -> Tensor:
-        for block in net.blocks:
-            x = block(x, block.table)
-        return x
-
-    module, table = Of(forward), torch.ones(WIDTH)
-    for block in module.blocks:
-        block.register_buffer("table", table)
-    model = wrapped(module)
-    trained(model)
-    assert all(block.table is model.blocks[0].table for block in model.blocks)
-
-
 def told(model: Any) -> dict[str, str]:
     """By its device map, where each parameter and buffer is."""
     found = {}
@@ -175,24 +146,6 @@ def test_hf_device_map_has_the_device_of_every_parameter() -> None:
     again.hf_device_map.clear()
     again(batch())
     assert again.hf_device_map == model.hf_device_map
-
-
-def test_hf_device_map_of_a_sequential_names_its_layers() -> None:
-    model = SplitPipe(sequential(), [2, 1, 2], devices=DEVICES)
-    assert told(model) == homes(model) and len(model.hf_device_map) == 5
-
-
-def test_a_layer_put_in_is_the_users_to_move_to_its_stages_device() -> None:
-    module = sequential()
-    model = SplitPipe(module, [2, 1, 2], devices=DEVICES)
-    before = homes(model)
-    module[2], module[4] = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
-        model(batch())
-    module[2].to(DEVICES[1])
-    module[4].to(DEVICES[2])
-    model(batch()).sum().backward()
-    assert homes(model) == before and all(x.grad is not None for x in model.parameters())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1", None])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
 from tests.gpu.syncs import syncs
-from tests.helpers.covering import graded, pairs
+from tests.helpers.covering import graded
 from tests.helpers.scheduled import stages_of
 
 pytestmark = [
@@ -55,26 +55,6 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor, inside: bool) -> Tensor:
 def sync_is_an_error() -> Iterator[Any]:
     yield lambda: syncs("error")
     syncs("default")
-
-
-@graded(AXES, essence=[["checkpoint"]], thorough=[*pairs([*AXES]), ["own_streams", "backward", "checkpoint"]])
-def test_losses_and_gradients_equal_those_of_the_module_and_drop_in_on_a_stream_of_the_callers(
-    name: str | None, own_streams: bool, backward: str, checkpoint: str, stash_limit: int | None
-) -> None:
-    plain, model = pair(name, own_streams, backward=backward, checkpoint=checkpoint, stash_limit=stash_limit)
-    caller = torch.cuda.Stream() if own_streams and name is None else torch.cuda.current_stream()
-    caller.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(caller):
-        for _ in range(3):
-            (x, y), found = batch(), []
-            x.requires_grad_()
-            for each in (plain, model):
-                loss = loss_of(each, x, y, name is not None)
-                found.append((loss.detach(), *torch.autograd.grad(loss, x, retain_graph=True)))
-                (loss * 2).backward()
-            torch.testing.assert_close(found[1], found[0])
-        for (key, parameter), other in zip(model.named_parameters(), plain.parameters()):
-            torch.testing.assert_close(parameter.grad, other.grad, msg=lambda text: f"{key}: {text}")  # noqa: B023
 
 
 @graded({axis: AXES[axis] for axis in ("name", "checkpoint", "backward")}, essence=[["checkpoint"]],

@@ -1,9 +1,8 @@
-"""The threads of a call: who does which op, what is done after a failure, that every call ends; and rows of ops."""
+"""The threads of a call: who does which op, what is done after a failure, and that every call ends."""
 from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 
@@ -13,8 +12,7 @@ from splitpipe import schedule
 from splitpipe.core import thread_state
 from splitpipe.core.worker import Pool
 from splitpipe.engine.executor import Executor
-from splitpipe.engine.rows import OpRun, backward_rows, forward_rows, schedule_rows
-from splitpipe.schedule.op import Op, needed
+from splitpipe.engine.rows import OpRun, schedule_rows
 
 F00, F10, B00, B10 = OpRun("F", 0, (0,)), OpRun("F", 1, (0,)), OpRun("B", 0, (0,)), OpRun("B", 1, (0,))
 #: Forwards by cuts, which are parked at split points; ops that are each a call; all in the caller's thread.
@@ -111,44 +109,3 @@ def test_random_rows_are_done_in_order_whatever_fails(seed: int, how: str) -> No
             needed = [each for each in ops if (each.kind[0], each.stage, each.microbatches) ==
                       (op.kind[0], op.stage + before, op.microbatches)]
             assert all(place["end", each] < at for each in needed)
-
-
-# Rows
-
-
-def ops(steps: list[OpRun]) -> list[Op]:
-    return [Op(step.kind, step.stage, number) for step in steps for number in step.microbatches]
-
-
-@pytest.mark.parametrize("name", schedule.names())
-@pytest.mark.parametrize("workers", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]])
-def test_rows_of_one_worker_become_one_that_can_run_in_its_order(name: str, workers: list[int]) -> None:
-    built = schedule.build(name, 4, 8)
-    merged = schedule_rows(built, [workers[device] for device in built.placement], 8)
-    assert len(merged) == max(workers) + 1
-    assert Counter(op for steps in merged for op in ops(steps)) == Counter(op for row in built.rows for op in row)
-    done: set[Op] = set()
-    rows = [ops(steps) for steps in merged]
-    while any(rows):  # Each worker goes on as far as it can.
-        before = len(done)
-        for row in rows:
-            while row and all(met(op, done) for op in needed(row[0], built.stages)):
-                done.add(row.pop(0))
-        assert len(done) > before, "workers wait for each other"
-
-
-def met(op: Op, done: set[Op]) -> bool:
-    return op in done or op.kind == "B" and Op("BW", op.stage, op.microbatch) in done
-
-
-def written(rows: list[list[OpRun]]) -> list[str]:
-    return [" ".join(f"{run.kind}{run.stage}{''.join(map(str, run.microbatches))}" for run in row) for row in rows]
-
-
-def test_a_drop_in_call_is_gpipe_in_two_halves() -> None:
-    assert written(forward_rows(3, (0, 1))) == ["F00 F01 F02", "F10 F11 F12"]
-    assert written(backward_rows(3, (0, 1), 0, 1, True)) == [
-        "B02 B01 R00 B00 W0012", "B12 B11 R10 B10 W1012"]
-    assert written(backward_rows(3, (0, 1), 1, 0, False)) == ["", "B12 B11 B10"]
-    assert written(forward_rows(2, (0, 0))) == ["F00 F01 F10 F11"]
-    assert written(forward_rows(1, (0, 1, 2))) == ["F00", "F10", "F20"]

@@ -21,7 +21,6 @@ OPTIONS = pytest.mark.parametrize("options", [
     {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b"},
     {"schedule": "zb-h1", "checkpoint": "always"}, {"backward": "autograd", "checkpoint": "always"},
 ], ids=str)
-BY = pytest.mark.parametrize("by", ["balance", "cuts"])
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +85,14 @@ def watched(by: str, options: dict[str, Any]) -> tuple[SplitPipe, list[weakref.r
 
 
 @OPTIONS
-@BY
-def test_what_layers_save_goes_with_backward_though_the_loss_lives_on(by: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_what_layers_save_goes_with_a_dropped_call_or_with_backward_though_the_loss_lives_on(
+    by: str, options: dict[str, Any]
+) -> None:
     model, alive = watched(by, options)
+    loss_of(model, torch.randn(4, 4, requires_grad=True) * 1)
+    assert alive and not any(ref() is not None for ref in alive)
+    alive.clear()
     x = torch.randn(4, 4)
     batch = StorageWeakRef(x.untyped_storage())
     loss = loss_of(model, x * 1)
@@ -97,11 +101,3 @@ def test_what_layers_save_goes_with_backward_though_the_loss_lives_on(by: str, o
     loss.backward()
     del x
     assert not any(ref() is not None for ref in alive) and batch.expired()
-
-
-@OPTIONS
-@BY
-def test_a_call_that_is_dropped_is_freed(by: str, options: dict[str, Any]) -> None:
-    model, alive = watched(by, options)
-    loss_of(model, torch.randn(4, 4, requires_grad=True) * 1)
-    assert alive and not any(ref() is not None for ref in alive)

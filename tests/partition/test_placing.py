@@ -53,13 +53,6 @@ def test_an_accelerator_has_one_worker() -> None:
 
 
 @pytest.mark.cuda
-def test_a_lazy_layer_is_moved() -> None:
-    layer = nn.LazyLinear(2)
-    move_stages([[layer]], [Place(torch.device("cuda:0"))])
-    assert layer.weight.is_cuda and layer(torch.rand(3, 4, device="cuda:0")).shape == (3, 2)
-
-
-@pytest.mark.cuda
 def test_layers_move_to_the_device_with_their_gradients() -> None:
     modules = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3)]
     modules[1].weight = modules[0][0].weight

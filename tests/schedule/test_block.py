@@ -74,11 +74,6 @@ def test_a_pass_that_collides_or_comes_too_early_is_refused_with_both(block: Bui
         block.repeat(2)
 
 
-def test_what_a_float_loses_is_no_collision() -> None:
-    tenths = [BlockOp("F", 0, 0.1 + 0.2), BlockOp("B", 0, 0.4), BlockOp("W", 0, 0.5)]
-    check(BuildingBlock(tenths, [0], 0.3, Costs(0.1, 0.1, 0.1)).repeat(5))
-
-
 @pytest.mark.parametrize(("ops", "message"), [
     ([BlockOp("F", 0, 0), BlockOp("B", 0, 1)], "0W0 is missing on device 0"),
     ([BlockOp("F", 0, 0), BlockOp("BW", 0, 1), BlockOp("F", 0, 4)], "0F0 is on device 0 as op"),
@@ -123,8 +118,3 @@ def test_of_a_block_of_two_microbatches_the_surplus_is_dropped(m: int) -> None:
     tiling = BuildingBlock(ops, [0], interval=6).repeat(m)
     check(tiling)
     assert tiling.microbatches == m
-
-
-def test_a_lifespan_of_just_an_interval_counts_once() -> None:
-    block = BuildingBlock([BlockOp("F", 0, 0), BlockOp("BW", 0, 0.1)], [0], 0.1 + 0.2, Costs(0.1, 0.1, 0.1))
-    assert block.peak_activations == (1,)

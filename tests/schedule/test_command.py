@@ -72,12 +72,6 @@ def test_names_are_drawn_for_four_devices_and_eight_chunks_or_as_said(
     assert run(line) == Ran(code=0, out=drawn(*schedules), err="")
 
 
-def test_the_width_is_the_terminals_or_as_said(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    assert run("zb-h1").out == drawn(build("zb-h1", 4, 8), width=60)
-    assert run("zb-h1 --width 90").out == drawn(build("zb-h1", 4, 8), width=90)
-
-
 def test_every_file_is_written_and_nothing_printed(run: Any, tmp_path: Path) -> None:
     found = run("zb-h1 --compare 1f1b --costs 3 4 2 1", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html",
                 "--csv", tmp_path / "a.csv")
@@ -205,13 +199,6 @@ def test_numbers_beyond_the_machine_and_control_c_end_it(
 
     monkeypatch.setattr(command, "build", build)
     assert run("zb-h1") == Ran(code=code, out="", err=said)
-
-
-@pytest.mark.thorough
-def test_it_needs_no_torch() -> None:
-    with process("schedule", "zb-h1", "--width", "100", stdout=subprocess.PIPE) as done:
-        out, err = done.communicate()
-    assert (done.returncode, out, err) == (0, drawn(build("zb-h1", 4, 8)), "")
 
 
 @pytest.mark.thorough

@@ -22,10 +22,6 @@ PIXEL = """(canvas, [x, y]) => {
     return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data.slice(0, 3)];
 }"""
 DRAWN = "() => new Promise((done) => requestAnimationFrame(done))"
-SCROLLED = """() => new Promise((done) => {
-    const look = () => (scrollY > 0 ? done() : requestAnimationFrame(look));
-    look();
-})"""
 
 
 @pytest.fixture(scope="module")
@@ -129,15 +125,6 @@ def test_hovering_an_op_names_it_with_its_times(opened: Open) -> None:
 
 
 @pytest.mark.thorough
-def test_hovering_idle_time_or_memory_says_how_long_or_what_is_alive_and_nothing_nothing(opened: Open) -> None:
-    page = opened(played("zb-v"))
-    assert page.point(2.2, down=ROW + 8) == "2.5 microbatches' activations\nalive on device 0 at 2.2"
-    assert page.point(0.5, device=2) == "idle\n0 to 1, 1 long"
-    page.page.mouse.move(5, 5)
-    assert page.tip == ""
-
-
-@pytest.mark.thorough
 def test_the_wheel_zooms_to_where_the_pointer_is(opened: Open) -> None:
     page = opened(played())
     assert page.shown == "0 to 27"
@@ -147,18 +134,6 @@ def test_the_wheel_zooms_to_where_the_pointer_is(opened: Open) -> None:
     start, end = map(float, page.shown.split(" to "))
     assert 0 < start < 20.5 < end < 27 and page.tip == before
     assert page.colour(20.1, down=3) == page.colour(20.9, down=3) == measures.BASE["W"]
-
-
-@pytest.mark.thorough
-def test_where_the_page_scrolls_the_wheel_needs_ctrl(opened: Open) -> None:
-    page = opened(played(), played("1f1b"), played("zb-v"))
-    page.point(13)
-    page.page.mouse.wheel(0, 100)
-    page.page.evaluate(SCROLLED)
-    assert page.shown == "0 to 33"
-    page.page.keyboard.down("Control")
-    page.page.mouse.wheel(0, -300)
-    page.changed_from("0 to 33")
 
 
 @pytest.mark.parametrize("by_keys", [False, pytest.param(True, marks=pytest.mark.thorough)])
@@ -204,32 +179,3 @@ def test_bytes_are_shown_when_chosen(opened: Open) -> None:
     page.page.get_by_role("radio", name="bytes").check()
     assert page.point(4.5, down=ROW + 8) == "4 GiB of activations\nalive on device 0 at 4.5"
     assert page.point(8.5, down=ROW + 8).startswith("3.75 GiB")
-
-
-@pytest.mark.thorough
-def test_without_bytes_there_is_no_choice(opened: Open) -> None:
-    assert not opened(played()).page.get_by_role("radio").first.is_visible()
-
-
-@pytest.mark.thorough
-def test_light_and_dark_are_as_the_reader_likes(opened: Open) -> None:
-    light, dark = (opened(played(), color_scheme=scheme) for scheme in ("light", "dark"))
-    assert min(light.colour(5, down=3)) > 200 and max(dark.colour(5, down=3)) < 60
-    assert light.colour(0.5, down=3) == dark.colour(0.5, down=3) == measures.BASE["F"]
-    light.page.emulate_media(color_scheme="dark")
-    assert light.colour(5, down=3) == dark.colour(5, down=3)
-
-
-@pytest.mark.thorough
-def test_a_narrow_screen_has_no_sideways_scrolling(opened: Open) -> None:
-    page = opened(played(), size=(420, 720))
-    assert page.page.evaluate("document.documentElement.scrollWidth") <= 420
-
-
-@pytest.mark.thorough
-def test_a_large_schedule_is_drawn_and_named(opened: Open) -> None:
-    page = opened(played(devices=32, chunks=256))
-    assert page.point(0.5).startswith("0F0\n")
-    for _ in range(12):
-        page.page.keyboard.press("+")
-    assert page.colour(398.5, down=3) in measures.BASE.values() and page.point(398.5)[0] == "0"

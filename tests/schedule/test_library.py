@@ -52,11 +52,6 @@ def test_each_option_is_described_and_among_the_variants(name: str) -> None:
         assert len(tried) > 1, f"{option}: give it values in variants, and default in planner/costs.py"
 
 
-def test_one_stage_a_device_interleaved_is_1f1b() -> None:
-    eager = build("interleaved-1f1b", 4, 8, stages_per_device=1)
-    assert eager == build("eager-1f1b", 4, 8)
-
-
 @pytest.mark.parametrize(("name", "options", "message"), [
     ("1f1", {}, "there is no schedule named '1f1': expected one of gpipe, 1f1b"),
     ("1f1", {}, "Did you mean '1f1b'?"),

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitpipe.schedule import Costs, Schedule, build, from_csv, names, simulate
+from splitpipe.schedule import Costs, Schedule, build, names, simulate
 
 NEAR = 1e-9
 SPLIT = {"gpipe", "1f1b", "eager-1f1b"}
@@ -47,10 +47,3 @@ def test_no_makespan_is_below_a_bound(case: tuple[Schedule, Costs]) -> None:
     assert timeline.makespan >= timeline.longest >= max(timeline.work) - NEAR
     assert -NEAR <= timeline.bubble_longest <= timeline.bubble + NEAR
     assert timeline.bubble <= 1  # 1 where copies alone take time.
-
-
-@given(built())
-def test_the_text_has_all_of_a_schedule(tmp_path_factory: Any, schedule: Schedule) -> None:
-    path = tmp_path_factory.mktemp("text") / "schedule.csv"
-    schedule.to_csv(path)
-    assert from_csv(path) == schedule

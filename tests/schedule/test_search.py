@@ -1,7 +1,6 @@
 """Search: below what is published, never longer than a schedule with a name, never over the cap."""
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,10 +9,7 @@ from hypothesis import strategies as st
 
 from splitpipe.schedule import Costs, Timeline, build, names, search, simulate
 from splitpipe.schedule.search.anneal import Graph, improve
-from splitpipe.schedule.search.initial import blocks
-from splitpipe.schedule.search.problem import Problem, Word, lengthen, schedule_of, shorten, words_of
-from splitpipe.schedule.search.search import complete
-from tests.helpers.covering import few
+from splitpipe.schedule.search.problem import Problem, Word, words_of
 from tests.schedule.test_orders import MEASURED
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)
@@ -46,10 +42,6 @@ def v_problem(devices: int, chunks: int, cap: int, costs: Costs = REAL) -> Probl
 
 def span_of(problem: Problem, words: list[Word]) -> float:
     return Graph(problem, words).span
-
-
-def sorts(words: list[Word]) -> list[Word]:
-    return [sorted(word) for word in words]
 
 
 @pytest.mark.parametrize(("chunks", "costs", "memory", "seconds", "most"), [
@@ -134,76 +126,12 @@ def test_what_makes_no_sense_or_is_not_searched_is_refused(arguments: dict[str, 
         search(**{"devices": 2, "chunks": 4, **arguments})  # type: ignore[arg-type]
 
 
-def test_words_are_a_schedule_with_its_backward_split() -> None:
-    schedule = build("1f1b", 3, 5)
-    problem, words = Problem(schedule.placement, 5, REAL, (5, 5, 5)), words_of(schedule)
-    split = schedule_of(problem, words)
-    assert str(split).replace("W", "").count("B") == 15
-    assert span_of(problem, words) == simulate(split, REAL).makespan <= simulate(schedule, REAL).makespan
-
-
-def test_words_that_wait_for_each_other_take_forever() -> None:
-    assert span_of(Problem((0, 1, 0), 1, REAL, (2, 2)), [[6, 7, 8, 0, 1, 2], [3, 4, 5]]) == math.inf
-
-
-def test_longer_words_repeat_the_period_in_the_middle() -> None:
-    problem = Problem((0, 1), 3, REAL, (2, 1))
-    words = [[0, 0, 1, 2, 0, 1, 2, 1, 2], [3, 4, 5] * 3]
-    assert lengthen(problem, words, 2, size=1) == [[0, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 2], [3, 4, 5] * 5]
-
-
-@pytest.mark.parametrize("cap", [4, 5, 7])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_period_that_is_shorter_is_shorter_for_all_microbatches(size: int, cap: int) -> None:
-    problem = v_problem(4, 64, cap)
-    short, more = shorten(problem, size, 2)
-    words = blocks(short, 1, 0)[0]
-    span, better = improve(short, words, 300_000, 0, 1, size=size, more=more)
-    whole, before = (lengthen(problem, each, more, size) for each in (better, words))
-    assert sorts(whole) == sorts(before) and problem.fits(whole)
-    assert span_of(problem, whole) == pytest.approx(span) and span < span_of(problem, before)
-
-
-def test_fixed_ops_stay_and_the_rest_gets_shorter() -> None:
-    problem = v_problem(4, 14, 6)
-    words = blocks(problem, 1, 0)[0]
-    span, better = improve(problem, words, 300_000, seed=0, fixed=[range(30, 54)] * 4)
-    assert [word[30:54] for word in better] == [word[30:54] for word in words]
-    assert span == span_of(problem, better) < span_of(problem, words)
-    assert sorts(better) == sorts(words)
-
-
-def test_improved_words_fit_into_the_memory_of_each_device() -> None:
-    problem = replace(v_problem(4, 8, 8), caps=(8, 7, 6, 8))
-    _, words = improve(problem, blocks(problem, 1, 0)[0], 300_000, seed=3, heat=2)
-    assert problem.fits(words)
-
-
 def test_ops_without_time_never_come_to_wait_in_a_circle() -> None:
     words = words_of(build("zb-v", 3, 5))
     problem = v_problem(3, 5, 6, Costs([0, 1, 0, 0, 0, 1], 0, 0))
     for seed in range(5):
         _, better = improve(problem, words, 100_000, seed, goal=-1)
         assert span_of(problem, better) <= span_of(problem, words)
-
-
-@pytest.mark.thorough
-def test_an_improvement_stops_at_its_goal() -> None:
-    problem = v_problem(4, 8, 6, Costs())
-    span, _ = improve(problem, blocks(problem, 1, 0)[0], 10**12, seed=0, goal=27.0)
-    assert 26.5 <= span <= 27
-
-
-@pytest.mark.parametrize("chunks", few(1, [5, 40, 41]))
-def test_a_short_schedule_is_extended_to_a_whole_one(chunks: int) -> None:
-    problem = v_problem(4, chunks, 6)
-    short, more = shorten(problem, 2, 2)
-    start = blocks(short, 1, 0)[0]
-    span, words = complete(problem, start, 2, 300_000, seed=0)
-    timeline = simulate(schedule_of(problem, words), REAL)
-    assert timeline.makespan == span < span_of(problem, lengthen(problem, start, more, 2))
-    assert timeline.schedule.microbatches == chunks
-    assert max(timeline.peak_activations) <= 3
 
 
 # The shortest span of the longest device, and what the paper's search reaches.

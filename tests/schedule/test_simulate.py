@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from splitpipe.schedule import Bytes, Costs, Op, Schedule, build, simulate
+from splitpipe.schedule import Costs, Op, Schedule, build, simulate
 
 
 def one(*ops: Op, placement: Sequence[int] = (0,)) -> Schedule:
@@ -56,42 +56,6 @@ def test_a_number_is_a_whole_devices_share_and_a_sequence_has_one_a_stage() -> N
     assert simulate(schedule, Costs(3, 4, 2)).spans == by_stage.spans
     uneven = simulate(build("1f1b", 3, 1), Costs(forward=[1, 2, 3], backward_input=1, backward_weight=0))
     assert uneven.work == (2, 3, 4)
-
-
-def test_a_device_without_ops_is_idle() -> None:
-    timeline = simulate(Schedule([[Op("F", 0, 0), Op("BW", 0, 0)], []], [0]))
-    assert timeline.idle == (0, 3)
-    assert timeline.peak_activations == (1, 0)
-    assert max(timeline.bounds.values()) == 3
-
-
-def test_activations_are_held_from_the_start_of_f_to_the_end_of_w() -> None:
-    split = one(Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("W", 0, 0), Op("B", 0, 1), Op("W", 0, 1))
-    assert simulate(split).peak_activations == (2,)
-    assert simulate(split).curve(0) == [(0, 0), (0, 1), (2, 1), (2, 2), (4, 1), (5, 1), (6, 0)]
-    fused = one(Op("F", 0, 0), Op("BW", 0, 0), Op("F", 0, 1), Op("BW", 0, 1))
-    assert simulate(fused).peak_activations == (1,)
-
-
-def test_bytes_are_freed_in_part_by_b() -> None:
-    schedule = build("zb-h2", 2, 4)
-    whole = simulate(schedule, bytes=Bytes(forward=100, backward_input=0, backward_weight=100))
-    assert whole.peak_bytes == tuple(100 * peak for peak in whole.peak_activations) == (300, 300)
-    early = simulate(schedule, bytes=Bytes(forward=100, backward_input=100, backward_weight=0))
-    assert early.peak_bytes == (300, 100)
-    assert simulate(schedule).peak_bytes is None
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Costs(copy=[1, -2]), "copy=.*expected a time"),
-    (lambda: simulate(build("1f1b", 4, 4), Costs(copy=[1, 2])), "copy has 2 numbers: .* each of 3 hops"),
-    (lambda: simulate(build("1f1b", 4, 4), Costs(forward=[1, 2, 3])), "forward has 3 numbers: expected one"),
-    (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes(10, 5, 4)), "stage 0 takes 10 bytes at F and frees 5 at B"),
-    (lambda: simulate(build("1f1b", 2, 2), bytes=Bytes([1], 1, 0)), "forward has 1 number:"),
-])
-def test_costs_and_bytes_that_make_no_sense_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_numbers_of_any_sort_are_times() -> None:

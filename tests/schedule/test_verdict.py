@@ -9,7 +9,6 @@ import pytest
 
 from splitpipe.schedule import Costs, Recording, Step, Timeline, build
 from tests.helpers.recording import near, played, recorded, step
-from tests.schedule.test_draw import page_data
 
 # What time is lost to.
 
@@ -73,14 +72,6 @@ def test_where_nothing_is_lost_no_loss_is_named(timeline: Timeline, copies: Any,
     assert recording.remarks == ("One step was recorded.", *remarks)
 
 
-def test_losses_stand_in_their_order() -> None:
-    recording = Recording(played().schedule)
-    recording.add(step(played(costs=Costs(copy=0.5)), late=20))
-    assert [re.sub(r".* to ([^.]*)\..*", r"\1", line) for line in recording.remarks[3:]] == [
-        "waiting beyond the plan", "the schedule's own bubble", "copies"
-    ]
-
-
 def tables(recording: Recording) -> tuple[list[list[str]], list[list[str]]]:
     """The cells of the stages' and of the devices' table."""
     stages, devices = str(recording).split("\n\n")[-3:-1]
@@ -109,25 +100,7 @@ def test_a_line_a_device_has_its_bubble_and_its_memory() -> None:
     ]
 
 
-def test_a_device_named_twice_has_its_number() -> None:
-    recording = recorded(played("1f1b", 3, 4, Costs([1, 2, 1])), devices=("cpu", "cpu", "cuda:0"))
-    assert "Stage 1 on cpu (device 1) is the bottleneck" in str(recording)
-
-
 # Pictures.
-
-
-def titles(page: str) -> list[str]:
-    return [each["title"] for each in page_data(page)["schedules"]]
-
-
-def test_a_page_has_the_step_above_the_plan_with_its_remarks(tmp_path: Path) -> None:
-    recording = recorded(played("zb-v", 2, 8, Costs([1, 1, 3, 1])))
-    recording.to_html(tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    numbers = "2 devices, 8 microbatches, 4 stages"
-    assert titles(page) == [f"zb-v, recorded (ms): {numbers}", f"zb-v, planned (ms): {numbers}"]
-    assert "<p>Stages 1 and 2 on device 1 are the bottleneck: " in page
 
 
 @pytest.mark.parametrize("write", ["to_html", "to_svg"])

@@ -32,11 +32,6 @@ def test_wrong_declaration_is_told(arguments, told):
         skippable(**arguments)
 
 
-def test_decorating_twice_is_told():
-    with pytest.raises(TypeError, match="expected a class derived from nn.Module, and not twice"):
-        skippable(pop=["bar"])(StashFoo)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_namespace_equals_its_copies_alone(copied):
     namespace = Namespace()
@@ -88,24 +83,7 @@ def test_pickled_model_is_the_same():
         assert loaded[0](torch.tensor(1.0)) == 3.0
 
 
-def test_decorated_class_is_left_as_it_is():
-    class Mine(nn.Module):
-        pass
-
-    name = Mine.__qualname__
-    first, second = skippable(stash=["a"])(Mine), skippable(pop=["b"])(Mine)
-    assert Mine.__qualname__ == name
-    assert (first.stashable_names, second.poppable_names) == ({"a"}, {"b"})
-    assert isinstance(first().module, Mine)
-
-
 def test_decorated_class_keeps_name_module_and_doc():
     assert StashFoo.__doc__ == "Stashes its input." and issubclass(StashFoo, Skippable)
     assert (Outer.Nested.__module__, Outer.Nested.__qualname__) == (__name__, "Outer.Nested")
     assert repr(skippable()(nn.Identity)()) == "@skippable(Identity())"
-
-
-def test_the_module_is_a_part_of_the_layer():
-    assert list(nn.Sequential(nn.Identity(), StashFoo(), PopFoo()).state_dict()) == ["1.module.scale"]
-    layer = StashFoo().eval()
-    assert not layer.module.training and layer.train().module.training

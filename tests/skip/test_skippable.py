@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import Context
+from contextvars import Context, copy_context
 from threading import Barrier
 
 import pytest
@@ -79,32 +79,6 @@ def test_value_passes_the_layers_in_between_and_its_gradient_comes_back(box):
     assert x.grad.tolist() == [11.0, 11.0]
 
 
-@pytest.mark.parametrize("value", [torch.tensor([1, 2]), None, [None, (torch.rand(1), {"a": 3})]])
-def test_any_value_arrives_as_it_is(value, box):
-    (arrived,) = nn.Sequential(stash_all("foo", value=value), pop_all("foo"))(0)
-    assert arrived is value
-    assert not box
-
-
-def test_one_layer_stashes_and_pops_different_names(box):
-    def forward(self, input):
-        foo = yield pop("foo")
-        yield stash("bar", foo + 1)
-        return input
-
-    both = layer(forward, stash=["bar"], pop=["foo"])
-    assert nn.Sequential(stash_all("foo", value=1), both, pop_all("bar"))(0) == [2]
-    assert not box
-
-
-def test_opened_box_holds_what_arrives_and_what_leaves():
-    with opened({FOO: torch.tensor(1.0)}) as box:
-        assert PopFoo()(torch.tensor(2.0)) == 3.0
-        assert box == {}
-        StashFoo()(torch.tensor(5.0))
-        assert box == {FOO: torch.tensor(5.0)}
-
-
 def test_layer_inside_a_skippable_pops_what_that_stashes(box):
     def forward(self, input):
         yield stash("foo", input)
@@ -130,6 +104,18 @@ def test_unwrapped_models_run_in_several_threads_at_once():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, [1.0, 2.0])) == [(11.0, {}), (22.0, {})]
+
+
+def test_contexts_that_take_turns_in_one_thread_do_not_share_a_skip():
+    first, last = StashFoo(10.0), PopFoo()
+
+    def run():
+        nn.Sequential(first, last)(torch.tensor(0.0))  # Leaves an empty box.
+        tasks = [(copy_context(), torch.tensor(value)) for value in (1.0, 2.0)]
+        given = [context.run(first, value) for context, value in tasks]
+        assert [context.run(last, y) for (context, _), y in zip(tasks, given)] == [11.0, 22.0]
+
+    Context().run(run)
 
 
 def test_stale_skip_of_a_failed_forward_is_replaced():
@@ -173,18 +159,6 @@ def test_wrong_yield_is_told(commands, error, told, box):
     box[(None, "baz")] = 0
     with pytest.raises(error, match=told):
         layer(forward, stash=["foo"], pop=["baz"])(0)
-
-
-def test_generator_is_closed_when_an_error_passes():
-    def forward(self, input):
-        with torch.no_grad():
-            yield 3
-
-    # The error holds the frame that holds the generator: only a close ends it now.
-    with pytest.raises(TypeError) as error:
-        layer(forward)(0)
-    assert torch.is_grad_enabled()
-    assert error.tb is not None
 
 
 def test_pairs_of_one_name_in_namespaces_do_not_meet(box):

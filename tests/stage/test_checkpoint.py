@@ -115,12 +115,14 @@ def test_writing_to_memory_that_another_input_or_a_skip_has_is_an_error(
         model((x, x))
 
 
-def test_a_mode_that_changes_before_backward_is_that_of_the_forward_in_the_recomputation() -> None:
-    class Mode(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sin() * 2 if self.training else x.sin() * 3
-
-    plain, model = twins(nn.Sequential(nn.Linear(3, 3), Mode(), nn.Dropout(0.0)), [1, 2], chunks=2, checkpoint="always")
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_a_mode_that_changes_before_backward_is_that_of_the_forward_in_the_recomputation(
+    backward: str, by: str
+) -> None:
+    mode = module_of(lambda self, x: x.sin() * 2 if self.training else x.sin() * 3)
+    plain, model = twins(nn.Sequential(nn.Linear(3, 3), mode, nn.Dropout(0.0)), [1, 2], by, chunks=2,
+                         checkpoint="always", backward=backward)
     x = torch.rand(4, 3)
     for m in (plain, model):
         loss = m(x).square().sum()
@@ -195,11 +197,18 @@ def test_a_stage_that_begins_to_write_to_its_input_is_an_error_once() -> None:
     assert_steps(plain, model, torch.rand(4, 6), 1)
 
 
-def test_another_output_in_the_recomputation_is_an_error() -> None:
-    layers = nn.Sequential(nn.Linear(6, 6), Apply(lambda x: x.detach() * 1 if is_recomputing() else x * 1))
-    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
-    with pytest.raises(RuntimeError, match="returned other outputs in its recomputation"):
-        model(torch.rand(4, 6)).sum().backward()
+@pytest.mark.parametrize(("by", "other"), [
+    ("balance", lambda x: x.detach() * 1), ("cuts", lambda x: x.detach() * 1), ("cuts", lambda x: x[:1] * 1)])
+def test_another_output_in_the_recomputation_is_an_error_each_time(by: str, other: Any) -> None:
+    armed: list[bool] = []
+    layers = nn.Sequential(nn.Linear(6, 6), Apply(lambda x: other(x) if armed and is_recomputing() else x * 1))
+    plain, model = twins(layers, [1, 1], by, chunks=2, checkpoint="always")
+    for _ in range(2):
+        assert_steps(plain, model, torch.rand(4, 6), 1)
+        armed.append(True)
+        with pytest.raises(RuntimeError, match="returned other outputs in its recomputation"):
+            model(torch.rand(4, 6)).sum().backward()
+        armed.clear()
 
 
 def keeping(self: Any, x: Tensor) -> Tensor:
@@ -218,15 +227,3 @@ def test_a_loss_that_the_first_stage_keeps_is_warned_of_once(options: dict[str, 
         loss_of(model, torch.rand(4, 4))
     assert len(told) == 1
     loss_of(model, torch.rand(4, 4))
-
-
-def test_an_input_made_to_require_grad_may_be_handed_on() -> None:
-    def slope(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not x.requires_grad:
-            x.requires_grad_()
-        (grad,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
-        return x, grad
-
-    layers = nn.Sequential(module_of(slope, **linears("layer")), Apply(lambda pair: pair[0] * pair[1]))
-    plain, model = twins(layers, [1, 1], chunks=2, checkpoint="always")
-    assert_steps(plain, model, torch.rand(6, 4), grad=False)
