@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import Failing, Note, assert_same, assert_same_tensors, twins
+from tests.helpers.twin import Failing, assert_same, assert_same_tensors, twins
 from tests.promise.layers import Apply
 
 CHECKPOINTS = ["never", "except_last", "always"]
@@ -32,12 +32,6 @@ def pair(**options: Any) -> tuple[nn.Sequential, SplitPipe]:
 
 def gradients(module: nn.Module) -> list[Any]:
     return [parameter.grad for parameter in module.parameters()]
-
-
-def noted(log: list[Any], stages: int = 3, **options: Any) -> SplitPipe:
-    """A pipeline of a layer a stage, whose backwards are noted."""
-    modules = [nn.Sequential(nn.Linear(4, 4), Apply(lambda x, j=j: Note.apply(x, log, j))) for j in range(stages)]
-    return SplitPipe(nn.Sequential(*modules), [1] * stages, devices=["cpu"] * stages, chunks=2, **options)
 
 
 @pairwise(checkpoint=CHECKPOINTS, stash_limit=LIMITS, by=["balance", "cuts"],
@@ -59,16 +53,6 @@ def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(
         found.append([*grads, x.grad])
     assert_same(found[1], found[0], "gradients")
     assert_same_tensors(model, plain)
-
-
-def test_only_the_stages_that_are_needed_run() -> None:
-    log: list[int] = []
-    model = noted(log, checkpoint="never")
-    loss = model(torch.randn(6, 4, requires_grad=True)).sum()
-    for name, stages in ("2.0.weight", {2}), ("1.0.bias", {1, 2}), ("0.0.weight", {0, 1, 2}):
-        log.clear()
-        torch.autograd.grad(loss, model.get_parameter(name), retain_graph=True)
-        assert {*log} == stages and len(log) == 2 * len(stages)
 
 
 @CHECKPOINT

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitpipe import SplitPipe, attach
+from tests.engine.models import Stack, batch
 from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import stages
 from tests.promise.layers import Apply
@@ -31,36 +32,19 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-class Net(nn.Module):
-    """Keeps hidden states for later, and computes with a parameter between blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        kept = [x]
-        for layer in self.layers:
-            kept.append(torch.tanh(layer(kept[-1])) * self.scale)
-        y = kept[0] + kept[1] + kept[3]
-        return {"loss": y.square().mean(), "y": y}
-
-
 @pytest.mark.parametrize("make", [SplitPipe, attach])
 @OPTIONS
 def test_a_model_its_batches_and_its_threads_go(options: dict[str, Any], make: Any) -> None:
     others = {*threading.enumerate()}
-    net = Net()
-    parts = [weakref.ref(net), weakref.ref(net.layers[1]), weakref.ref(net.scale)]
+    net, given = Stack(3), batch(4)
+    parts = [weakref.ref(net), weakref.ref(net.layers[1]), weakref.ref(net.last.weight)]
     model = make(net, cuts=["layers.1", "layers.2"], devices=["cpu"] * 3, chunks=2, **options)
-    x = torch.randn(4, 4)
-    model(x)["loss"].backward()
-    batch, started = weakref.ref(x), {*threading.enumerate()} - others
-    output = model(x)
+    model(**given)["loss"].backward()
+    kept, started = weakref.ref(given["x"]), {*threading.enumerate()} - others
+    output = model(**given)
     output["loss"].backward()
-    del output, x
-    assert batch() is None, "the batch is kept by the model, or by a cycle"
+    del output, given
+    assert kept() is None, "the batch is kept by the model, or by a cycle"
     assert {*threading.enumerate()} - others == started, "threads are not kept from call to call"
     assert len(started) <= 2 + 3, "more than one thread a microbatch and one a stage"
     del model, net

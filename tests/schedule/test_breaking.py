@@ -128,13 +128,6 @@ def test_the_best_of_all_orders_is_at_no_time_below_a_bound(seed: int) -> None:
         assert bound <= best, reason
 
 
-@pytest.mark.parametrize("costs", [(9.631, 4.73, 16.4), (0.1, 0.2, 0.3)])
-@pytest.mark.parametrize("chunks", range(1, 8))
-def test_rounding_lifts_no_bound_above_a_makespan(costs: tuple[float, float, float], chunks: int) -> None:
-    timeline = simulate(build("1f1b", 2, chunks), Costs(*costs))
-    assert timeline.makespan >= max(timeline.bounds.values())
-
-
 HOSTILE = [
     "\"'<>&", "</script><script>alert(1)</script>", "<!--<script>", "]]>", "\x00\x1b[31m\r\n\x85", "\u202eabc\u2028",
     "\ud800\uffff", "$policy ${data} {0} %s", "😀 שלום", "\\u003c/script>",

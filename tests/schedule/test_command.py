@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -35,7 +34,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-class Ran(SimpleNamespace):
+class Ran(NamedTuple):
     code: int
     out: str
     err: str
@@ -43,15 +42,11 @@ class Ran(SimpleNamespace):
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run_(line: str, *more: object) -> Ran:
-        code = __main__.main(["schedule", *line.split(), *map(str, more)])
-        return Ran(code=code, **capsys.readouterr()._asdict())
-
-    return run_
+    return lambda line, *more: Ran(__main__.main(["schedule", *line.split(), *map(str, more)]), *capsys.readouterr())
 
 
-def drawn(*schedules: Schedule, costs: Costs | None = None, width: int = 100) -> str:
-    return text.draw([simulate(schedule, costs) for schedule in schedules], width) + "\n"
+def drawn(*schedules: Schedule) -> str:
+    return text.draw([simulate(schedule) for schedule in schedules], 100) + "\n"
 
 
 def process(*arguments: str, **more: Any) -> subprocess.Popen[str]:
@@ -132,17 +127,15 @@ def test_the_examples_of_the_help_are_understood() -> None:
         command.parser().parse_args(line)
 
 
-@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
-def test_alone_it_prints_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(arguments) == 0
-    assert "schedule" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("word", ["Plan", "plans", "", "--version", "-x"])
-def test_an_unknown_command_is_an_error_in_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main([word]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", f"splitpipe: unknown command {word!r}: expected plan or schedule. See --help.\n")
+def test_alone_it_prints_help_and_an_unknown_command_is_an_error_in_one_line(
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in ([], ["-h"], ["--help"]):
+        assert __main__.main(arguments) == 0 and "schedule" in capsys.readouterr().out
+    for word in ("Plan", "plans", "", "--version", "-x"):
+        assert __main__.main([word]) == 2
+        said = f"splitpipe: unknown command {word!r}: expected plan or schedule. See --help.\n"
+        assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize(
@@ -152,30 +145,21 @@ def test_an_unknown_command_is_an_error_in_one_line(word: str, capsys: pytest.Ca
         ("zb-h1 --list", "found NAME and --list"),
         ("zb-h9", "there is no schedule named 'zb-h9'"),
         ("zb-h1 zb-h2", "unrecognized arguments: zb-h2"),
-        ("zb-h1 --bogus", "unrecognized arguments: --bogus"),
         ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
         ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
-        (f"zb-h1 --devices {10**30}", "expected at most"),
         ("zb-h1 --devices 0", "devices=0: expected"),
-        ("zb-h1 --costs 1 1 1", "argument --costs: expected 4 arguments"),
         ("zb-h1 --costs 1 1 1 x", "argument --costs: invalid float value: 'x'"),
-        ("zb-h1 --costs -1 1 1 0", "forward=-1.0: expected"),
-        ("zb-h1 --costs 1e308 1e308 1e308 0", "the makespan of inf has no scale"),
         ("zb-h1 --split", "zb-h1 has no option 'split'"),
         ("zb-h1 --memory 4", "--memory doesn't go with NAME"),
         ("zb-h1 --span longest", "--span doesn't go with NAME"),
         ("--search --span both", "argument --span: invalid choice: 'both'"),
         ("zb-h1 --svg one --html one", "two outputs are written to"),
-        ("looped-bfs --stages-per-device 1000000", "expected at most"),
         ("--search --group 2", "--group doesn't go with --search"),
-        ("--search --memory -1", "memory=-1.0"),
-        ("--search --chunks 1000000000", "expected at most"),
         ("--compare zb-h1", "found no schedule"),
         ("--from-csv absent.csv", "No such file or directory: 'absent.csv'"),
         ("--from-csv absent.csv --devices 4", "--devices doesn't go with --from-csv"),
         ("zb-h1 --svg absent/a.svg", "No such file or directory: 'absent/a.svg'"),
         ("zb-h1 --html .", "Is a directory: '.'"),
-        ("--from-csv .", "Is a directory"),
     ],
 )
 def test_an_error_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str,
@@ -202,9 +186,7 @@ def test_numbers_beyond_the_machine_and_control_c_end_it(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("arguments", [
-    ["schedule", "zb-h1"], [], ["schedule", "--list"], ["schedule", "--help"],
-])
+@pytest.mark.parametrize("arguments", [["schedule", "zb-h1"], [], ["schedule", "--list"], ["schedule", "--help"]])
 def test_nobody_reading_is_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -140,14 +140,6 @@ def test_a_page_forbids_the_network() -> None:
     assert not re.search(r"https?:|//[a-z]+\.|src=|@import|url\(", page.replace("default-src", ""))
 
 
-def test_of_many_stages_a_device_each_op_says_its_own() -> None:
-    timeline = played("interleaved-1f1b", stages_per_device=4)
-    line = rows(text.draw([timeline], 1000))[3]
-    assert re.findall(r"[^ .]+", line)[1:] == [
-        f"{stage}{kind if stage in (3, 11) else kind.lower()}{k}" for kind, stage, k in timeline.schedule.rows[3]
-    ]
-
-
 @pytest.mark.parametrize("draw", [text.draw, svg.draw, html.draw])
 def test_a_device_without_ops_is_drawn(draw: Any) -> None:
     ops = [Op("F", 0, 0), Op("BW", 0, 0)]

@@ -62,12 +62,6 @@ def test_of_a_backward_that_was_split_at_times_the_ratio_and_the_whole_are_kept(
     assert recording.plan.makespan == recording.makespan == 8
 
 
-def test_clocks_that_differ_make_no_negative_cost() -> None:
-    recording = Recording(build("1f1b", 2, 1))
-    recording.add(Step(played("1f1b", 2, 1).spans, ((0, -0.001), (1, -0.002)), (None, None)))
-    assert recording.costs().copy == 0
-
-
 # Several steps.
 
 def test_the_step_of_median_makespan_is_shown() -> None:
@@ -140,11 +134,3 @@ def test_no_bound_is_above_the_makespan_whatever_ops_took(data: st.DataObject, n
     assert sum(recording.losses.values()) == near(fmean(recording.idle))
     assert min(recording.losses.values()) >= 0
     assert str(recording)
-
-
-def test_where_all_steps_are_short_the_schedule_is_that_of_their_ops() -> None:
-    recording = Recording(build("1f1b", 4, 8))
-    recording.add(step(short(3)))
-    assert recording.schedule == short(3).schedule
-    assert recording.plan.spans == short(3).spans
-    assert str(recording).startswith("1f1b, recorded (ms): 4 devices, 3 microbatches\n")

@@ -2,12 +2,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from splitpipe.schedule import Costs, Recording, Step, Timeline, build
+from splitpipe.schedule import Costs, Recording, Timeline, build
 from tests.helpers.recording import near, played, recorded, step
 
 # What time is lost to.
@@ -59,19 +57,6 @@ def test_equal_stages_have_no_bottleneck() -> None:
     assert "unbalanced" not in str(recording)
 
 
-@pytest.mark.parametrize(("timeline", "copies", "remarks"), [
-    (played("gpipe", 1, 3), (), ("There is one device, which computes 100% of the step.",
-                                 "Of the step's 9 ms, a device computes 9 ms on average.")),
-    (played("gpipe", 2, 2, Costs(0, 0, 0)), ((0, 3.0),), (
-        "No stage is the bottleneck: the devices compute 0% of the step.",
-        "Of the step's 0 ms, a device computes 0 ms on average.")),
-], ids=["of one device", "without time"])
-def test_where_nothing_is_lost_no_loss_is_named(timeline: Timeline, copies: Any, remarks: tuple[str, ...]) -> None:
-    recording = Recording(timeline.schedule)
-    recording.add(Step(timeline.spans, copies, (None,) * timeline.schedule.devices))
-    assert recording.remarks == ("One step was recorded.", *remarks)
-
-
 def tables(recording: Recording) -> tuple[list[list[str]], list[list[str]]]:
     """The cells of the stages' and of the devices' table."""
     stages, devices = str(recording).split("\n\n")[-3:-1]
@@ -101,11 +86,3 @@ def test_a_line_a_device_has_its_bubble_and_its_memory() -> None:
 
 
 # Pictures.
-
-
-@pytest.mark.parametrize("write", ["to_html", "to_svg"])
-def test_others_stand_in_the_place_of_the_plan(write: str, tmp_path: Path) -> None:
-    recording, path = recorded(played("zb-h1")), tmp_path / "file"
-    getattr(recording, write)(path, played("1f1b"))
-    text = path.read_text(encoding="utf-8")
-    assert "1f1b" in text and "recorded" in text and "planned" not in text
