@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from splitpipe.backward import rules
 from splitpipe.core.torch_private import _functions
-from tests.helpers.deferring import WAYS, Call, Scale, deferred, fused, trained, tried
+from tests.helpers.deferring import WAYS, Call, Scale, fused, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors
@@ -52,21 +52,14 @@ def hooked(x: Tensor, w: Tensor) -> Tensor:
 
 
 REFUSED = "its rule doesn't take this call"
-#: What autograd sees otherwise; whether its weight is deferred, and how, or why not.
-CALLS: dict[str, tuple[Callable[..., Tensor], bool, str]] = {
-    "saved-tensor hooks": (hooked, False, f"MmBackward0: {REFUSED}"),
-    "a subclass": (lambda x, w: F.linear(x.as_subclass(Own), w).as_subclass(Tensor), False,
-                   f"MmBackward0: {REFUSED}"),
-}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # Torch's own, in forward-mode AD.
 @pytest.mark.parametrize("way", [*WAYS.values()][:2], ids=[*WAYS][:2])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_autograd_sees_otherwise_is_its_module(name: str, way: dict[str, Any]) -> None:
-    function, late, why = CALLS[name]
+@pytest.mark.parametrize("function", [hooked, lambda x, w: F.linear(x.as_subclass(Own), w).as_subclass(Tensor)],
+                         ids=["saved-tensor hooks", "a subclass"])
+def test_a_call_that_autograd_sees_otherwise_is_its_module(function: Any, way: dict[str, Any]) -> None:
     model = trained(Call(function, w=torch.randn(6, 6)), torch.randn(7, 6), **way)
-    assert (deferred(model) if late else fused(model)) == {"1.w": why}
+    assert fused(model) == {"1.w": f"MmBackward0: {REFUSED}"}
 
 
 def test_a_hook_set_on_an_activation_after_the_forward_counts() -> None:

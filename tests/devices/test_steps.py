@@ -16,7 +16,6 @@ from splitpipe import SplitPipe
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core import stream
 from tests.devices import predicted
-from tests.devices.cases import Case, run
 from tests.devices.log import launches, softcuda
 from tests.devices.makespans import WAYS, Way
 from tests.devices.subjects import WIDTH, chain, mean
@@ -110,19 +109,6 @@ def test_data_parallelism_reduces_gradients_that_are_computed(where: str, backwa
             loss.backward()
             mean(plain(x), y).backward()
             assert_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("subject", ["chain", "skips", "elsewhere"])
-def test_nothing_depends_on_the_class_of_streams(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of an accelerator that has none of its own."""
-    monkeypatch.setattr(torch.cuda, "Stream", torch.Stream)
-    monkeypatch.setattr(torch.cuda, "Event", torch.Event)
-    stream._kind.cache_clear()
-    try:
-        for checkpoint, schedule, own in (("never", None, True), ("always", None, False), ("always", "zb-v", False)):
-            assert run(Case(subject, 4, 3, checkpoint, "split", schedule, own)) == ([], "")
-    finally:
-        stream._kind.cache_clear()
 
 
 @fake

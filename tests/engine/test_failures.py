@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -94,14 +93,10 @@ def test_an_error_in_a_forward_has_its_place_and_the_next_step_is_right(
 @graded({axis: AXES[axis] for axis in ("way", "checkpoint")}, [["way"]], [["way", "checkpoint"]])
 def test_after_an_error_in_backward_the_next_step_is_right(way: dict[str, Any], checkpoint: str) -> None:
     plain, model = pair(way, checkpoint)
-    model.inner.failing.failures.append(ValueError("found"))
-    with pytest.raises(ValueError, match="found"):
-        step(model)
-    assert_right(plain, model)
-    handle = model.layers[0].layer.weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        step(model)
-    handle.remove()
+    for error in (ValueError("found"), KeyboardInterrupt()):
+        model.inner.failing.failures.append(error)
+        with pytest.raises(type(error)):
+            step(model)
     assert_right(plain, model)
 
 

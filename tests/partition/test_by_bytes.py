@@ -1,14 +1,11 @@
 """Where a module is cut that nobody has measured."""
 from __future__ import annotations
 
-import random
-from itertools import combinations
-
 import pytest
 import torch
 from torch import nn
 
-from splitpipe.partition.by_bytes import cuts_of_map, divide
+from splitpipe.partition.by_bytes import cuts_of_map
 
 A, B, C = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 
@@ -23,32 +20,6 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
-
-
-def ways(count: int, stages: int) -> list[list[int]]:
-    """All ways to cut so many parts into stages."""
-    found = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
-    return [[end - start for start, end in zip(each, each[1:])] for each in found]
-
-
-def fills(sizes: list[float], rooms: list[float], numbers: list[int]) -> list[float]:
-    """How full each stage is, of its room."""
-    rest = iter(sizes)
-    return [sum(next(rest) for _ in range(number)) / room for number, room in zip(numbers, rooms)]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_fullest_stage_is_as_empty_as_can_be_then_the_next_one(seed: int) -> None:
-    draw = random.Random(seed)
-    sizes = [float(draw.randint(0, 9)) for _ in range(draw.randint(1, 8))]
-    rooms = [float(draw.randint(1, 4)) for _ in range(draw.randint(1, len(sizes)))]
-
-    def cost(numbers: list[int]) -> list[float]:
-        return sorted(fills(sizes, rooms, numbers), reverse=True)
-
-    numbers = divide(sizes, rooms)
-    assert sum(numbers) == len(sizes) and min(numbers) > 0
-    assert cost(numbers) == pytest.approx(min(map(cost, ways(len(sizes), len(rooms)))))
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,6 @@ class Page:
         self.page.mouse.move(box["x"] + x, box["y"] + y)
         return self.tip
 
-    def changed_from(self, shown: str) -> None:
-        """Waits until the page shows another stretch of time."""
-        playwright.expect(self.page.locator("#shown")).not_to_have_text(shown)
-
     @property
     def tip(self) -> str:
         tip = self.page.locator("#tip")
@@ -127,17 +123,15 @@ def test_hovering_an_op_names_it_with_its_times(opened: Open) -> None:
 @pytest.mark.thorough
 def test_the_wheel_zooms_to_where_the_pointer_is(opened: Open) -> None:
     page = opened(played())
-    assert page.shown == "0 to 27"
     before = page.point(20.5)
     page.page.mouse.wheel(0, -600)
-    page.changed_from("0 to 27")
+    playwright.expect(page.page.locator("#shown")).not_to_have_text("0 to 27")
     start, end = map(float, page.shown.split(" to "))
     assert 0 < start < 20.5 < end < 27 and page.tip == before
-    assert page.colour(20.1, down=3) == page.colour(20.9, down=3) == measures.BASE["W"]
 
 
 @pytest.mark.parametrize("by_keys", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_buttons_and_keys_zoom_and_move(opened: Open, by_keys: bool) -> None:
+def test_buttons_keys_and_dragging_zoom_and_move(opened: Open, by_keys: bool) -> None:
     page = opened(played())
     ways = {"zoom in": "+", "later": "ArrowRight", "earlier": "ArrowLeft", "zoom out": "-", "show all": "0"}
     shown = []
@@ -148,18 +142,11 @@ def test_buttons_and_keys_zoom_and_move(opened: Open, by_keys: bool) -> None:
             page.page.get_by_role("button", name=name, exact=True).click()
         shown.append(page.shown)
     assert shown == ["4.5 to 22.5", "9 to 27", "4.5 to 22.5", "0 to 27", "4.5 to 22.5", "0 to 27"]
-
-
-@pytest.mark.thorough
-def test_dragging_moves_the_view(opened: Open) -> None:
-    page = opened(played())
     page.page.keyboard.press("+")
     page.point(18)
     page.page.mouse.down()
     page.point(9)
     page.page.mouse.up()
-    assert page.shown == "9 to 27"
-    page.point(20)
     assert page.shown == "9 to 27"
 
 

@@ -88,9 +88,7 @@ def test_a_short_step_is_not_shown_but_counts_for_costs() -> None:
 
 QUESTIONS: dict[str, Callable[[Recording], object]] = {
     **{name: attrgetter(name) for name in ("makespan", "bounds", "spans", "plan", "memory", "losses", "remarks")},
-    "costs()": Recording.costs, "str": str,
-    "html": lambda recording: recording.to_html("never.html", played()),
-    "svg": lambda recording: recording.to_svg("never.svg"),
+    "costs": Recording.costs, "str": str, "html": lambda recording: recording.to_html("never.html", played()),
 }
 
 

@@ -20,17 +20,15 @@ def late_weights(p: int, m: int) -> Schedule:
     return Schedule(rows, whole.placement)
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (4, 8), (6, 9)])
-def test_weights_go_into_holes(p: int, m: int) -> None:
-    late, costs = late_weights(p, m), Costs()
-    found = simulate(reorder(late, costs), costs)
-    assert found.makespan <= simulate(build("1f1b", p, m, split=True), costs).makespan
-    assert found.makespan < simulate(late, costs).makespan
-
-
-def test_what_can_not_get_better_stays_as_it_is() -> None:
-    schedule = build("1f1b", 4, 8)
-    assert reorder(schedule, Costs()) is schedule
+@pytest.mark.parametrize(("p", "m", "costs", "late", "makespan"), [
+    (2, 2, Costs(), 8, 7), (4, 8, Costs(), 30, 27), (6, 9, Costs(), 37, 32), (4, 8, Costs(3, 4, 2), 93, 81),
+    (4, 8, Costs(3, 4, 2, 0.5), 101, 83), (4, 8, Costs(1, 2, 2), 49, 49),  # Nothing gets better: it stays as it is.
+])
+def test_weights_go_into_holes(p: int, m: int, costs: Costs, late: float, makespan: float) -> None:
+    schedule = late_weights(p, m)
+    found = reorder(schedule, costs)
+    assert (simulate(schedule, costs).makespan, simulate(found, costs).makespan) == (late, makespan)
+    assert (found is schedule) is (late == makespan)
 
 
 def test_memory_that_is_offered_is_taken_up_to_there() -> None:
@@ -41,23 +39,13 @@ def test_memory_that_is_offered_is_taken_up_to_there() -> None:
     assert all(one <= max(3, before) for one, before in zip(tiling.reorder(3.9).peak_activations, (4, 3, 2, 1)))
 
 
-@pytest.mark.parametrize(
-    "costs", [Costs(0, 0, 0), Costs(1, 0, 1), Costs(0, 1, 0), Costs(1e9, 1e-9, 1), Costs(0, 0, 0, 1)]
-)
-@pytest.mark.parametrize("name", ["zb-v", "v-half", "interleaved-1f1b", "gpipe"])
-def test_ops_that_take_nothing_keep_an_order_that_can_run(name: str, costs: Costs) -> None:
-    schedule = build(name, 4, 6)
-    found = reorder(schedule, costs)
-    check(found)
-    assert simulate(found, costs).makespan <= simulate(schedule, costs).makespan
-
-
 @given(st.integers(1, 5), st.integers(1, 9), st.data())
 def test_from_any_order_it_gets_no_worse(p: int, m: int, data: st.DataObject) -> None:
     schedule = late_weights(p, m)
     each = st.lists(st.sampled_from([0, 0.5, 1, 3]), min_size=p, max_size=p)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each), data.draw(st.sampled_from([0, 0.7])))
     before, found = simulate(schedule, costs), reorder(schedule, costs)
+    check(found)
     after = simulate(found, costs)
     assert after.makespan <= before.makespan
     assert all(one <= other for one, other in zip(after.peak_activations, before.peak_activations))

@@ -78,8 +78,12 @@ def test_no_schedule_with_a_name_that_fits_is_shorter(costs: Costs | None) -> No
 @pytest.mark.thorough
 def test_the_same_arguments_give_the_same_schedule() -> None:
     one, other = (search(4, 7, replace(UNEQUAL, copy=0.05), 2, seconds=0.1) for _ in range(2))
-    assert one == other
-    assert one.name == "search"
+    assert one == other and one.name == "search"
+
+
+def test_each_device_may_have_a_memory_of_its_own() -> None:
+    peaks = found(4, 8, memory=[4, 3.5, 3, 4], stages_per_device=2, seconds=0).peak_activations
+    assert all(peak <= cap for peak, cap in zip(peaks, (4, 3.5, 3, 4)))
 
 
 @pytest.mark.thorough

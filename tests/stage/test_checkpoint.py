@@ -140,32 +140,6 @@ def test_a_layer_that_writes_to_its_parameters_is_an_error() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_checkpointed_forward_sees_what_it_sees_without_a_pipeline(schedule: str) -> None:
-    """Masks that need no gradient stay so in later stages, and hidden states that hooks gather have a graph."""
-    seen: list[tuple[bool, ...]] = []
-
-    def look(given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, mask = given
-        seen.append((torch.is_grad_enabled(), x.requires_grad, mask.requires_grad, (x * mask).requires_grad))
-        return x * mask, mask
-
-    layers = nn.Sequential(Apply(look), Apply(lambda given: (given[0].tanh(), given[1])), Apply(look),
-                           Apply(lambda given: given[0]))
-    layers.insert(1, module_of(lambda self, given: (self.layer(given[0]), given[1]), **linears("layer")))
-    hidden: list[bool] = []
-    layers[2].register_forward_hook(lambda module, given, out: hidden.append(out[0].requires_grad))
-    plain, model = twins(layers, [2, 3], chunks=2, checkpoint="always", **inside({"schedule": schedule}))
-    x, mask = torch.rand(4, 4), torch.ones(4, 4)
-    loss_of(plain, (x, mask)).backward()
-    expected, hooked = {*seen}, {*hidden}
-    seen.clear()
-    hidden.clear()
-    loss_of(model, (x, mask)).backward()
-    assert {*seen} == expected and len(seen) == 8 and {*hidden} == hooked == {True}
-    assert_same_tensors(model, plain)
-
-
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
 def test_tensors_that_functional_call_swaps_are_those_of_the_recomputation(options: dict[str, Any]) -> None:
     layers = mlp()
