@@ -86,18 +86,16 @@ def test_a_frozen_weight_gets_no_gradient(frozen: str, way: dict[str, Any]) -> N
 
 @in_more_ways
 def test_a_none_for_a_needed_gradient_is_none_and_attributes_reach_backward_weight(way: dict[str, Any]) -> None:
-    class Silent(Affine):
-        @staticmethod
-        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-            ctx.own = 3
-            return Affine.backward_input(ctx, grad_output)
+    def of_input(ctx: Any, grad_output: Tensor) -> Tensor:
+        ctx.own = 3
+        return Affine.backward_input(ctx, grad_output)
 
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            assert getattr(ctx, "own", 3) == 3
-            return None, grad_output.sum(0)
+    def of_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        assert getattr(ctx, "own", 3) == 3
+        return None, grad_output.sum(0)
 
-    assert trained(affine(Silent), torch.randn(7, 6), **way)[1].w.grad is None
+    silent = type("Silent", (Affine,), {INPUT: staticmethod(of_input), WEIGHT: staticmethod(of_weight)})
+    assert trained(affine(silent), torch.randn(7, 6), **way)[1].w.grad is None
 
 
 # Outside

@@ -28,7 +28,6 @@ def both(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
 
 #: What two parameters of a layer are used for, and what the report says of them.
 USES: dict[str, tuple[Callable[..., Tensor], str, str]] = {
-    "nothing": (lambda x, w, v: x * 2, NOT_YET, NOT_YET),
     "functions without a rule, products": (
         lambda x, w, v: x * w.exp().sum() + w.sin().sum() + F.linear(x @ v, v),
         "ExpBackward0 has no rule, SinBackward0 has no rule", "+ linear"),

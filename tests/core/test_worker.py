@@ -68,25 +68,15 @@ def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest
 # Death
 
 
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says nothing of threads that end with an exception."""
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-
-
-def kill(thread: threading.Thread) -> None:
-    """Has it raise, as soon as it does something."""
-    ident = ctypes.c_ulong(thread.ident or 0)
-    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
-
-
 @pytest.mark.parametrize("error", [WorkerDiedError, KeyError], ids=["its thread dies", "it fails"])
 def test_a_call_that_waits_for_another_one_is_stopped_and_waited_for(
-    error: type[Exception], pool: Pool, quiet: None, request: pytest.FixtureRequest
+    error: type[Exception], pool: Pool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if error is WorkerDiedError:
+    if error is WorkerDiedError:  # Raises as soon as it does something.
         request.getfixturevalue("untraced")
-        kill(pool.threads[0])
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        ident = ctypes.c_ulong(pool.threads[0].ident or 0)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
     stop, ended, told = threading.Event(), list[bool](), list[BaseException]()
     with pytest.raises(error) as caught:
         pool.run([(1, lambda: ended.append(stop.wait(60))), (0, partial(fails, KeyError()))],

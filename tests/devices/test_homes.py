@@ -85,7 +85,8 @@ def test_what_was_moved_goes_home_again() -> None:
     model = splitpipe.attach(Tied(3), cuts(3), devices=DEVICES)
     first, before = model(batch()), homes(model)
     told = {name: str(device) for name, device in model.hf_device_map.items()}
-    assert told == {f"blocks.{stage}": device for stage, device in enumerate(DEVICES)} | {"last": DEVICES[0]}
+    assert told == {f"blocks.{stage}": device for stage, device in enumerate(DEVICES)} | {
+        "last": DEVICES[2], "last.weight": DEVICES[0]}
     model.to(DEVICES[2])
     assert {*homes(model).values()} == {DEVICES[2]}
     with pytest.warns(UserWarning, match=r"parameters were moved from their stages' devices, as by model.cuda\(\)"):

@@ -77,12 +77,7 @@ class Case:
         self.loss(module).backward()
 
     def survives(self, error: type[BaseException], same: bool = True) -> BaseException:
-        """A step that fails with the error, which is given back, and one that works.
-
-        Args:
-            error: that it raises.
-            same: whether the threads stay.
-        """
+        """A step that fails with the error, which is given back, and one that works; ``same``: the threads stay."""
         for layer in self.model.modules():
             if isinstance(layer, DeferredBatchNorm):
                 layer.reset_running_stats()  # After many steps with one batch they would not change any more.

@@ -1,4 +1,4 @@
-"""What a recording says of its model: where time is lost, which stage is the bottleneck; in text and in pictures."""
+"""What a recording says of its model: where time is lost, which stage is the bottleneck, and what each takes."""
 from __future__ import annotations
 
 import re
@@ -83,6 +83,3 @@ def test_a_line_a_device_has_its_bubble_and_its_memory() -> None:
         ["cuda:0", "50.00%", "50.00%", "3", "GiB"],
         ["cpu", "75.00%", "25.00%", "-"],
     ]
-
-
-# Pictures.
