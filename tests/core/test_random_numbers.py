@@ -1,4 +1,4 @@
-"""R draws what F drew; every generator is then where it was; and a call knows whether it draws."""
+"""R draws what F drew, and the generator is then where it was, also after an error."""
 from __future__ import annotations
 
 import pytest
@@ -19,9 +19,10 @@ def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> No
     draws = Draws({True: True}, True)
     numbers = Numbers(draws, CPU)
     with numbers.first(recomputed=True):
-        torch.rand(3)
+        first = torch.rand(3)
+    torch.rand(5)  # Others draw meanwhile.
     before = default()
     with pytest.raises(error), numbers.repeated():
-        torch.rand(3)
+        assert torch.equal(torch.rand(3), first)
         raise error
     assert torch.equal(default(), before)

@@ -84,7 +84,6 @@ def test_a_call_that_waits_for_another_one_is_stopped_and_waited_for(
     assert ended == [True] and told == [caught.value] and not pool.usable
 
 
-
 # Intra-op threads
 
 

@@ -42,4 +42,3 @@ def batch(rows: int = 6) -> dict[str, Tensor]:
 def piped(module: nn.Module, cuts: list[str], **options: Any) -> SplitPipe:
     """A copy of the module as a pipeline of CPU stages, three microbatches if nothing else is said."""
     return SplitPipe(copy.deepcopy(module), cuts=cuts, **{"devices": ["cpu"] * (len(cuts) + 1), "chunks": 3, **options})
-

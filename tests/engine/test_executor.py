@@ -1,6 +1,7 @@
-"""The threads of a call: every call ends, also where no op of any row can run, or the bookkeeping itself fails."""
+"""The threads of a call: after an error no op begins, and every call ends, also where no op of any row can run."""
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextvars import copy_context
 
@@ -18,12 +19,30 @@ def run(rows: list[list[OpRun]], how: str, does: Callable[[OpRun], object] = lam
     """Forwards by cuts, which are parked at split points; ops that are each a call; all in the caller's thread."""
 
     def whole(i: int, pause: Callable[[], None]) -> None:
-        does(F00)
+        does(OpRun("F", 0, (i,)))
         pause()
-        does(F10)
+        does(OpRun("F", 1, (i,)))
 
     executor = Executor(rows, does, thread_state.capture(), copy_context(), whole if how == "parked" else None)
     executor.run(None if how == "caller" else Pool([str(number) for number in range(executor.size)]))
+
+
+@pytest.mark.parametrize("how", ["parked", "called"])
+def test_after_an_error_no_other_op_begins(how: str) -> None:
+    begun, second = list[OpRun](), threading.Event()
+    rows = [[OpRun("F", stage, (i,)) for i in range(2)] for stage in range(2)]
+
+    def does(op: OpRun) -> None:
+        begun.append(op)
+        if op == rows[0][1]:
+            second.set()
+        if op == F10:
+            assert second.wait(60)
+            raise LookupError("of an op")
+
+    with pytest.raises(LookupError, match="of an op"):
+        run(rows, how, does)
+    assert sorted(begun) == [*rows[0], F10]
 
 
 @pytest.mark.parametrize("how", ["parked", "called"])

@@ -156,9 +156,13 @@ CASES = {
         owner.model = made()
         step(owner.model)
         """, out="refused"),
-    "forks after a step": Case(
-        CHILD + "model = made()\nstep(model)\npid = os.fork()\nif not pid: child()\nsaid(status(pid), right(model))",
-        out="True True\n7 True\n"),
+    "forks after a step": Case(CHILD + textwrap.dedent("""
+        model = made()
+        step(model), step(model)  # The first one has no threads.
+        pid = os.fork()
+        if not pid: child()
+        said(status(pid), right(model))
+        """), out="True True\n7 True\n"),
     "forks during another thread's step": Case(CHILD + textwrap.dedent("""
         inside, ended, fired = threading.Event(), threading.Event(), []
         model = made(lambda: (inside.set(), ended.wait()))
