@@ -77,14 +77,8 @@ def test_a_block_may_leave_tensors_for_the_code_right_after_it(after: str, sched
         descend(model, plain)
     for block in model.blocks:
         assert block.weights is None and block.gate.balance is None and block.history == {"weights": [None]}
-
-
-@pytest.mark.filterwarnings(NONE)
-def test_a_single_microbatch_is_the_batch() -> None:
-    model = piped(Mixture(), ["blocks.2"])
-    for rows in (7, 1):
-        model(**batch(rows))
-    assert isinstance(model.blocks[0].weights, Tensor) and len(model.blocks[0].weights) == 1
+    model(**batch(1))  # A single microbatch is the batch.
+    assert len(model.blocks[0].weights) == 1
 
 
 def condition(net: Any, x: Tensor) -> Tensor:

@@ -138,30 +138,27 @@ def test_alone_it_prints_help_and_an_unknown_command_is_an_error_in_one_line(
         assert capsys.readouterr() == ("", said)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "found no schedule: expected one of NAME, --list, --search, --from-csv."),
-        ("zb-h1 --list", "found NAME and --list"),
-        ("zb-h9", "there is no schedule named 'zb-h9'"),
-        ("zb-h1 zb-h2", "unrecognized arguments: zb-h2"),
-        ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
-        ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
-        ("zb-h1 --devices 0", "devices=0: expected"),
-        ("zb-h1 --costs 1 1 1 x", "argument --costs: invalid float value: 'x'"),
-        ("zb-h1 --split", "zb-h1 has no option 'split'"),
-        ("zb-h1 --memory 4", "--memory doesn't go with NAME"),
-        ("zb-h1 --span longest", "--span doesn't go with NAME"),
-        ("--search --span both", "argument --span: invalid choice: 'both'"),
-        ("zb-h1 --svg one --html one", "two outputs are written to"),
-        ("--search --group 2", "--group doesn't go with --search"),
-        ("--compare zb-h1", "found no schedule"),
-        ("--from-csv absent.csv", "No such file or directory: 'absent.csv'"),
-        ("--from-csv absent.csv --devices 4", "--devices doesn't go with --from-csv"),
-        ("zb-h1 --svg absent/a.svg", "No such file or directory: 'absent/a.svg'"),
-        ("zb-h1 --html .", "Is a directory: '.'"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("", "found no schedule: expected one of NAME, --list, --search, --from-csv."),
+    ("zb-h1 --list", "found NAME and --list"),
+    ("zb-h9", "there is no schedule named 'zb-h9'"),
+    ("zb-h1 zb-h2", "unrecognized arguments: zb-h2"),
+    ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
+    ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
+    ("zb-h1 --devices 0", "devices=0: expected"),
+    ("zb-h1 --costs 1 1 1 x", "argument --costs: invalid float value: 'x'"),
+    ("zb-h1 --split", "zb-h1 has no option 'split'"),
+    ("zb-h1 --memory 4", "--memory doesn't go with NAME"),
+    ("zb-h1 --span longest", "--span doesn't go with NAME"),
+    ("--search --span both", "argument --span: invalid choice: 'both'"),
+    ("zb-h1 --svg one --html one", "two outputs are written to"),
+    ("--search --group 2", "--group doesn't go with --search"),
+    ("--compare zb-h1", "found no schedule"),
+    ("--from-csv absent.csv", "No such file or directory: 'absent.csv'"),
+    ("--from-csv absent.csv --devices 4", "--devices doesn't go with --from-csv"),
+    ("zb-h1 --svg absent/a.svg", "No such file or directory: 'absent/a.svg'"),
+    ("zb-h1 --html .", "Is a directory: '.'"),
+])
 def test_an_error_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str,
                               message: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -24,12 +24,8 @@ times = st.one_of(st.integers(0, 4), st.floats(0.01, 9)).map(float)
 
 
 def found(
-    devices: int,
-    chunks: int,
-    costs: Costs | None = None,
-    memory: float | list[float] | None = None,
-    stages_per_device: int | None = None,
-    seconds: float = 0.1,
+    devices: int, chunks: int, costs: Costs | None = None, memory: float | list[float] | None = None,
+    stages_per_device: int | None = None, seconds: float = 0.1,
 ) -> Timeline:
     """What pure Python finds, simulated."""
     return simulate(search(devices, chunks, costs, memory, stages_per_device, seconds=seconds), costs)
@@ -110,21 +106,18 @@ def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
     assert timeline.makespan >= max(timeline.bounds.values()) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"memory": 0.5}, "expected at least 1, as backward begins with"),
-        ({"memory": [2, 0]}, "expected at least 1, as backward begins with"),
-        ({"memory": [2, 2, 2]}, "expected a number, or one for each of 2"),
-        ({"costs": Costs([1, 1, 1], 1, 1)}, "3 stages: expected the same number on each of 2"),
-        ({"costs": Costs([1, 1], 1, 1), "stages_per_device": 2}, "2 numbers: expected one for each of 4 stages"),
-        ({"costs": Costs([1, 1], [1, 1, 1, 1], 1)}, "backward_input has 4 numbers"),
-        ({"costs": Costs(recompute=1)}, "recompute=1.*expected 0.*Add it to backward_input"),
-        ({"costs": Costs(recompute=[0, 0, 0, 1]), "stages_per_device": 2}, "recompute=.*expected 0"),
-        ({"costs": Costs(copy=[1]), "stages_per_device": 1},
-         "copy=.*expected a single time for all hops here, such as the longest"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"memory": 0.5}, "expected at least 1, as backward begins with"),
+    ({"memory": [2, 0]}, "expected at least 1, as backward begins with"),
+    ({"memory": [2, 2, 2]}, "expected a number, or one for each of 2"),
+    ({"costs": Costs([1, 1, 1], 1, 1)}, "3 stages: expected the same number on each of 2"),
+    ({"costs": Costs([1, 1], 1, 1), "stages_per_device": 2}, "2 numbers: expected one for each of 4 stages"),
+    ({"costs": Costs([1, 1], [1, 1, 1, 1], 1)}, "backward_input has 4 numbers"),
+    ({"costs": Costs(recompute=1)}, "recompute=1.*expected 0.*Add it to backward_input"),
+    ({"costs": Costs(recompute=[0, 0, 0, 1]), "stages_per_device": 2}, "recompute=.*expected 0"),
+    ({"costs": Costs(copy=[1]), "stages_per_device": 1},
+     "copy=.*expected a single time for all hops here, such as the longest"),
+])
 def test_what_makes_no_sense_or_is_not_searched_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search(**{"devices": 2, "chunks": 4, **arguments})  # type: ignore[arg-type]
@@ -141,10 +134,8 @@ def test_ops_without_time_never_come_to_wait_in_a_circle() -> None:
 # The shortest span of the longest device, and what the paper's search reaches.
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("times", "devices", "chunks", "bubble", "span"),
-    [(*PAPER[0], "makespan"), (*PAPER[0], "longest"), (*PAPER[1], "longest"), (*PAPER[2], "makespan")],
-)
+@pytest.mark.parametrize(("times", "devices", "chunks", "bubble", "span"), [
+    (*PAPER[0], "makespan"), (*PAPER[0], "longest"), (*PAPER[1], "longest"), (*PAPER[2], "makespan")])
 def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(
     times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float, span: str
 ) -> None:
@@ -167,9 +158,7 @@ def test_the_length_of_words_is_the_span_that_a_simulation_finds(name: str, opti
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("times", "devices", "chunks", "bubble", "seconds"), [(*PAPER[0], 0.05), (*PAPER[1], 0.5)]
-)
+@pytest.mark.parametrize(("times", "devices", "chunks", "bubble", "seconds"), [(*PAPER[0], 0.05), (*PAPER[1], 0.5)])
 def test_with_twice_the_memory_the_longest_span_is_close_to_what_is_possible(
     times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float, seconds: float
 ) -> None:
@@ -179,9 +168,7 @@ def test_with_twice_the_memory_the_longest_span_is_close_to_what_is_possible(
     put_off = 2 * devices
     least = (devices - 1) * (f + b + 2 * copy) + chunks * (f + b) + (chunks - put_off) * w + w
     costs = Costs(*times)
-    found = search(
-        devices, chunks, costs, memory=put_off, stages_per_device=1, seconds=seconds, span="longest"
-    )
+    found = search(devices, chunks, costs, memory=put_off, stages_per_device=1, seconds=seconds, span="longest")
     timeline = simulate(found, costs)
     assert least - 1e-9 <= timeline.longest <= least * 1.001
     assert max(timeline.peak_activations) <= put_off

@@ -13,10 +13,6 @@ from tests.helpers.recording import near, played, recorded, step
 LOST = ["unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"]
 
 
-def lost(recording: Recording) -> list[float]:
-    return [near(recording.losses[reason]) for reason in LOST]
-
-
 @pytest.mark.parametrize(("timeline", "late", "expected"), [
     pytest.param(played(), 0, [0, 9, 0, 0], id="a bubble that equal stages have, too"),
     pytest.param(played("zb-v", 2, 4, Costs(3, 4, 2)), 0, [0, 2, 0, 0], id="equal work on every device"),
@@ -29,7 +25,7 @@ def lost(recording: Recording) -> list[float]:
 def test_time_is_lost_to(timeline: Timeline, late: float, expected: list[float]) -> None:
     recording = Recording(timeline.schedule)
     recording.add(step(timeline, late=late))
-    assert lost(recording) == expected
+    assert [near(recording.losses[reason]) for reason in LOST] == expected
 
 
 # Words.
