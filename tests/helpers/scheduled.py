@@ -8,12 +8,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe, schedule
 from tests.helpers.twin import assert_same, assert_same_tensors, descend, even, fresh, stages
+
+#: Names with which the essence shows what all schedules do alike: rows of stages, and a V whose W are apart.
+FEW = ("1f1b", "zb-v")
+#: Every schedule; more than those few are thorough.
+NAMES = pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in schedule.names()
+])
 
 LossFn = Callable[[Any, Any], Any]
 
