@@ -35,12 +35,14 @@ LINEAR: dict[str, Case] = {
     "linear": (F.linear, ((4, 6), (4,)), (7, 6)),
     "addmm": (lambda x, w, b: torch.addmm(b, x, w), ((6, 4), (4,)), (7, 6)),
     "four dimensions": (F.linear, ((4, 6), (4,)), (7, 2, 3, 6)),
+    "many rows": (F.linear, ((80, 100), (80,)), (70, 100)),
     "no columns": (F.linear, ((4, 0), (4,)), (7, 3, 0)),
     "no bias": (F.linear, ((4, 6),), (7, 6)),
     "a bias for all columns": (F.linear, ((4, 6), (1,)), (7, 6)),
     ".mT": (lambda x, w: x @ w.mT, ((4, 6),), (7, 6)),
     "transposed three times": (lambda x, w: x @ w.T.mT.permute(1, 0), ((6, 6),), (7, 6)),
     "a matrix on the left of several": (lambda x, w: w @ x, ((4, 6),), (7, 6, 3)),
+    "matmul, four dimensions": (torch.matmul, ((6, 4),), (7, 2, 3, 6)),
     "both ways round": (lambda x, w: x @ w @ w.t(), ((6, 4),), (7, 6)),
 }
 CONVOLUTION: dict[str, Case] = {

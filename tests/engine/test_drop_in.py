@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
+from tests.helpers.deferring import scale
 from tests.helpers.twin import Failing, assert_same, assert_same_tensors, twins
 from tests.promise.layers import Apply
 
@@ -23,7 +24,7 @@ LIMITS = [None, 0, 500]
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), scale(6), nn.Linear(6, 3))
 
 
 def pair(**options: Any) -> tuple[nn.Sequential, SplitPipe]:
@@ -35,17 +36,17 @@ def gradients(module: nn.Module) -> list[Any]:
 
 
 @pairwise(checkpoint=CHECKPOINTS, stash_limit=LIMITS, by=["balance", "cuts"],
-          chosen=[["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"]])
+          chosen=[["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"], ["input"]])
 def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(
     checkpoint: str, stash_limit: Any, by: str, chosen: list[str]
 ) -> None:
     plain, model = pair(checkpoint=checkpoint, stash_limit=stash_limit, by=by)
     given, found = torch.randn(7, 4), []
     for each in (plain, model):
-        x, parameters = given.clone().requires_grad_(), dict(each.named_parameters())
-        loss = each(x).square().sum()
-        grads = torch.autograd.grad(loss, [parameters[name] for name in chosen], retain_graph=True)
-        loss.backward(inputs=[x, parameters["2.weight"]], retain_graph=True)
+        x = given.clone().requires_grad_()
+        leaves, loss = {**dict(each.named_parameters()), "input": x}, each(x).square().sum()
+        grads = torch.autograd.grad(loss, [leaves[name] for name in chosen], retain_graph=True)
+        loss.backward(inputs=[x, leaves["2.weight"]], retain_graph=True)
         loss.backward(retain_graph=True)
         loss.backward()
         with pytest.raises(RuntimeError, match="a second time.*retain_graph=True"):
