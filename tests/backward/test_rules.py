@@ -35,7 +35,7 @@ LINEAR: dict[str, Case] = {
     "linear": (F.linear, ((4, 6), (4,)), (7, 6)),
     "addmm": (lambda x, w, b: torch.addmm(b, x, w), ((6, 4), (4,)), (7, 6)),
     "four dimensions": (F.linear, ((4, 6), (4,)), (7, 2, 3, 6)),
-    "many rows": (F.linear, ((80, 100), (80,)), (70, 100)),
+    "many elements": (F.linear, ((400, 300), (400,)), (300, 300)),
     "no columns": (F.linear, ((4, 0), (4,)), (7, 3, 0)),
     "no bias": (F.linear, ((4, 6),), (7, 6)),
     "a bias for all columns": (F.linear, ((4, 6), (1,)), (7, 6)),

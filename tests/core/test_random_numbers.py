@@ -26,3 +26,18 @@ def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> No
         assert torch.equal(torch.rand(3), first)
         raise error
     assert torch.equal(default(), before)
+
+
+@pytest.mark.cuda
+def test_a_device_repeats_its_draws_and_is_as_it_was_after_also_with_another_seed() -> None:
+    device = torch.device("cuda", 0)
+    numbers = Numbers(Draws({True: False}, True), device)
+    with numbers.first(recomputed=True):
+        first = torch.rand(9, device=device)
+    torch.cuda.manual_seed(2**64 - 3)
+    torch.rand(5, device=device)
+    before = torch.cuda.get_rng_state(device)
+    with pytest.raises(KeyError), numbers.repeated():
+        assert torch.equal(torch.rand(9, device=device), first)
+        raise KeyError
+    assert torch.equal(torch.cuda.get_rng_state(device), before)

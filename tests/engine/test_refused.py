@@ -201,8 +201,7 @@ def test_weights_that_microbatches_have_in_common_are_an_error_that_names_the_wa
     module, where = stages(layers, [2, 1], by)
     model = SplitPipe(module, devices=["cpu"] * 2, chunks=2, **where, **inside({"schedule": schedule}))
     loss_of(model, torch.rand(4, 4)).backward()
-    words = "share a part of a graph.*backward='autograd'|on a path that the pipeline doesn't know"
-    with parametrize.cached(), pytest.raises(RuntimeError, match=words):
+    with parametrize.cached(), pytest.raises(RuntimeError, match="share a part of a graph.*backward='autograd'"):
         loss_of(model, torch.rand(4, 4)).backward()
 
 

@@ -67,7 +67,9 @@ def test_names_are_drawn_for_four_devices_and_eight_chunks_or_as_said(
     assert run(line) == Ran(code=0, out=drawn(*schedules), err="")
 
 
-def test_every_file_is_written_and_nothing_printed(run: Any, tmp_path: Path) -> None:
+def test_every_file_is_written_and_nothing_printed(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = run("zb-h1 --compare 1f1b --costs 3 4 2 1", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html",
                 "--csv", tmp_path / "a.csv")
     assert found == Ran(code=0, out="", err="")
@@ -76,6 +78,8 @@ def test_every_file_is_written_and_nothing_printed(run: Any, tmp_path: Path) -> 
     assert written[".svg"] == svg.draw(timelines)
     assert written[".html"] == html.draw(timelines)
     assert from_csv(tmp_path / "a.csv") == build("zb-h1", 4, 8)
+    monkeypatch.setattr(sys, "stdout", None)  # As when the shell closes it: python -m splitpipe ... >&-
+    assert __main__.main(["schedule", "1f1b", "--svg", str(tmp_path / "b.svg")]) == 0
 
 
 def test_a_file_is_read_and_others_are_compared_at_its_size(run: Any, tmp_path: Path) -> None:

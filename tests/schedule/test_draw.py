@@ -124,6 +124,7 @@ def test_a_page_has_what_is_alive() -> None:
     (schedule,) = page_data(html.draw([timeline]))["schedules"]
     assert tuple(max(curve[1::2]) for curve in schedule["activations"]) == timeline.peak_activations
     assert tuple(max(curve[1::2]) for curve in schedule["bytes"]) == timeline.peak_bytes
+    assert [measures.size(number) for number in (1000, 3 * GIB, 1536 * GIB)] == ["1000 B", "3 GiB", "1.5 TiB"]
 
 
 def test_a_page_has_a_table_of_measures() -> None:

@@ -1,6 +1,7 @@
 """Search: below what is published, never longer than a schedule with a name, never over the cap."""
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -123,7 +124,9 @@ def test_what_makes_no_sense_or_is_not_searched_is_refused(arguments: dict[str, 
         search(**{"devices": 2, "chunks": 4, **arguments})  # type: ignore[arg-type]
 
 
-def test_ops_without_time_never_come_to_wait_in_a_circle() -> None:
+def test_ops_without_time_never_come_to_wait_in_a_circle_and_those_that_do_take_forever() -> None:
+    circle = [[6, 7, 8, 0, 1, 2], [3, 4, 5]]
+    assert improve(Problem((0, 1, 0), 1, REAL, (2, 2)), circle, 9, seed=0) == (math.inf, circle)
     words = words_of(build("zb-v", 3, 5))
     problem = v_problem(3, 5, 6, Costs([0, 1, 0, 0, 0, 1], 0, 0))
     for seed in range(5):

@@ -51,6 +51,7 @@ def test_equal_stages_have_no_bottleneck() -> None:
     assert "No stage is the bottleneck: the devices compute 73% of the step." in recording.remarks
     assert "9 ms (27.3%) to the schedule's own bubble. It shrinks with more chunks" in str(recording)
     assert "unbalanced" not in str(recording)
+    assert "There is one device, which computes 100% of the step." in recorded(played("gpipe", 1, 3)).remarks
 
 
 def tables(recording: Recording) -> tuple[list[list[str]], list[list[str]]]:
