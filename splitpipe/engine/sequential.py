@@ -30,7 +30,7 @@ from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import TARGET
 from splitpipe.microbatch.tree import flatten, unflatten, verify_open
 from splitpipe.skip.tracker import Key, opened
-from splitpipe.stage.call import Activation, Origins
+from splitpipe.stage.call import Activation
 from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.recomputation import CheckpointedRun
 from splitpipe.stage.segment import RunningStage, Segment, detach, enter, send
@@ -98,13 +98,13 @@ class SequentialForward:
         if run is not None:
             modules.in_place, kept = written or bool(modules.in_place), kept if written else given
             versions = versions if kept is given else versions_of(kept)
-            origins = [value.origins for value in values.values()]
-            stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions, origins, run))  # Without a graph.
+            facts = [value.facts for value in values.values()]
+            stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions, facts, run))  # Without a graph.
         return values
 
 
 def _recompute(
-    i: int, given: Values, versions: Versions, origins: list[Origins], run: CheckpointedRun,
+    i: int, given: Values, versions: Versions, facts: list[Any], run: CheckpointedRun,
     step: StepRun, stage: RunningStage,
 ) -> Segment:
     """R: the segment, with its graph. It isn't bound to the stage, whose ``fwd_cache`` refers to it."""
@@ -117,10 +117,10 @@ def _recompute(
         )
     with thread_state.entered(step.call.state):
         values = run.again(partial(_run_stage, step, stage, i, given, segment, "recomputation")).values()
-        if [value.origins for value in values] != origins:
+        if [value.facts for value in values] != facts:
             raise RuntimeError(
                 f"{stage.name} returned other outputs in its recomputation than in its forward: expected layers whose "
-                "outputs, and which of them require grad, depend on their inputs and parameters alone. Or use "
+                "outputs, their shapes and which of them require grad depend on inputs and parameters alone. Or use "
                 "checkpoint='never'."
             )
         segment.close(step.split, stage.own)

@@ -45,6 +45,11 @@ class Activation:
     shared: frozenset[int] = frozenset()
     event: torch.Event | None = None
 
+    @property
+    def facts(self) -> tuple[Origins, list[torch.Size]]:
+        """What a recomputation has to have, too: the origins, and the shapes of tensors."""
+        return self.origins, [x.shape for x in self.leaves if isinstance(x, Tensor)]
+
     def holding(self, leaves: list[Any]) -> Activation:
         """The same with other leaves."""
         return replace(self, leaves=leaves)

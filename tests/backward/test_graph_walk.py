@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from splitpipe.backward import rules
 from splitpipe.core.torch_private import _functions
-from tests.helpers.deferring import WAYS, Call, Scale, deferred, fused, trained, tried
+from tests.helpers.deferring import WAYS, Call, Scale, fused, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import assert_same_tensors, twins
+from tests.helpers.twin import assert_same_tensors
 from tests.promise.layers import Apply
 
 #: Used as a layer that uses its leaves in such a way.
@@ -52,21 +52,14 @@ def hooked(x: Tensor, w: Tensor) -> Tensor:
 
 
 REFUSED = "its rule doesn't take this call"
-#: What autograd sees otherwise; whether its weight is deferred, and how, or why not.
-CALLS: dict[str, tuple[Callable[..., Tensor], bool, str]] = {
-    "saved-tensor hooks": (hooked, False, f"MmBackward0: {REFUSED}"),
-    "a subclass": (lambda x, w: F.linear(x.as_subclass(Own), w).as_subclass(Tensor), False,
-                   f"MmBackward0: {REFUSED}"),
-}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # Torch's own, in forward-mode AD.
 @pytest.mark.parametrize("way", [*WAYS.values()][:2], ids=[*WAYS][:2])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_autograd_sees_otherwise_is_its_module(name: str, way: dict[str, Any]) -> None:
-    function, late, why = CALLS[name]
+@pytest.mark.parametrize("function", [hooked, lambda x, w: F.linear(x.as_subclass(Own), w).as_subclass(Tensor)],
+                         ids=["saved-tensor hooks", "a subclass"])
+def test_a_call_that_autograd_sees_otherwise_is_its_module(function: Any, way: dict[str, Any]) -> None:
     model = trained(Call(function, w=torch.randn(6, 6)), torch.randn(7, 6), **way)
-    assert (deferred(model) if late else fused(model)) == {"1.w": why}
+    assert fused(model) == {"1.w": f"MmBackward0: {REFUSED}"}
 
 
 def test_a_hook_set_on_an_activation_after_the_forward_counts() -> None:
@@ -103,16 +96,3 @@ def test_what_a_newer_torch_calls_by_another_name_loses_deferral_alone(
     value = torch.randint(0, 11, (7, 5)) if shape is None else torch.randn(shape)
     why = fused(trained(copy.deepcopy(layer).double(), value, schedule="zb-h1"))["1.weight"]
     assert why.endswith("has no rule" if what == "node" else REFUSED)
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_retained_graph_gives_its_gradients_again(way: dict[str, Any]) -> None:
-    layer = Call(lambda x, w, v, b: Scale.apply(F.linear(x, w, b), v) * b, w=torch.randn(6, 6), v=torch.rand(6),
-                 b=torch.rand(6))
-    plain, model = twins(nn.Sequential(nn.Linear(6, 6), layer, nn.Tanh()), [1, 2], chunks=3, **way)
-    x = torch.randn(7, 6)
-    for module in (plain, model):
-        loss = module(x).square().sum()
-        for _ in range(3):
-            loss.backward(retain_graph=True)
-    assert_same_tensors(model, plain)

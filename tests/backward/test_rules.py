@@ -35,7 +35,7 @@ LINEAR: dict[str, Case] = {
     "linear": (F.linear, ((4, 6), (4,)), (7, 6)),
     "addmm": (lambda x, w, b: torch.addmm(b, x, w), ((6, 4), (4,)), (7, 6)),
     "four dimensions": (F.linear, ((4, 6), (4,)), (7, 2, 3, 6)),
-    "many rows": (F.linear, ((80, 100), (80,)), (70, 100)),
+    "many elements": (F.linear, ((400, 300), (400,)), (300, 300)),
     "no columns": (F.linear, ((4, 0), (4,)), (7, 3, 0)),
     "no bias": (F.linear, ((4, 6),), (7, 6)),
     "a bias for all columns": (F.linear, ((4, 6), (1,)), (7, 6)),
@@ -151,24 +151,6 @@ def test_weights_that_change_after_the_forward_are_those_that_autograd_would_rea
         assert found[1] == found[0]
     else:
         torch.testing.assert_close(found[1], found[0])
-
-
-@drop_in
-@pytest.mark.parametrize("name", ["linear: linear", "linear: four dimensions", "linear: addmm", "convolution: 2d",
-                                  "convolution: transposed, 2d", "embedding: embedding"])
-def test_under_autocast_a_pipeline_computes_as_its_module_does_and_defers(name: str, way: dict[str, Any]) -> None:
-    layer, x = (each.float() for each in layer_of(RULED[name]))
-    plain, model = twins(nn.Sequential(layer, nn.Tanh()), [1, 1], chunks=3, **way)
-    found = []
-    for module in (plain, model):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = module(x)
-        y.float().square().sum().backward()
-        found.append([y.detach(), *[p.grad for p in module.parameters()]])
-    for one, other in zip(*found):  # Equal but for the last digit of bfloat16, of the largest numbers.
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(other, one, rtol=0, atol=0.016 * one.abs().max().item())
-    assert "0.w0" in deferred(model)
 
 
 # Single rules

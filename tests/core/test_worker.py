@@ -1,8 +1,7 @@
-"""Worker threads: order, exceptions, death, forks, and the threads that torch's ops have."""
+"""Worker threads: order, death, and the threads that torch's ops have."""
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from splitpipe.core.worker import Pool, ProcessLock, WorkerDiedError
+from splitpipe.core.worker import Pool, WorkerDiedError
 
 T = TypeVar("T")
 
@@ -31,16 +30,6 @@ def values(pool: Pool, call: Callable[[], T]) -> list[T]:
     found: dict[int, T] = {}
     pool.run([(number, lambda number=number: found.update({number: call()})) for number in range(pool.size)])
     return [found[number] for number in range(pool.size)]
-
-
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
-def test_any_exception_is_raised_unchanged_and_ends_the_pool(pool: Pool, kind: type[BaseException]) -> None:
-    error = kind("why")
-    with pytest.raises(kind) as caught:
-        pool.run([(0, partial(fails, error))])
-    assert caught.value is error
-    assert [entry.name for entry in caught.traceback][-1] == "fails"
-    assert not pool.usable and not any(thread.is_alive() for thread in pool.threads)
 
 
 def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,51 +68,20 @@ def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest
 # Death
 
 
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says nothing of threads that end with an exception."""
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-
-
-def kill(thread: threading.Thread) -> None:
-    """Has it raise, as soon as it does something."""
-    ident = ctypes.c_ulong(thread.ident or 0)
-    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
-
-
 @pytest.mark.parametrize("error", [WorkerDiedError, KeyError], ids=["its thread dies", "it fails"])
 def test_a_call_that_waits_for_another_one_is_stopped_and_waited_for(
-    error: type[Exception], pool: Pool, quiet: None, request: pytest.FixtureRequest
+    error: type[Exception], pool: Pool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if error is WorkerDiedError:
+    if error is WorkerDiedError:  # Raises as soon as it does something.
         request.getfixturevalue("untraced")
-        kill(pool.threads[0])
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        ident = ctypes.c_ulong(pool.threads[0].ident or 0)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
     stop, ended, told = threading.Event(), list[bool](), list[BaseException]()
     with pytest.raises(error) as caught:
         pool.run([(1, lambda: ended.append(stop.wait(60))), (0, partial(fails, KeyError()))],
                  lambda error: (told.append(error), stop.set()))  # type: ignore[func-returns-value]
     assert ended == [True] and told == [caught.value] and not pool.usable
-
-
-# Fork and exit
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and this platform has none")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_needs_a_new_pool_and_has_free_locks(pool: Pool) -> None:
-    lock = ProcessLock()
-    pool.run([(0, lock.lock.acquire)])  # By another thread than the one that forks.
-    child = os.fork()
-    if not child:
-        try:
-            if not pool.usable and lock.lock.acquire(timeout=1):
-                pool.run([(0, list)])
-        except WorkerDiedError:
-            os._exit(values(Pool(["one"]), lambda: 7)[0])
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert pool.usable and not lock.lock.acquire(timeout=0)
 
 
 # Intra-op threads
@@ -144,6 +102,3 @@ def test_workers_share_the_callers_intra_op_threads(pool: Pool, numbers: None, o
         pool.share_threads(among)
         assert values(pool, torch.get_num_threads) == [share] * 2
         assert torch.get_num_threads() == own == values(Pool(["new"]), torch.get_num_threads)[0]
-
-
-# Interrupts

@@ -5,7 +5,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,19 +60,6 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
         )
         counted = _counted(lambda x, y, model=model: model(x, target=y), model, x, y)
         yield f"{way}{', by cuts' * by_cuts}", [most / real for most, real in zip(choice.memory, counted)]
-
-
-#: Bytes that W of one microbatch reads on a stage of ``drop_in``: three blocks' inputs and output gradients.
-WAITING = 3 * 2 * (WIDTH + WIDTH + 4 * WIDTH) * ROWS * 4 // 8 * 4
-
-
-def drop_in(backward: Literal["split", "autograd"], by_cuts: bool) -> list[int]:
-    """The most bytes of each device in a drop-in step, checkpointed."""
-    torch.manual_seed(0)
-    kind = Chain if by_cuts else nn.Sequential
-    model = SplitPipe(kind(*(Block() for _ in range(6))), cuts=["3"], devices=["cuda:0", "cuda:1"], chunks=8,
-                      checkpoint="always", backward=backward)
-    return _counted(lambda x, y: squared(model(x), y), model, *torch.randn(2, 4 * ROWS, WIDTH).unbind())
 
 
 def _counted(step: Callable[[Tensor, Tensor], Tensor], model: nn.Module, x: Tensor, y: Tensor) -> list[int]:

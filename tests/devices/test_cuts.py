@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.stage.shared_parameters import SharedParameters
 from tests.devices.cut import BOTH, DEVICES, batch, trained, wrapped
-from tests.devices.modules import WIDTH, Carried, Module, Of, Tied, recomputing
-from tests.devices.subjects import mean
+from tests.devices.modules import Carried, Module, Of, Tied, recomputing
 from tests.gpu.checks import assert_same_gradients
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
@@ -26,29 +24,6 @@ def weighed(net: Of, x: Tensor, weight: Tensor) -> Tensor:
     for block in net.blocks:
         x = block(x)
     return x * weight
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("first", "second"), [*(("cuda:0", it) for it in DEVICES), ("cpu", "cpu"), ("cuda:3", "cuda:3")]
-)
-def test_arguments_may_be_on_a_later_stages_device_or_all_on_none_of_the_stages(
-    first: str, second: str, way: dict[str, Any]
-) -> None:
-    plain = Of(weighed)
-    model = wrapped(copy.deepcopy(plain), **way)
-    # What is on a later stage's device may have no graph there.
-    given = [torch.rand(4, WIDTH, requires_grad=True), torch.rand(4, WIDTH, requires_grad=first == second)]
-    mean(plain(*given), 1.0).backward()
-    own = [x.detach().to(device).requires_grad_(x.requires_grad) for x, device in zip(given, (first, second))]
-    for _ in range(2):  # In the first call parameters go to their devices.
-        for leaf in (*own, *model.parameters()):
-            leaf.grad = None
-        trained(model, *own, target=DEVICES[-1] if first == "cuda:0" else first)
-    assert_same_gradients(model, plain)
-    for leaf, other in zip(own, given):
-        assert leaf.grad is None or leaf.grad.device == leaf.device
-        torch.testing.assert_close(leaf.grad, other.grad, check_device=False)
 
 
 def test_beside_others_a_tensor_on_the_cpu_stays() -> None:
@@ -113,26 +88,6 @@ def aliased(net: Of, x: Tensor) -> Tensor:
 def test_it_is_refused(module: Module, text: str, way: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=text):
         trained(wrapped(copy.deepcopy(module), checkpoint="never", **way))
-
-
-@BOTH
-@ENGINES
-@CHECKPOINT
-def test_a_tied_weight_is_copied_once_a_call_and_device(
-    checkpoint: str, backward: str, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, copied = wrapped(Tied(3), backward=backward, checkpoint=checkpoint, **way), list[int]()
-    trained(model)
-    copy_of = SharedParameters._new_copy
-
-    def counting(self: Any, x: Tensor, stage: int) -> Tensor:
-        copied.append(id(x))
-        return copy_of(self, x, stage)
-
-    monkeypatch.setattr(SharedParameters, "_new_copy", counting)
-    trained(model)
-    layer = model.blocks[0].layer
-    assert sorted(copied) == sorted([id(layer.weight), id(layer.bias)])
 
 
 def allocated() -> list[int]:

@@ -15,56 +15,35 @@ import splitpipe
 from splitpipe import SplitPipe
 from tests.devices.cut import BOTH, DEVICES, batch, homes, trained, wrapped
 from tests.devices.log import failing
-from tests.devices.modules import WIDTH, Carried, Module, Of, Tied, cuts
+from tests.devices.modules import WIDTH, Carried, Of, Tied, cuts
 from tests.gpu.checks import assert_same_gradients
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
 
 
-def counted() -> Of:
+def counting(net: Any, x: Tensor) -> Tensor:
     """Draws, counts, notes."""
-    def forward(net: Any, x: Tensor) -> Tensor:
-        net.calls, net.last = net.calls + 1, x.dtype
-        net.seen.add_(net.training)
-        net.made = nn.Buffer(torch.rand(1))
-        x = net.norm(x)
-        for block in net.blocks:
-            x = F.dropout(block(x), 0.5)
-        return x
-
-    net = Of(forward, seen=torch.zeros(1))
-    net.norm, net.calls = nn.BatchNorm1d(WIDTH), 0
-    return net
+    net.calls, net.made = net.calls + 1, nn.Buffer(torch.rand(1))
+    net.seen.add_(net.training)
+    for block in net.blocks:
+        x = F.dropout(block(x), 0.5)
+    return x
 
 
 def sequential() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
 
 
-@BOTH
-@pytest.mark.parametrize("kind", [Carried, Tied])
-def test_hooks_of_parameters_go_along_and_are_called_once(kind: type[Module], way: dict[str, Any]) -> None:
-    model, log = wrapped(kind(3), **way), list[tuple[str, Any]]()
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: log.append((name, grad.device)))
-        parameter.register_post_accumulate_grad_hook(lambda x, name=name: log.append((name, x.grad.device)))
-    for _ in range(2):
-        log.clear()
-        trained(model)
-        used = [(name, x.device) for name, x in model.named_parameters() if x.grad is not None]
-        assert used and sorted(log, key=str) == sorted(used * 2, key=str)
-        model.zero_grad()
-
-
 @pytest.mark.draws
 def test_a_sample_leaves_no_trace() -> None:
-    module = counted()
+    module = Of(counting, seen=torch.zeros(1))
+    module.calls = 0
     before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, DEVICES)]
     state = copy.deepcopy(module.state_dict())
     model = wrapped(module, sample=batch())
     after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, DEVICES)]
     assert all(map(torch.equal, before, after))
-    assert module.calls == 0 and not hasattr(module, "last") and not hasattr(module, "made")
+    assert module.calls == 0 and not hasattr(module, "made")
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(x.cpu(), state[name]) for name, x in model.state_dict().items())
     assert homes(model) == {
@@ -105,6 +84,9 @@ def test_a_placement_without_memory_is_gone_on_with() -> None:
 def test_what_was_moved_goes_home_again() -> None:
     model = splitpipe.attach(Tied(3), cuts(3), devices=DEVICES)
     first, before = model(batch()), homes(model)
+    told = {name: str(device) for name, device in model.hf_device_map.items()}
+    assert told == {f"blocks.{stage}": device for stage, device in enumerate(DEVICES)} | {
+        "last": DEVICES[2], "last.weight": DEVICES[0]}
     model.to(DEVICES[2])
     assert {*homes(model).values()} == {DEVICES[2]}
     with pytest.warns(UserWarning, match=r"parameters were moved from their stages' devices, as by model.cuda\(\)"):
@@ -141,58 +123,6 @@ def test_copies_pickles_and_states_are_whole(called: bool) -> None:
         assert other.last.weight is other.blocks[0].layer.weight
         trained(other)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_shared_buffer_stays_one() -> None:
-    def forward(net: Of, x: Tensor) -> Tensor:
-        for block in net.blocks:
-            x = block(x, block.table)
-        return x
-
-    module, table = Of(forward), torch.ones(WIDTH)
-    for block in module.blocks:
-        block.register_buffer("table", table)
-    model = wrapped(module)
-    trained(model)
-    assert all(block.table is model.blocks[0].table for block in model.blocks)
-
-
-def told(model: Any) -> dict[str, str]:
-    """By its device map, where each parameter and buffer is."""
-    found = {}
-    for name in homes(model):
-        keys = [key for key in model.hf_device_map if f"{name}.".startswith(f"{key}.")]
-        found[name] = str(model.hf_device_map[max(keys, key=len)])
-    return found
-
-
-def test_hf_device_map_has_the_device_of_every_parameter() -> None:
-    model = splitpipe.attach(Tied(3), cuts(3), devices=DEVICES)
-    before = told(model)
-    model(batch())
-    assert told(model) == homes(model) == before
-    again = copy.deepcopy(model)
-    again.hf_device_map.clear()
-    again(batch())
-    assert again.hf_device_map == model.hf_device_map
-
-
-def test_hf_device_map_of_a_sequential_names_its_layers() -> None:
-    model = SplitPipe(sequential(), [2, 1, 2], devices=DEVICES)
-    assert told(model) == homes(model) and len(model.hf_device_map) == 5
-
-
-def test_a_layer_put_in_is_the_users_to_move_to_its_stages_device() -> None:
-    module = sequential()
-    model = SplitPipe(module, [2, 1, 2], devices=DEVICES)
-    before = homes(model)
-    module[2], module[4] = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
-        model(batch())
-    module[2].to(DEVICES[1])
-    module[4].to(DEVICES[2])
-    model(batch()).sum().backward()
-    assert homes(model) == before and all(x.grad is not None for x in model.parameters())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1", None])

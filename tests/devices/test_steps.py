@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import splitpipe
 from splitpipe import SplitPipe
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core import stream
 from tests.devices import predicted
-from tests.devices.cases import Case, run
 from tests.devices.log import launches, softcuda
 from tests.devices.makespans import WAYS, Way
 from tests.devices.subjects import WIDTH, chain, mean
@@ -115,19 +111,6 @@ def test_data_parallelism_reduces_gradients_that_are_computed(where: str, backwa
             assert_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("subject", ["chain", "skips", "elsewhere"])
-def test_nothing_depends_on_the_class_of_streams(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of an accelerator that has none of its own."""
-    monkeypatch.setattr(torch.cuda, "Stream", torch.Stream)
-    monkeypatch.setattr(torch.cuda, "Event", torch.Event)
-    stream._kind.cache_clear()
-    try:
-        for checkpoint, schedule, own in (("never", None, True), ("always", None, False), ("always", "zb-v", False)):
-            assert run(Case(subject, 4, 3, checkpoint, "split", schedule, own)) == ([], "")
-    finally:
-        stream._kind.cache_clear()
-
-
 @fake
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_step_takes_as_long_as_theory_says(way: Way) -> None:
@@ -140,13 +123,6 @@ def test_a_plan_predicts_the_memory_that_devices_count(by_cuts: bool) -> None:
     assert len(found) >= (10 if by_cuts else 14)
     # Too high where layers share what W needs: the gradient that goes past a block is also that of its last layer.
     assert {way: each for way, each in found.items() if not all(0.85 < part < 1.2 for part in each)} == {}
-
-
-@pytest.mark.parametrize("by_cuts", [False, True])
-def test_what_a_checkpointed_stage_has_for_w_is_gone_before_the_next_recomputation(by_cuts: bool) -> None:
-    """So a split backward takes no more than autograd's, and the inputs and output gradients of one microbatch."""
-    most = {backward: predicted.drop_in(backward, by_cuts) for backward in ("split", "autograd")}
-    assert all(split - whole < predicted.WAITING for split, whole in zip(most["split"], most["autograd"])), most
 
 
 @fake
@@ -167,36 +143,3 @@ def test_what_a_failed_step_has_begun_is_done_before_its_memory_has_another_use(
         for shape in ((WIDTH, WIDTH), (WIDTH,)):
             torch.zeros(shape, device=device)
     assert softcuda.hazards() == []
-
-
-class Own(torch.Stream):
-    """A stream that keeps what it is of no use without, such as a green context."""
-
-    context: nn.Module
-
-
-@pytest.mark.devices(1)
-def test_a_model_keeps_the_stream_object_that_it_was_given() -> None:
-    own = Own(device="cuda:0")
-    own.context = nn.Module()
-    context = weakref.ref(own.context)
-    model = SplitPipe(chain(1), [1], devices=[own], chunks=2)
-    del own
-    with torch.no_grad():  # Autograd's threads would let go of the stream at some later time.
-        model(torch.randn(4, WIDTH, device="cuda:0"))
-    assert context() is not None
-    del model
-    gc.collect()
-    assert context() is None
-
-
-@pytest.mark.devices(2)
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])  # One each: of two, a plan may leave out one by its times.
-def test_a_plan_knows_what_is_free(device: str) -> None:
-    torch.empty(2**26, dtype=torch.uint8, device="cuda:0")  # Freed, it is kept for later.
-    plan = splitpipe.plan(
-        chain(4), torch.randn(4, WIDTH), target=torch.randn(4), loss_fn=mean, devices=[device], chunks=2,
-        schedules=["1f1b"], seconds=0.1,
-    )
-    free = torch.cuda.get_device_properties(device).total_memory - torch.cuda.memory_allocated(device)
-    assert plan.devices == (device,) and abs(plan.memory[0] - 0.9 * free) < 2**24

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from tests.helpers.twin import assert_same, assert_same_tensors, descend
 
 #: Drop-in, and two schedules: the plain one, and one whose W are apart.
 SCHEDULES = "gpipe", "1f1b", "zb-h1"
@@ -43,20 +42,3 @@ def batch(rows: int = 6) -> dict[str, Tensor]:
 def piped(module: nn.Module, cuts: list[str], **options: Any) -> SplitPipe:
     """A copy of the module as a pipeline of CPU stages, three microbatches if nothing else is said."""
     return SplitPipe(copy.deepcopy(module), cuts=cuts, **{"devices": ["cpu"] * (len(cuts) + 1), "chunks": 3, **options})
-
-
-def assert_same_step(module: nn.Module, arguments: dict[str, Any], *, cuts: list[str], steps: int = 2,
-                     **options: Any) -> SplitPipe:
-    """Takes steps by the module's own loss on a copy and on its pipeline, and compares all there is after each."""
-    plain, model = copy.deepcopy(module).double(), piped(module.double(), cuts, **options)
-    arguments = {
-        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in arguments.items()
-    }
-    for _ in range(steps):
-        found, expected = model(**arguments), plain(**arguments)
-        for output in (found, expected):
-            output["loss"].backward()
-        assert_same(found, expected, "output")
-        assert_same_tensors(model, plain)
-        descend(model, plain)
-    return model

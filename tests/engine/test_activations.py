@@ -87,24 +87,22 @@ def assert_alive(census: Census, plan: Schedule, which: int, begins: str, ends: 
         assert found == [[moment.get(mate, 0) for mate in mates] for moment in wanted[stage]], f"stage {stage}"
 
 
-AXES = {"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["never", "always"]}
-
-
-@graded(AXES, essence=[["backward", "checkpoint"]], thorough=[["name", "backward"], ["name", "checkpoint"]])
-def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w(name: str, backward: Any, checkpoint: str) -> None:
-    plan, census = counted(name, backward=backward, checkpoint=checkpoint)
+@graded(
+    {"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["never", "always"],
+     "alone": [False, True]},
+    essence=[["backward", "checkpoint", "alone"]], thorough=[["name", "backward", "alone"], ["name", "checkpoint"]],
+)
+def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w_and_inputs_to_b(
+    name: str, backward: Any, checkpoint: str, alone: bool
+) -> None:
+    plan, census = counted(name, alone, backward=backward, checkpoint=checkpoint)
     split = backward == "split"
     if checkpoint == "never":
         assert_alive(census, plan, 0, "F", ("W", "BW") if split else ("B", "BW"))
     else:
         assert_alive(census, plan, 0, "B" if split else "", ("W",) if split else ())
-
-
-@graded(AXES, essence=[["backward", "checkpoint"]], thorough=[["name", "backward"]])
-def test_the_input_of_a_stage_is_freed_with_b(name: str, backward: Any, checkpoint: Any) -> None:
-    # In a worker of its own, the stage that sent it might hold it for a moment more.
-    plan, census = counted(name, alone=True, backward=backward, checkpoint=checkpoint)
-    assert_alive(census, plan, 1, "F", ("B", "BW"))
+    if alone:  # In a worker of its own, the stage that sent an input might hold it for a moment more.
+        assert_alive(census, plan, 1, "F", ("B", "BW"))
 
 
 def test_in_the_second_half_of_a_drop_in_call_activations_go_with_their_w() -> None:

@@ -12,10 +12,12 @@ from torch.nn import functional as F
 from torch.nn.utils import weight_norm
 
 from splitpipe import SplitPipe
-from tests.engine.models import CHECKPOINTS, SCHEDULES, assert_same_step, piped
+from tests.engine.models import CHECKPOINTS, SCHEDULES, batch, piped
 from tests.helpers.covering import pairwise
+from tests.helpers.deferring import double as double
 from tests.helpers.modules import linears, module_of
 from tests.helpers.scheduled import inside, loss_of
+from tests.helpers.twin import assert_same, assert_same_tensors, descend
 
 NONE = "ignore:the forward left .*, a tensor with a graph:UserWarning"
 
@@ -52,10 +54,6 @@ class Mixture(nn.Module):
         return {"loss": F.mse_loss(y, labels) + 0.1 * more, "y": y}
 
 
-def batch(rows: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(rows, 4), "labels": torch.randn(rows, 4)}
-
-
 #: What the code right after a block computes from what it has left.
 AFTER: dict[str, Any] = {
     "unused": lambda block: 0,
@@ -67,24 +65,20 @@ AFTER: dict[str, Any] = {
 @pytest.mark.filterwarnings(NONE, "ignore:the loss, or another number:UserWarning")
 @pairwise(after=[*AFTER], schedule=SCHEDULES, checkpoint=CHECKPOINTS)
 def test_a_block_may_leave_tensors_for_the_code_right_after_it(after: str, schedule: str, checkpoint: str) -> None:
-    options = {} if after != "rows" else {"reduction": "mean"}
-    model = assert_same_step(Mixture(AFTER[after]), batch(6 if after == "rows" else 7), cuts=["blocks.2"],
-                             schedule=schedule, checkpoint=checkpoint, **options)
+    plain, given = Mixture(AFTER[after]), batch(6 if after == "rows" else 7)
+    model = piped(plain, ["blocks.2"], schedule=schedule, checkpoint=checkpoint,
+                  reduction="mean" if after == "rows" else None)
+    for _ in range(2):
+        found, expected = model(**given), plain(**given)
+        for output in (found, expected):
+            output["loss"].backward()
+        assert_same(found, expected, "output")
+        assert_same_tensors(model, plain)
+        descend(model, plain)
     for block in model.blocks:
         assert block.weights is None and block.gate.balance is None and block.history == {"weights": [None]}
-
-
-@pytest.mark.filterwarnings(NONE)
-def test_a_single_microbatch_is_the_batch() -> None:
-    model = piped(Mixture(), ["blocks.2"])
-    for rows in (7, 1):
-        model(**batch(rows))
-    assert isinstance(model.blocks[0].weights, Tensor) and len(model.blocks[0].weights) == 1
-
-
-def block(net: Any, x: Tensor) -> Tensor:
-    y: Tensor = net.c(net.b(net.a(x)))
-    return y + net.a.weights.sum(1, keepdim=True)
+    model(**batch(1))  # A single microbatch is the batch.
+    assert len(model.blocks[0].weights) == 1
 
 
 def condition(net: Any, x: Tensor) -> Tensor:
@@ -103,7 +97,8 @@ def states(net: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("forward", "name"), [
-    (block, "a.weights"), (condition, "condition"), (states, "states")])
+    (lambda net, x: net.c(net.b(net.a(x))) + net.a.weights.sum(1, keepdim=True), "a.weights"),
+    (condition, "condition"), (states, "states")])
 def test_it_is_none_on_a_later_stage_with_one_warning(forward: Any, name: str, schedule: str) -> None:
     net = module_of(forward, a=Experts(), **linears("b", "c"))
     model = SplitPipe(net, cuts=["b", "c"], devices=["cpu"] * 3, chunks=2, **inside({"schedule": schedule}))
@@ -116,50 +111,17 @@ def test_it_is_none_on_a_later_stage_with_one_warning(forward: Any, name: str, s
         assert len(told) == count and all(repr(name) in each and "a tensor with a graph" in each for each in told)
 
 
-class Remembering(nn.Module):
-    """Adds what it computed last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.last: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        self.last = y if self.last is None else y + self.last.sum()
-        return y
-
-
-@pytest.mark.filterwarnings(NONE)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_microbatch_reads_what_another_one_has_left(schedule: str) -> None:
-    model = piped(Mixture(block=Remembering), ["blocks.1"], schedule=schedule)
-    for _ in range(2):
-        model(**batch(6))["loss"].backward()
-        assert [block.last for block in model.blocks] == [None] * 4
-
-
-class Keeping(nn.Module):
-    """Keeps a constant, counters and a count, which have no graph."""
-
-    scale: Tensor | None = None
-    calls = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.scale is None:
-            self.scale = torch.arange(4.0).to(x).cos()
-        self.calls, self.width, self.names = self.calls + 1, x.shape[1], ["a", "b"]
-        self.count = (x[:, 0] > 0).sum() + 1
-        return x + self.layer(x) * self.scale
+def keeping(self: Any, x: Tensor) -> Tensor:
+    """Keeps a constant, a number and a count, which have no graph."""
+    if self.scale is None:
+        self.scale = torch.arange(4.0).to(x).cos()
+    self.width, self.count = x.shape[1], (x[:, 0] > 0).sum() + 1
+    return x + self.layer(x) * self.scale  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_what_has_no_graph_or_is_computed_before_each_forward_is_none_of_them(checkpoint: str) -> None:
-    module = Mixture(lambda block: block.scale.sum(), Keeping)
+    module = Mixture(lambda block: block.scale.sum(), lambda: module_of(keeping, scale=None, **linears("layer")))
     with pytest.warns(FutureWarning):
         weight_norm(module.blocks[0].layer)  # A hook computes its weight before each forward.
     model = SplitPipe(module, cuts=["blocks.2"], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)

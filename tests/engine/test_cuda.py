@@ -1,18 +1,17 @@
-"""Several stages or rows on one GPU, drop-in and with a schedule: streams change nothing, and the host never waits."""
+"""Several stages on one GPU: the host never waits in a step, and the second half is over before autograd goes on."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
 from tests.gpu.syncs import syncs
-from tests.helpers.covering import graded, pairs
+from tests.helpers.covering import graded
 from tests.helpers.scheduled import stages_of
 
 pytestmark = [
@@ -21,79 +20,42 @@ pytestmark = [
 ]
 
 AXES: dict[str, list[Any]] = {
-    "name": [None, *schedule.names()], "own_streams": [False, True], "backward": ["split", "autograd"],
-    "checkpoint": ["never", "except_last", "always"], "stash_limit": [None, 0, 5000],
+    "name": [None, *schedule.names()], "checkpoint": ["never", "except_last", "always"],
+    "backward": ["split", "autograd"],
 }
 
 
-def pair(
-    name: str | None, own_streams: bool = False, rows: int = 2, **options: Any
-) -> tuple[nn.Sequential, SplitPipe]:
-    """A module on the GPU, and its copy whose rows are the same device, or with a schedule streams of it."""
-    stages = rows * (1 if name is None else stages_of(name))
-    layers = [nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh(),
-                            nn.Unflatten(1, (4, 16))) for _ in range(stages)]
-    module = nn.Sequential(*layers).double()
-    plain = copy.deepcopy(module).cuda()
-    streams = own_streams and name is not None
-    devices: list[Any] = [torch.Stream(device="cuda:0") if streams else "cuda:0" for _ in range(rows)]
-    if name is not None:
-        options |= {"schedule": name, "loss_fn": nn.MSELoss()}
-    return plain, SplitPipe(module, [1] * stages, devices=devices, chunks=4, **options)
+def module(stages: int) -> nn.Sequential:
+    """A stage has layers with rules and without."""
+    return nn.Sequential(*(
+        nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh(),
+                      nn.Unflatten(1, (4, 16))) for _ in range(stages)
+    ))
 
 
-def batch(size: int = 10) -> tuple[Tensor, Tensor]:
-    return (torch.randn(size, 4, 16, dtype=torch.float64, device="cuda") for _ in range(2))  # type: ignore[return-value]
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor, inside: bool) -> Tensor:
-    loss: Tensor = model(x, target=y) if inside and isinstance(model, SplitPipe) else F.mse_loss(model(x), y)
-    return loss
-
-
-@pytest.fixture
-def sync_is_an_error() -> Iterator[Any]:
-    yield lambda: syncs("error")
-    syncs("default")
-
-
-@graded(AXES, essence=[["checkpoint"]], thorough=[*pairs([*AXES]), ["own_streams", "backward", "checkpoint"]])
-def test_losses_and_gradients_equal_those_of_the_module_and_drop_in_on_a_stream_of_the_callers(
-    name: str | None, own_streams: bool, backward: str, checkpoint: str, stash_limit: int | None
-) -> None:
-    plain, model = pair(name, own_streams, backward=backward, checkpoint=checkpoint, stash_limit=stash_limit)
-    caller = torch.cuda.Stream() if own_streams and name is None else torch.cuda.current_stream()
-    caller.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(caller):
-        for _ in range(3):
-            (x, y), found = batch(), []
-            x.requires_grad_()
-            for each in (plain, model):
-                loss = loss_of(each, x, y, name is not None)
-                found.append((loss.detach(), *torch.autograd.grad(loss, x, retain_graph=True)))
-                (loss * 2).backward()
-            torch.testing.assert_close(found[1], found[0])
-        for (key, parameter), other in zip(model.named_parameters(), plain.parameters()):
-            torch.testing.assert_close(parameter.grad, other.grad, msg=lambda text: f"{key}: {text}")  # noqa: B023
-
-
-@graded({axis: AXES[axis] for axis in ("name", "checkpoint", "backward")}, essence=[["checkpoint"]],
-        thorough=[["name"], ["checkpoint", "backward"]])
-def test_the_host_waits_for_nothing_in_a_step(
-    name: str | None, checkpoint: str, backward: str, sync_is_an_error: Any
-) -> None:
-    _, model = pair(name, own_streams=True, checkpoint=checkpoint, backward=backward)
-    x, y = batch()
-    loss_of(model, x, y, name is not None).backward()  # A first pass compares values, to learn.
-    torch.cuda.synchronize()
-    sync_is_an_error()
-    loss_of(model, x, y, name is not None).backward()
+@graded(AXES, essence=[["checkpoint"]], thorough=[["name"], ["checkpoint", "backward"]])
+def test_the_host_waits_for_nothing_in_a_step(name: str | None, checkpoint: str, backward: Any) -> None:
+    options: dict[str, Any] = {} if name is None else {"schedule": name, "loss_fn": F.mse_loss}
+    stages = 2 if name is None else 2 * stages_of(name)
+    devices: list[Any] = ["cuda:0" if name is None else torch.Stream(device="cuda:0") for _ in range(2)]
+    model = SplitPipe(module(stages), [1] * stages, devices=devices, chunks=4, checkpoint=checkpoint,
+                      backward=backward, **options)
+    x, y = torch.randn(2, 10, 4, 16, device="cuda").unbind()
+    try:
+        for mode in ("default", "error"):  # A first pass compares values, to learn.
+            torch.cuda.synchronize()
+            syncs(mode)
+            (F.mse_loss(model(x), y) if name is None else model(x, target=y)).backward()
+    finally:
+        syncs("default")
 
 
 def test_the_second_half_runs_in_the_callers_thread_before_any_gradient_is_handed_over() -> None:
     """While B waits for a device, autograd goes on in this thread with what else is ready."""
-    plain, model = pair(None, rows=3, checkpoint="never")
-    x, _ = batch()
+    plain = module(3).double()
+    model = SplitPipe(copy.deepcopy(plain), [1] * 3, devices=["cuda:0"] * 3, chunks=4, checkpoint="never")
+    x = torch.randn(10, 4, 16, dtype=torch.float64, device="cuda")
+    plain.cuda()
     for _ in range(10):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             model(x.requires_grad_()).square().sum().backward()

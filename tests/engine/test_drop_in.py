@@ -4,8 +4,7 @@ from __future__ import annotations
 import _thread
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import Failing, Note, assert_same, assert_same_tensors, twins
+from tests.helpers.deferring import scale
+from tests.helpers.twin import Failing, assert_same, assert_same_tensors, twins
 from tests.promise.layers import Apply
 
 CHECKPOINTS = ["never", "except_last", "always"]
@@ -24,7 +24,7 @@ LIMITS = [None, 0, 500]
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), scale(6), nn.Linear(6, 3))
 
 
 def pair(**options: Any) -> tuple[nn.Sequential, SplitPipe]:
@@ -35,24 +35,18 @@ def gradients(module: nn.Module) -> list[Any]:
     return [parameter.grad for parameter in module.parameters()]
 
 
-def noted(log: list[Any], stages: int = 3, **options: Any) -> SplitPipe:
-    """A pipeline of a layer a stage, whose backwards are noted."""
-    modules = [nn.Sequential(nn.Linear(4, 4), Apply(lambda x, j=j: Note.apply(x, log, j))) for j in range(stages)]
-    return SplitPipe(nn.Sequential(*modules), [1] * stages, devices=["cpu"] * stages, chunks=2, **options)
-
-
 @pairwise(checkpoint=CHECKPOINTS, stash_limit=LIMITS, by=["balance", "cuts"],
-          chosen=[["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"]])
+          chosen=[["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"], ["input"]])
 def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(
     checkpoint: str, stash_limit: Any, by: str, chosen: list[str]
 ) -> None:
     plain, model = pair(checkpoint=checkpoint, stash_limit=stash_limit, by=by)
     given, found = torch.randn(7, 4), []
     for each in (plain, model):
-        x, parameters = given.clone().requires_grad_(), dict(each.named_parameters())
-        loss = each(x).square().sum()
-        grads = torch.autograd.grad(loss, [parameters[name] for name in chosen], retain_graph=True)
-        loss.backward(inputs=[x, parameters["2.weight"]], retain_graph=True)
+        x = given.clone().requires_grad_()
+        leaves, loss = {**dict(each.named_parameters()), "input": x}, each(x).square().sum()
+        grads = torch.autograd.grad(loss, [leaves[name] for name in chosen], retain_graph=True)
+        loss.backward(inputs=[x, leaves["2.weight"]], retain_graph=True)
         loss.backward(retain_graph=True)
         loss.backward()
         with pytest.raises(RuntimeError, match="a second time.*retain_graph=True"):
@@ -60,16 +54,6 @@ def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(
         found.append([*grads, x.grad])
     assert_same(found[1], found[0], "gradients")
     assert_same_tensors(model, plain)
-
-
-def test_only_the_stages_that_are_needed_run() -> None:
-    log: list[int] = []
-    model = noted(log, checkpoint="never")
-    loss = model(torch.randn(6, 4, requires_grad=True)).sum()
-    for name, stages in ("2.0.weight", {2}), ("1.0.bias", {1, 2}), ("0.0.weight", {0, 1, 2}):
-        log.clear()
-        torch.autograd.grad(loss, model.get_parameter(name), retain_graph=True)
-        assert {*log} == stages and len(log) == 2 * len(stages)
 
 
 @CHECKPOINT
@@ -105,16 +89,12 @@ def test_second_derivatives_of_a_split_backward_are_an_error(by: str, checkpoint
     assert_same_tensors(model, plain)
 
 
-@contextmanager
-def default_device() -> Iterator[None]:
-    with torch.device("meta"):
-        yield
+def default_device() -> AbstractContextManager[Any]:
+    return torch.device("meta")
 
 
-@contextmanager
-def autocast() -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16):
-        yield
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 @pairwise(around=[torch.inference_mode, default_device, autocast], retained=[False, True], checkpoint=CHECKPOINTS,
@@ -134,24 +114,13 @@ def test_backward_in_another_mode(around: Any, stash_limit: int | None, checkpoi
     assert_same_tensors(model, plain)
 
 
-def nesting(run: list[Callable[[], object]], **options: Any) -> tuple[nn.Sequential, SplitPipe]:
-    """A module and its pipeline, in whose backward what is in the list is called."""
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-    def between(x: Tensor) -> Tensor:
-        x.register_hook(lambda _: run.pop()() and None if run else None)
-        return x * 1
-
-    piped = copy.deepcopy(plain)
-    piped.insert(2, Apply(between))
-    return plain, SplitPipe(piped, [4], devices=["cpu"], chunks=3, checkpoint="never", **options)
-
-
 def test_a_backward_within_a_backward_of_the_same_call_is_an_error() -> None:
-    run: list[Callable[[], object]] = []
-    _, model = nesting(run)
+    armed = [1]
+    again = Apply(lambda x: x.register_hook(
+        lambda _: loss.backward(retain_graph=True) if armed and armed.pop() else None) and x * 1)
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 5), again, nn.Linear(5, 3)), [3], devices=["cpu"], chunks=3,
+                      checkpoint="never")
     loss = model(torch.rand(6, 4)).square().sum()
-    run.append(lambda: loss.backward(retain_graph=True))
     with pytest.raises(RuntimeError, match="one at a time, or SplitPipe.*backward='autograd'"):
         loss.backward(retain_graph=True)
     loss.backward()

@@ -1,6 +1,7 @@
 """Gradients of leaves with a schedule: input, target, closures, parameters of the loss function, odd parameters."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -47,24 +48,12 @@ def gradients(loss: Tensor, *leaves: Tensor) -> list[Any]:
 
 def assert_equal_for(
     layers: list[nn.Module], way: Way, *leaves: Tensor, given: Any = None, target: Any = 0.25, loss_fn: Any = mean,
-    parts: int = 1,
 ) -> None:
-    """The same module, run plainly and by a schedule, gives the same gradients of leaves that both share.
-
-    Args:
-        layers: of the module.
-        way: how they are run.
-        leaves: what gradients are of, besides the layers' parameters.
-        given: the input.
-        target: of the loss.
-        loss_fn: the loss.
-        parts: of how many microbatches the module is run one after the other.
-    """
+    """The same module, run plainly and by a schedule, gives the same gradients of leaves that both share."""
     x = torch.randn(7, 4) if given is None else given
     plain, model = nn.Sequential(*layers), wrapped(layers, way, loss_fn)
     every = [*leaves, *plain.parameters()]
-    one_by_one = torch.stack([loss_fn(plain(part), target) for part in x.chunk(parts)]) if parts > 1 else None
-    expected = gradients(loss_fn(plain(x), target) if one_by_one is None else one_by_one.mean(), *every)
+    expected = gradients(loss_fn(plain(x), target), *every)
     for factor in (1, 2):
         loss = model(x, target=target)
         assert all(leaf.grad is None for leaf in every)
@@ -103,16 +92,6 @@ def test_a_leaf_that_layers_hold_by_closures(make: Callable[[Tensor], list[nn.Mo
 
 
 @ways
-def test_a_tensor_that_was_computed_outside_is_an_error(way: Way) -> None:
-    computed = [leaf(4).exp().square()]
-    model = wrapped([nn.Linear(4, 4), Apply(lambda x: x * computed[0]), nn.Linear(4, 4), nn.Tanh()], way)
-    with pytest.raises(RuntimeError, match="microbatches share a part of a graph"):
-        model(torch.randn(7, 4), target=0.25)
-    computed[0] = computed[0].detach()
-    model(torch.randn(7, 4), target=0.25).backward()
-
-
-@ways
 def test_parameters_of_a_loss_function(way: Way) -> None:
     def loss(self: Any, output: Tensor, target: Tensor) -> Tensor:
         return self.scale * F.mse_loss(self.head(output), target)  # type: ignore[no-any-return]
@@ -130,14 +109,10 @@ def test_parameters_of_a_loss_function(way: Way) -> None:
 # Parameters
 
 
-def twins(layers: list[nn.Module], way: Way) -> tuple[nn.Sequential, SplitPipe]:
-    name, more = way
-    return scheduled.twins(nn.Sequential(*layers), name, 2 if name == "zb-v" else 4, chunks=3, **more)
-
-
 @ways
 def test_sparse_gradients_stay_sparse(way: Way) -> None:
-    plain, model = twins([nn.Embedding(9, 4, sparse=True), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()], way)
+    layers = [nn.Embedding(9, 4, sparse=True), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()]
+    plain, model = nn.Sequential(*copy.deepcopy(layers)), wrapped(layers, way)
     for size in (7, 2):
         value = torch.randint(0, 9, (size, 5))
         mean(plain(value), 0.25).backward()
@@ -150,7 +125,7 @@ def test_sparse_gradients_stay_sparse(way: Way) -> None:
 @ways
 def test_a_reentrant_checkpoint_is_refused_before_it_accumulates(way: Way) -> None:
     inside = module_of(lambda self, x: checkpoint(self.layer, x, use_reentrant=True), **linears("layer"))
-    _, model = twins([nn.Linear(4, 4), inside, nn.Linear(4, 4), nn.Tanh()], way)
+    model = wrapped([nn.Linear(4, 4), inside, nn.Linear(4, 4), nn.Tanh()], way)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         model(torch.randn(7, 4), target=0.25)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitpipe import SplitPipe, attach
+from tests.engine.models import Stack, batch
 from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import stages
 from tests.promise.layers import Apply
@@ -21,7 +22,6 @@ OPTIONS = pytest.mark.parametrize("options", [
     {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b"},
     {"schedule": "zb-h1", "checkpoint": "always"}, {"backward": "autograd", "checkpoint": "always"},
 ], ids=str)
-BY = pytest.mark.parametrize("by", ["balance", "cuts"])
 
 
 @pytest.fixture(autouse=True)
@@ -32,36 +32,19 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-class Net(nn.Module):
-    """Keeps hidden states for later, and computes with a parameter between blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        kept = [x]
-        for layer in self.layers:
-            kept.append(torch.tanh(layer(kept[-1])) * self.scale)
-        y = kept[0] + kept[1] + kept[3]
-        return {"loss": y.square().mean(), "y": y}
-
-
 @pytest.mark.parametrize("make", [SplitPipe, attach])
 @OPTIONS
 def test_a_model_its_batches_and_its_threads_go(options: dict[str, Any], make: Any) -> None:
     others = {*threading.enumerate()}
-    net = Net()
-    parts = [weakref.ref(net), weakref.ref(net.layers[1]), weakref.ref(net.scale)]
+    net, given = Stack(3), batch(4)
+    parts = [weakref.ref(net), weakref.ref(net.layers[1]), weakref.ref(net.last.weight)]
     model = make(net, cuts=["layers.1", "layers.2"], devices=["cpu"] * 3, chunks=2, **options)
-    x = torch.randn(4, 4)
-    model(x)["loss"].backward()
-    batch, started = weakref.ref(x), {*threading.enumerate()} - others
-    output = model(x)
+    model(**given)["loss"].backward()
+    kept, started = weakref.ref(given["x"]), {*threading.enumerate()} - others
+    output = model(**given)
     output["loss"].backward()
-    del output, x
-    assert batch() is None, "the batch is kept by the model, or by a cycle"
+    del output, given
+    assert kept() is None, "the batch is kept by the model, or by a cycle"
     assert {*threading.enumerate()} - others == started, "threads are not kept from call to call"
     assert len(started) <= 2 + 3, "more than one thread a microbatch and one a stage"
     del model, net
@@ -86,9 +69,14 @@ def watched(by: str, options: dict[str, Any]) -> tuple[SplitPipe, list[weakref.r
 
 
 @OPTIONS
-@BY
-def test_what_layers_save_goes_with_backward_though_the_loss_lives_on(by: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_what_layers_save_goes_with_a_dropped_call_or_with_backward_though_the_loss_lives_on(
+    by: str, options: dict[str, Any]
+) -> None:
     model, alive = watched(by, options)
+    loss_of(model, torch.randn(4, 4, requires_grad=True) * 1)
+    assert alive and not any(ref() is not None for ref in alive)
+    alive.clear()
     x = torch.randn(4, 4)
     batch = StorageWeakRef(x.untyped_storage())
     loss = loss_of(model, x * 1)
@@ -97,11 +85,3 @@ def test_what_layers_save_goes_with_backward_though_the_loss_lives_on(by: str, o
     loss.backward()
     del x
     assert not any(ref() is not None for ref in alive) and batch.expired()
-
-
-@OPTIONS
-@BY
-def test_a_call_that_is_dropped_is_freed(by: str, options: dict[str, Any]) -> None:
-    model, alive = watched(by, options)
-    loss_of(model, torch.randn(4, 4, requires_grad=True) * 1)
-    assert alive and not any(ref() is not None for ref in alive)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,40 +16,28 @@ CUTS = ["layers.1", "layers.3"]
 scheduled = pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 
 
-@dataclass(frozen=True)
-class Output:
-    loss: Tensor
-    y: Tensor
-
-
-class Typed(Stack):
-    """A stack whose output is of a class."""
-
-    kind: Any
-
-    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
-        found = super().forward(x, labels)
-        return self.kind(found["loss"], found["y"])
+Named = namedtuple("Named", ["loss", "y"])
 
 
 @scheduled
-@pytest.mark.parametrize("kind", [Output, namedtuple("Named", ["loss", "y"]), lambda loss, y: loss])
+@pytest.mark.parametrize("kind", [Named, lambda loss, y: loss])
 def test_the_loss_is_a_field_of_the_output_or_the_output(kind: Any, schedule: str) -> None:
-    plain = Typed()
-    plain.kind = kind
-    model, given = piped(plain, CUTS, schedule=schedule), batch()
-    for _ in range(2):
-        outputs = model(**given), plain(**given)
-        assert type(outputs[0]) is type(outputs[1])
-        losses = [output if isinstance(output, Tensor) else output.loss for output in outputs]
-        torch.testing.assert_close(*losses)
-        if not isinstance(outputs[0], Tensor):
-            assert not outputs[0].y.requires_grad
-            torch.testing.assert_close(outputs[0].y, outputs[1].y)
-        for loss in losses:
-            (loss * 3).backward()
+    def typed(self: Any, x: Tensor, labels: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return kind((y - labels).square().mean(), y)
+
+    plain = module_of(typed, **linears("a", "b"))
+    model, given = piped(plain, ["b"], schedule=schedule), batch()
+    found, expected = model(**given), plain(**given)
+    assert type(found) is type(model.eval()(**given)) is type(expected)
+    if kind is Named:
+        assert not found.y.requires_grad
+        torch.testing.assert_close(found.y, expected.y)
+        found, expected = found.loss, expected.loss
+    torch.testing.assert_close(found, expected)
+    for loss in (found, expected):
+        (loss * 3).backward()
     assert_same_tensors(model, plain)
-    assert type(model.eval()(**given)) is type(outputs[1])
 
 
 @scheduled
@@ -79,14 +66,12 @@ def test_a_loss_for_each_row_is_an_error_or_if_each_is_alone_a_warning(schedule:
         pipe(torch.rand(rows, 4))
 
 
-def spoken(self: Any, x: Tensor, labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
-    """Divides the sum of its losses by that of the rows' lengths, a list of Python's numbers."""
-    return {"loss": (self.two(self.one(x)) - labels).square().sum() / max(1, sum(lengths))}
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("lengths", [[3, 8, 5, 6, 4, 7], [3, 8, 5, 6, 4, 7, 9]])
 def test_the_sum_of_a_list_of_lengths_may_be_a_count_which_is_said(lengths: list[int], schedule: str) -> None:
-    model = piped(module_of(spoken, **linears("one", "two")), ["two"], schedule=schedule)
+    def spoken(self: Any, x: Tensor, labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+        return {"loss": (self.b(self.a(x)) - labels).square().sum() / max(1, sum(lengths))}
+
+    model = piped(module_of(spoken, **linears("a", "b")), ["b"], schedule=schedule)
     with pytest.warns(UserWarning, match="a list with one number per row"):
         model(**batch(len(lengths)), lengths=lengths)

@@ -2,52 +2,18 @@
 from __future__ import annotations
 
 import threading
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe, is_recomputing, schedule
 from splitpipe.schedule import Op, Schedule
-from tests.helpers.covering import graded
 from tests.helpers.deferring import double as double
-from tests.helpers.modules import linears, module_of
-from tests.helpers.scheduled import assert_transparent, mean, mlp, stages_of, twins
-from tests.helpers.twin import Note
+from tests.helpers.scheduled import assert_transparent, mean, mlp
 from tests.promise.layers import Apply
-
-
-def noted(self: Any, x: Tensor) -> Tensor:
-    """A linear layer that writes each of its passes down."""
-    self.log.append("F")
-    return Note.apply(self.layer(x), self.log, "B")  # type: ignore[no-any-return]
-
-
-@graded(
-    {"mode": [torch.no_grad, torch.inference_mode], "training": [True, False], "name": schedule.names()},
-    essence=[["mode", "training"]], thorough=[["name"]],
-)
-def test_without_grad_mode_only_f_run_and_in_eval_mode_there_are_no_checkpoints(
-    mode: Any, training: bool, name: str
-) -> None:
-    log: list[str] = []
-    layers = nn.Sequential(*[module_of(noted, **linears("layer"), log=log) for _ in range(2 * stages_of(name))])
-    model = twins(layers, name, 2, loss_fn=F.mse_loss, chunks=3, checkpoint="always")[1].train(training)
-    x, y = torch.randn(7, 4), torch.randn(7, 4)
-    expected = model(x, target=y)
-    ops = 3 * len(model)
-    assert log.count("F") == (2 * ops if training else ops) and log.count("B") == ops
-    log.clear()
-    with mode():
-        loss = model(x, target=y)
-        assert not loss.requires_grad and loss.is_inference() == torch.is_inference_mode_enabled()
-        torch.testing.assert_close(loss, expected.detach())
-    assert log == ["F"] * ops
-    expected.backward()
 
 
 def handmade() -> Schedule:
@@ -58,13 +24,6 @@ def handmade() -> Schedule:
     return Schedule(rows, [0, 0, 1])
 
 
-def read() -> Schedule:
-    """Of a file."""
-    with TemporaryDirectory() as folder:
-        schedule.build("v-half", 2, 4).to_csv(path := f"{folder}/plan.csv")
-        return schedule.from_csv(path)
-
-
 def turned() -> Schedule:
     """Its stages stand on the devices in another order."""
     rows = schedule.build("zb-h1", 3, 4).rows
@@ -72,7 +31,7 @@ def turned() -> Schedule:
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])
-@pytest.mark.parametrize("make", [handmade, read, turned])
+@pytest.mark.parametrize("make", [handmade, turned])
 def test_a_schedule_of_ones_own_runs_in_its_order(make: Any, backward: Any) -> None:
     plan = make()
     model = assert_transparent(mlp(4), torch.randn(7, 4), plan, plan.devices, chunks=plan.microbatches,
@@ -81,12 +40,6 @@ def test_a_schedule_of_ones_own_runs_in_its_order(make: Any, backward: Any) -> N
         model(torch.randn(2 * plan.microbatches, 4), target=0.25)
     assert [[span.op for span in spans if span.op.kind != "W"] for spans in timeline.spans] == [
         [op for op in row if op.kind != "W"] for row in plan.rows]  # W that follow each other may be one.
-
-
-@pytest.mark.parametrize("balance", [[3, 3], [1, 1, 2, 2], [1] * 6])
-def test_interleaved_schedules_take_any_number_of_stages_a_device(balance: list[int]) -> None:
-    model = assert_transparent(mlp(6), torch.randn(7, 4), "interleaved-1f1b", 2, balance=balance, chunks=3, steps=1)
-    assert model.schedule.stages == len(balance)
 
 
 def test_a_stage_recomputes_before_its_gradient_arrives() -> None:

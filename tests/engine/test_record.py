@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,22 +12,7 @@ import splitpipe
 from splitpipe import SplitPipe, schedule
 from splitpipe.schedule import Timeline
 from tests.helpers.covering import graded
-
-CPU = ["cpu", "cpu"]
-
-
-def model(name: str = "zb-v", chunks: int = 4, **options: Any) -> SplitPipe:
-    stages = 2 * schedule.build(name, 1, 1).stages
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(stages)]
-    return SplitPipe(nn.Sequential(*layers), [1] * stages, devices=CPU, chunks=chunks, schedule=name,
-                     loss_fn=nn.MSELoss(), **options)
-
-
-def step(it: SplitPipe, rows: int = 8) -> Tensor:
-    x = torch.randn(rows, 8)
-    loss = it(x, target=x)
-    loss.backward()
-    return loss
+from tests.helpers.scheduled import mlp, twins
 
 
 @graded(
@@ -36,8 +20,8 @@ def step(it: SplitPipe, rows: int = 8) -> Tensor:
     essence=[["backward"]], thorough=[["name"]],
 )
 def test_each_device_has_done_its_row_in_order(name: str, backward: str, checkpoint: str, tmp_path: Path) -> None:
-    it = model(name, backward=backward, checkpoint=checkpoint)
-    x = torch.randn(8, 8)
+    _, it = twins(mlp(9), name, loss_fn=nn.MSELoss(), chunks=4, backward=backward, checkpoint=checkpoint)
+    x = torch.randn(8, 4)
     expected = it(x, target=x)
     with splitpipe.record(it) as timeline:
         assert torch.equal(it(x, target=x), expected)
@@ -61,11 +45,10 @@ def test_only_training_steps_that_completed_are_recorded() -> None:
             raise ZeroDivisionError
         return (output - target).square().mean()
 
-    it = SplitPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), [1, 1], devices=CPU, chunks=2, schedule="1f1b",
-                   loss_fn=loss_fn)
-    x = torch.randn(4, 8)
+    _, it = twins(mlp(2), "1f1b", loss_fn=loss_fn, chunks=2)
+    x = torch.randn(4, 4)
     with splitpipe.record(it) as timeline:
-        step(it)
+        it(x, target=x).backward()
         it(x)
         with torch.no_grad():
             it(x, target=x)
@@ -73,9 +56,9 @@ def test_only_training_steps_that_completed_are_recorded() -> None:
         with pytest.raises(ZeroDivisionError):
             it(x, target=x)
         failing[0] = False
-        step(it, 1)  # Fewer microbatches.
+        it(x[:1], target=x[:1]).backward()  # Fewer microbatches.
     assert timeline.steps == 2 and len(timeline.spans[0]) == 4
-    step(it)
+    it(x, target=x).backward()
     assert timeline.steps == 2
 
 
@@ -83,7 +66,7 @@ def test_record_without_a_loss_or_twice_is_an_error() -> None:
     plain = SplitPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"])
     with pytest.raises(RuntimeError, match="loss_fn"), splitpipe.record(plain):
         pass
-    it = model()
+    _, it = twins(mlp(4), "zb-v")
     with splitpipe.record(it) as timeline:
         with pytest.raises(RuntimeError, match="already being recorded"), splitpipe.record(it):
             pass

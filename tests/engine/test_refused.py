@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,22 +201,14 @@ def test_weights_that_microbatches_have_in_common_are_an_error_that_names_the_wa
     module, where = stages(layers, [2, 1], by)
     model = SplitPipe(module, devices=["cpu"] * 2, chunks=2, **where, **inside({"schedule": schedule}))
     loss_of(model, torch.rand(4, 4)).backward()
-    words = "share a part of a graph.*backward='autograd'|on a path that the pipeline doesn't know"
-    with parametrize.cached(), pytest.raises(RuntimeError, match=words):
+    with parametrize.cached(), pytest.raises(RuntimeError, match="share a part of a graph.*backward='autograd'"):
         loss_of(model, torch.rand(4, 4)).backward()
-
-
-class Box:
-    """An object that pytree knows nothing of."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
 
 
 @pytest.mark.parametrize("options", [
     {}, {"checkpoint": "always"}, {"schedule": "zb-h1"}, {"schedule": "zb-h1", "checkpoint": "always"}], ids=str)
 def test_a_gradient_through_an_object_between_stages_is_an_error(options: dict[str, Any]) -> None:
-    layers = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: ((y := x * 2) * 1, Box(y))),
+    layers = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: ((y := x * 2) * 1, SimpleNamespace(x=y))),
                            Apply(lambda given: given[0] + given[1].x))
     plain, x = copy.deepcopy(layers), torch.randn(6, 4)
     model = SplitPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, **inside(options))

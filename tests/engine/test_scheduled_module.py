@@ -1,4 +1,5 @@
-"""A SplitPipe with a schedule: its arguments, inside another model, skips and BatchNorm."""
+"""A SplitPipe with a schedule: its sizes, inside another model; its loss is an ordinary one, whatever is done with it.
+"""
 from __future__ import annotations
 
 import copy
@@ -10,40 +11,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
-from splitpipe.skip import Namespace
-from tests.helpers.covering import graded, pairs
+from tests.helpers.covering import few
 from tests.helpers.deferring import double as double
 from tests.helpers.modules import module_of
-from tests.helpers.scheduled import assert_transparent, mlp, stages_of, twins
-from tests.helpers.skipping import popping, stashing
-from tests.helpers.twin import assert_same
+from tests.helpers.scheduled import mean, mlp, twins
+from tests.helpers.twin import assert_same, assert_same_tensors
 
 CPU = ["cpu"] * 2
 
 
-def wrap(balance: Any = (1, 1, 1, 1), **options: Any) -> SplitPipe:
-    return SplitPipe(mlp(4), balance, **{"devices": CPU, "chunks": 4, "loss_fn": F.mse_loss, **options})
-
-
-@pytest.mark.parametrize(
-    ("name", "balance", "text"),
-    [
-        ("zb-v", [2, 2], r"2 stages for 2 devices: schedule 'zb-v' expects 2 stages per device.*balance of 4"),
-        ("1f1b", [1, 1, 1, 1], "4 stages for 2 devices: schedule '1f1b' expects 1 stage per device"),
-        ("interleaved-1f1b", [2, 1, 1], "3 stages for 2 devices.*a multiple of the number of devices"),
-        (schedule.build("1f1b", 3, 8), [2, 2],
-         "3 stages, 3 rows and 8 microbatches: expected 2, .* 2, one per device, and 4, as chunks is"),
-    ],
-)
+@pytest.mark.parametrize(("name", "balance", "text"), [
+    ("zb-v", [2, 2], r"2 stages for 2 devices: schedule 'zb-v' expects 2 stages per device.*balance of 4"),
+    ("1f1b", [1, 1, 1, 1], "4 stages for 2 devices: schedule '1f1b' expects 1 stage per device"),
+    ("interleaved-1f1b", [2, 1, 1], "3 stages for 2 devices.*a multiple of the number of devices"),
+    (schedule.build("1f1b", 3, 8), [2, 2],
+     "3 stages, 3 rows and 8 microbatches: expected 2, .* 2, one per device, and 4, as chunks is"),
+])
 def test_a_schedule_for_other_sizes_is_an_error_that_names_the_right_ones(name: Any, balance: Any, text: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){text}"):
-        wrap(balance, schedule=name)
-
-
-def test_a_schedule_that_cannot_run_is_refused() -> None:
-    rows = [[schedule.Op("F", 0, 0), schedule.Op("BW", 0, 0)], [schedule.Op("BW", 1, 0), schedule.Op("F", 1, 0)]]
-    with pytest.raises(ValueError, match="1BW0"):
-        wrap([2, 2], schedule=schedule.Schedule(rows, [0, 1]), chunks=1)
+        SplitPipe(mlp(4), balance, devices=CPU, chunks=4, loss_fn=F.mse_loss, schedule=name)
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])
@@ -80,42 +66,49 @@ def test_a_loss_that_was_dropped_without_a_backward_is_warned_of_once() -> None:
     model(x, target=0.25).backward()
 
 
-def skipping(stages: int, spans: list[tuple[int, int]]) -> nn.Sequential:
-    """A layer a stage, and skips between some of them."""
-    layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(stages)]
-    for source, target in spans:
-        space = Namespace()
-        layers[source] = nn.Sequential(layers[source], stashing("skip")().isolate(space))  # type: ignore[attr-defined]
-        layers[target] = nn.Sequential(popping("skip")().isolate(space), layers[target])  # type: ignore[attr-defined]
-    return nn.Sequential(*layers)
-
-
-#: On a V of four devices: to the next device and back, down, up, to the other stage of the same one, over all.
-SPANS = [[(0, 7)], [(3, 4)], [(1, 2)], [(5, 6)], [(0, 3)], [(2, 6)], [(1, 6), (0, 7), (3, 5)], [(0, 2), (2, 4), (4, 7)]]
-SKIPS: dict[str, list[Any]] = {
-    "name": ["zb-v", "v-min", "1f1b-v"], "spans": SPANS, "backward": ["split", "autograd"],
-    "checkpoint": ["never", "always"],
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zb-v": ("zb-v", {}), "zb-h1, autograd": ("zb-h1", {"backward": "autograd"}), "1f1b": ("1f1b", {}),
+    "v-half, checkpointed": ("v-half", {"checkpoint": "always"}),
 }
 
 
-@graded(SKIPS, essence=[["name"]], thorough=pairs([*SKIPS]))
-def test_skips_go_down_and_up_a_v(name: str, spans: list[tuple[int, int]], backward: Any, checkpoint: Any) -> None:
-    assert_transparent(skipping(8, spans), torch.randn(7, 4), name, 4, chunks=3, backward=backward,
-                       checkpoint=checkpoint, steps=1)
+def scaled(module: nn.Module, loss: Tensor) -> None:
+    loss *= 0.5
+    loss.backward(torch.tensor(0.5))
 
 
-@graded(
-    {"by": ["balance", "cuts"], "checkpoint": ["never", "always"], "name": schedule.names()},
-    essence=[["by"], ["checkpoint"]], thorough=[["by", "name"]],
-)
-def test_deferred_batch_norm_has_the_batchs_statistics(by: str, name: str, checkpoint: Any) -> None:
-    """Of the first norm at least, whose input no norm has changed."""
-    layers = nn.Sequential(nn.BatchNorm1d(4), *mlp(2 * stages_of(name)))
-    plain = copy.deepcopy(layers)
-    balance = [2] + [1] * (2 * stages_of(name) - 1)
-    _, model = twins(layers, name, 2, balance, by=by, chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
-    for rows in (8, 11, 6):
-        x = torch.randn(rows, 4) * 3 + 1
-        plain(x)
-        model(x, target=0.25).backward()
-        assert_same(dict(model[0].named_buffers()), dict(plain[0].named_buffers()), "statistics")
+def penalised(module: nn.Module, loss: Tensor) -> None:
+    (loss + sum(parameter.square().sum() for parameter in module.parameters())).backward()
+
+
+def again_and_again(module: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    (loss * 2).backward(retain_graph=True)
+    for parameter in module.parameters():
+        parameter.grad.mul_(2)  # type: ignore[union-attr]
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the .* a second time.*retain_graph=True"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("way", few(2, WAYS))
+@pytest.mark.parametrize("use", [
+    *[lambda module, loss, factor=factor: (loss * factor).backward() for factor in (-3.0, 1.0, 0.0, 1e-300)],
+    scaled, penalised, again_and_again,
+])
+def test_a_loss_may_be_scaled_added_to_and_differentiated_twice(use: Any, way: str) -> None:
+    name, options = WAYS[way]
+    plain, model = twins(mlp(5), name, 2, chunks=3, **options)
+    x = torch.randn(7, 4)
+    use(plain, mean(plain(x), 0.25))
+    use(model, model(x, target=0.25))
+    assert_same_tensors(model, plain)
+
+
+def test_second_derivatives_are_refused() -> None:
+    _, model = twins(mlp(5), "zb-v", 2, chunks=3)
+    loss = model(torch.randn(7, 4), target=0.25)
+    with pytest.raises(RuntimeError, match=r"create_graph=True .* compute the loss from model\(x\)"):
+        loss.backward(create_graph=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss.backward()

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from splitpipe import SplitPipe, is_recomputing
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
-from tests.helpers.modules import module_of
+from tests.helpers.modules import linears, module_of
 from tests.helpers.skipping import Pop, Stash
 from tests.helpers.twin import assert_same, assert_same_tensors, stages
 
@@ -96,34 +96,6 @@ def test_skips_have_second_derivatives(checkpoint: str) -> None:
     assert_same_tensors(model, plain)
 
 
-@pytest.mark.draws
-@BY
-def test_recomputation_has_the_mode_and_the_numbers_of_the_forward(by: str) -> None:
-    layers, x, steps = mlp(nn.Dropout(0.5)), torch.rand(6, 4), []
-    for checkpoint in CHECKPOINTS:
-        model = stitched(layers, checkpoint=checkpoint, by=by)
-        for _ in range(2):
-            torch.manual_seed(1)
-            model.zero_grad()
-            loss = model.train()(x).square().sum()
-            model.eval()
-            loss.backward()
-            assert not model[2].training
-            steps.append([p.grad for p in model.parameters()])
-    for step in steps[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(step, steps[0]))
-
-
-def test_parameters_that_were_written_to_before_the_recomputation_are_an_error() -> None:
-    model, x = stitched(mlp(), checkpoint="always"), torch.rand(6, 4)
-    loss = model(x).sum()
-    with torch.no_grad():
-        model[0].weight += 1
-    with pytest.raises(RuntimeError, match="parameters of stage 0.*written to.*expected backward first"):
-        loss.backward()
-    model(x).sum().backward()
-
-
 @BY
 def test_layers_that_do_something_else_the_second_time_are_an_error(by: str) -> None:
     def other(self: Any, x: Tensor) -> Tensor:
@@ -134,23 +106,17 @@ def test_layers_that_do_something_else_the_second_time_are_an_error(by: str) -> 
         model(torch.rand(6, 4)).sum().backward()
 
 
-class Energy(nn.Module):
+def energies(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Differentiates through stages in its own code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 5), nn.Linear(5, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.detach().requires_grad_()
-        energy = self.two(self.one(x).tanh())
-        [force] = torch.autograd.grad(energy.sum(), x, create_graph=True)
-        return energy, force
+    x = x.detach().requires_grad_()
+    energy = self.two(self.one(x).tanh())
+    [force] = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return energy, force
 
 
 @CHECKPOINT
 def test_forces_between_blocks(checkpoint: str) -> None:
-    plain, x = Energy(), torch.rand(6, 3)
+    plain, x = module_of(energies, **linears("one", "two")), torch.rand(6, 4)
     model = SplitPipe(copy.deepcopy(plain), cuts=["two"], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
                       backward="autograd")
     for each in plain, model:

@@ -1,14 +1,16 @@
-"""A module with cuts is what it was: its attributes, state, copies and pickles, hooks, and computed parameters."""
+"""A module with cuts is what it was: its attributes, state, copies and pickles; it runs as its caller's thread says."""
 from __future__ import annotations
 
 import copy
 import inspect
 import pickle
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 import splitpipe
 from splitpipe import SplitPipe, attach
@@ -17,6 +19,7 @@ from tests.helpers.covering import pairwise
 from tests.helpers.twin import assert_same_tensors
 
 CUTS = ["layers.1", "layers.3"]
+variable: ContextVar[int] = ContextVar("variable", default=0)
 PLACES = pytest.mark.parametrize("place", [SplitPipe, attach])
 
 
@@ -159,3 +162,37 @@ def test_a_pipeline_is_no_module_to_wrap_and_what_is_none_has_no_report() -> Non
     for function in splitpipe.record, splitpipe.deferral_report:
         with pytest.raises(TypeError, match="model is a ModuleDict, not a pipeline: expected a SplitPipe"):
             function(nn.ModuleDict({"model": model}))
+
+
+# What the caller's thread has set
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_saved_tensor_hooks_may_be_forbidden_around_the_call(schedule: str) -> None:
+    plain = Stack()
+    model, given = piped(plain, CUTS, schedule=schedule, checkpoint="never"), batch()
+    for each in (model, plain):
+        with disable_saved_tensors_hooks("not here"):
+            loss = each(**given)["loss"]
+        loss.backward()
+    assert_same_tensors(model, plain)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_context_variables_go_along_with_a_microbatch(schedule: str) -> None:
+    class Model(Stack):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            assert variable.get() == 7
+            variable.set(int(x.detach().sum() > 0) + 10)
+            before = variable.get()
+            for layer in self.layers:
+                x = layer(x).tanh()
+                assert variable.get() == before
+            return {"loss": (x - labels).square().mean()}
+
+    token = variable.set(7)
+    try:
+        piped(Model(), CUTS, schedule=schedule)(**batch())["loss"].backward()
+        assert variable.get() == 7
+    finally:
+        variable.reset(token)

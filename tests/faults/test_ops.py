@@ -5,7 +5,6 @@ import copy
 import re
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,12 +14,7 @@ from torch.nn import functional as F
 
 from splitpipe import DeferredBatchNorm, SplitPipe, schedule
 from splitpipe.core.note import add_note
-from splitpipe.engine import sequential
-from splitpipe.engine.step import StepRun
-from splitpipe.microbatch.division import Division
-from splitpipe.runtime import runtime
 from tests.helpers.faults import ERRORS, SIGNALS, Loss, Place, fragile, throws, watch
-from tests.helpers.scheduled import flat
 from tests.helpers.twin import assert_same_tensors
 
 #: Kinds of op that are met in F.
@@ -83,12 +77,7 @@ class Case:
         self.loss(module).backward()
 
     def survives(self, error: type[BaseException], same: bool = True) -> BaseException:
-        """A step that fails with the error, which is given back, and one that works.
-
-        Args:
-            error: that it raises.
-            same: whether the threads stay.
-        """
+        """A step that fails with the error, which is given back, and one that works; ``same``: the threads stay."""
         for layer in self.model.modules():
             if isinstance(layer, DeferredBatchNorm):
                 layer.reset_running_stats()  # After many steps with one batch they would not change any more.
@@ -178,43 +167,6 @@ def test_an_error_in_any_kind_of_op_has_its_place_and_leaves_the_model_unchanged
         notes = "\n".join(getattr(error, "__notes__", []))
         assert all(re.search(pattern, notes) for pattern in case.noted(place, error)), (place, notes)
         assert "use_reentrant" not in notes
-
-
-@pytest.mark.parametrize(("name", "owner", "function"), [
-    ("drop-in", Division, "scatter"), ("drop-in", runtime, "gather"), ("drop-in", sequential, "enter"),
-    ("zb-h1", Division, "scatter"), ("zb-h1", sequential, "send"), ("zb-h1", StepRun, "_send_gradients"),
-])
-def test_an_error_between_ops_leaves_the_model_unchanged(
-    name: str, owner: object, function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a batch is cut and joined, and where stages send and take."""
-    case, error = CASES[name](), LookupError("no")
-
-    def broken(*_: object, **__: object) -> None:
-        monkeypatch.undo()
-        raise error
-
-    monkeypatch.setattr(owner, function, broken)
-    assert case.survives(LookupError) is error
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "kind"), [("zb-h1", "weight"), ("drop-in", "forward"), ("drop-in", "tensor hook")])
-def test_failed_steps_leave_no_tensor_and_no_thread_behind(name: str, kind: str) -> None:
-    """They need no collector for that."""
-    case = CASES[name]()
-    place = [place for place in case.places if place.kind == kind][-1]
-
-    def act() -> None:
-        raise ValueError  # A new one each time: it holds the frames that it passed, and their tensors.
-
-    def fail() -> None:
-        case.fault.arm(place, act)
-        with suppress(ValueError):
-            case.step(case.model)
-        assert case.fault.fired == place
-
-    assert flat(fail)
 
 
 @pytest.mark.parametrize(("name", "kinds"), [

@@ -1,15 +1,11 @@
 """Where a module is cut that nobody has measured."""
 from __future__ import annotations
 
-import random
-from itertools import combinations
-
 import pytest
 import torch
 from torch import nn
 
-from splitpipe.partition.blocks import repeated
-from splitpipe.partition.by_bytes import Section, cuts_of_map, divide, parts_of
+from splitpipe.partition.by_bytes import cuts_of_map
 
 A, B, C = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 
@@ -24,48 +20,6 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
-
-
-def ways(count: int, stages: int) -> list[list[int]]:
-    """All ways to cut so many parts into stages."""
-    found = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
-    return [[end - start for start, end in zip(each, each[1:])] for each in found]
-
-
-def fills(sizes: list[float], rooms: list[float], numbers: list[int]) -> list[float]:
-    """How full each stage is, of its room."""
-    rest = iter(sizes)
-    return [sum(next(rest) for _ in range(number)) / room for number, room in zip(numbers, rooms)]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_fullest_stage_is_as_empty_as_can_be_then_the_next_one(seed: int) -> None:
-    draw = random.Random(seed)
-    sizes = [float(draw.randint(0, 9)) for _ in range(draw.randint(1, 8))]
-    rooms = [float(draw.randint(1, 4)) for _ in range(draw.randint(1, len(sizes)))]
-
-    def cost(numbers: list[int]) -> list[float]:
-        return sorted(fills(sizes, rooms, numbers), reverse=True)
-
-    numbers = divide(sizes, rooms)
-    assert sum(numbers) == len(sizes) and min(numbers) > 0
-    assert cost(numbers) == pytest.approx(min(map(cost, ways(len(sizes), len(rooms)))))
-
-
-def test_a_part_has_what_lies_up_to_the_next_block_and_a_tied_tensor_counts_once() -> None:
-    model = Model()
-    model.layers[3].requires_grad_(False)
-    layer = 4 * (16 + 4)
-    assert parts_of(model, [*repeated(model)]) == [
-        Section("", 4 * 32, 4 * 4 * 32),
-        *[Section(f"layers.{k}", layer, 4 * layer) for k in range(3)],
-        Section("layers.3", layer + 4 * 8, layer + 4 * 4 * 8),
-    ]
-
-
-def test_before_the_first_cut_there_is_something_for_the_first_stage() -> None:
-    module = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})
-    assert [part.name for part in parts_of(module, [*repeated(module)])] == ["", "layers.1", "layers.2"]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from splitpipe.core.stream import Place
-from splitpipe.partition.moving import move_stages, moved
+from splitpipe.partition.moving import moved
 
 CUDA = torch.device("cuda:0")
 DEVICES = [torch.device("meta"), pytest.param(CUDA, marks=pytest.mark.cuda)]
@@ -71,13 +70,3 @@ def test_a_tensor_that_its_own_to_changes_stays_itself() -> None:
     x = Quantised(torch.full((2, 2), 0.8))
     seen = weakref.ref(x)  # One that has such a reference can't be swapped.
     assert moved(x, torch.device("meta")) is x is seen() and (x == 1).all()
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("kind", ["scaled", "wrapper"])
-def test_layers_with_such_tensors_move(kind: str) -> None:
-    make, held = KINDS[kind]
-    layer = nn.Linear(2, 2)
-    layer.weight = x = make()
-    move_stages([[layer]], [Place(CUDA)])
-    assert layer.weight is x and {part.device for part in (*held(x), layer.bias)} == {CUDA}

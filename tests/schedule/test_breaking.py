@@ -5,20 +5,35 @@ import itertools
 import math
 import random
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.dom import minidom
 
 import pytest
 
-from splitpipe.__main__ import main
 from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Op, Schedule, build, check, simulate
 from splitpipe.schedule.bounds import bounds
 from splitpipe.schedule.draw import measures
 from splitpipe.schedule.op import given, needed
 from tests.schedule.test_draw import page_data
-from tests.schedule.test_play import settled
+
+
+def settled(schedule: Schedule, costs: Costs) -> list[list[float]]:
+    """A second simulator: moves the ends of ops until none ends later than before. In a deadlock, some never settle."""
+    times, hops, ends = costs.times(schedule), costs.hops(schedule), dict[Op, float]()
+    for _ in range(sum(map(len, schedule.rows)) + 1):
+        before = dict(ends)
+        for row in schedule.rows:
+            now = 0.0
+            for op in row:
+                for need in needed(op, schedule.stages):
+                    hop = 0.0 if need.stage == op.stage else hops[min(need.stage, op.stage)]
+                    now = max(now, ends.get(need, 0.0) + hop)
+                now += times[op.kind][op.stage]
+                ends[given(op)] = ends[op] = now
+        if ends == before:
+            return [[ends[op] for op in row] for row in schedule.rows]
+    raise RecursionError("a deadlock")
 
 
 def any_schedule(chance: random.Random, devices: int, stages: int, microbatches: int) -> Schedule:
@@ -45,9 +60,10 @@ def test_a_second_simulator_finds_the_same(seed: int) -> None:
     copy = chance.choice([0, 0, 0.25, 3])
     costs = Costs(f, b, w, copy)
     timeline = simulate(schedule, costs)
-    _, ends = settled(schedule, costs.times(schedule), costs.hops(schedule), {})
+    ends = settled(schedule, costs)
     assert [[span.end for span in row] for row in timeline.spans] == ends
-    assert timeline.makespan == max(end for row in ends for end in row)
+    assert timeline.makespan == max(end for row in ends for end in row) >= timeline.longest >= max(timeline.work)
+    assert max(timeline.bounds.values()) <= timeline.makespan and 0 <= timeline.bubble_longest <= timeline.bubble <= 1
     for device, row in enumerate(schedule.rows):
         alive: set[tuple[int, int]] = set()
         most = 0
@@ -105,13 +121,6 @@ def test_the_best_of_all_orders_is_at_no_time_below_a_bound(seed: int) -> None:
     cap = [most / max(1, each) for most, each in zip(caps, own)]
     for reason, bound in bounds(schedule, Costs(f, b, w, copy), cap).items():
         assert bound <= best, reason
-
-
-@pytest.mark.parametrize("costs", [(9.631, 4.73, 16.4), (0.1, 0.2, 0.3)])
-@pytest.mark.parametrize("chunks", range(1, 8))
-def test_rounding_lifts_no_bound_above_a_makespan(costs: tuple[float, float, float], chunks: int) -> None:
-    timeline = simulate(build("1f1b", 2, chunks), Costs(*costs))
-    assert timeline.makespan >= max(timeline.bounds.values())
 
 
 HOSTILE = [
@@ -172,9 +181,8 @@ def test_a_shuffled_schedule_is_refused_if_it_deadlocks_and_the_cycle_is_one(see
             one, other = sorted(chance.sample(range(len(row)), 2))
             row[one], row[other] = row[other], row[one]
     mixed = Schedule(rows, schedule.placement)
-    costs = Costs()
     try:
-        settled(mixed, costs.times(mixed), costs.hops(mixed), {})
+        settled(mixed, Costs())
     except RecursionError:
         with pytest.raises(ValueError, match="has a deadlock") as caught:
             check(mixed)
@@ -189,10 +197,3 @@ def test_a_shuffled_schedule_is_refused_if_it_deadlocks_and_the_cycle_is_one(see
         assert given(ops[need]) in needed(ops[op], 4)
         assert (head or need, other) == following[:2]
         assert not head or where[head][1] < where[need][1], "an op comes after itself"
-
-
-def test_nobody_need_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the shell closes stdout: python -m splitpipe ... >&-"""
-    monkeypatch.setattr(sys, "stdout", None)
-    assert main(["schedule", "1f1b", "--svg", str(tmp_path / "a.svg")]) == 0
-    assert (tmp_path / "a.svg").exists()

@@ -40,15 +40,12 @@ def test_a_missing_backward_is_named_whole() -> None:
         check(Schedule([schedule.rows[0], schedule.rows[1][:-1]], schedule.placement))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        (Schedule([[]], []), "has no stages"),
-        (Schedule([[]], [0]), "has no ops"),
-        (Schedule([[F(0, 0), BW(0, 0)]], [1]), "stage 0 is placed on device 1: expected one of 1"),
-        (Schedule([[F(1, 0), BW(1, 0)]], [0]), "1F0: expected a stage below 1"),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "message"), [
+    (Schedule([[]], []), "has no stages"),
+    (Schedule([[]], [0]), "has no ops"),
+    (Schedule([[F(0, 0), BW(0, 0)]], [1]), "stage 0 is placed on device 1: expected one of 1"),
+    (Schedule([[F(1, 0), BW(1, 0)]], [0]), "1F0: expected a stage below 1"),
+])
 def test_what_is_no_schedule_is_refused(schedule: Schedule, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         check(schedule)

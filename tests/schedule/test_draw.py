@@ -84,22 +84,6 @@ def test_a_schedule_without_end_is_refused(draw: Any) -> None:
         draw([played(costs=Costs(1e308, 1e308, 1e308))])
 
 
-@pytest.mark.parametrize("write", ["to_svg", "to_html"])
-def test_a_file_has_what_is_drawn(write: str, tmp_path: Path) -> None:
-    draw = {"to_svg": svg.draw, "to_html": html.draw}[write]
-    one, other = played(), played("1f1b")
-    for path in (tmp_path / "path", str(tmp_path / "text")):
-        getattr(one, write)(path, other)
-        assert Path(path).read_text(encoding="utf-8") == draw([one, other])
-
-
-def test_a_number_is_what_a_reader_wants() -> None:
-    assert measures.printable("a\x1b[31m\0 é\ud800") == "a?[31m? é?"
-    assert [measures.short(number) for number in (27.0, 0.1 + 0.2, 1e9)] == ["27", "0.3", "1e+09"]
-    assert [measures.size(number) for number in (1000, 3 * GIB, 1.5 * 2**40)] == ["1000 B", "3 GiB", "1.5 TiB"]
-    assert measures.ticks(27, 6) == [0, 5, 10, 15, 20, 25]
-
-
 # SVG.
 
 def test_an_svg_names_each_op_with_its_times() -> None:
@@ -154,14 +138,6 @@ def test_a_page_forbids_the_network() -> None:
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', page)
     assert policy is not None and policy[1].startswith("default-src 'none'; style-src 'sha256-")
     assert not re.search(r"https?:|//[a-z]+\.|src=|@import|url\(", page.replace("default-src", ""))
-
-
-def test_of_many_stages_a_device_each_op_says_its_own() -> None:
-    timeline = played("interleaved-1f1b", stages_per_device=4)
-    line = rows(text.draw([timeline], 1000))[3]
-    assert re.findall(r"[^ .]+", line)[1:] == [
-        f"{stage}{kind if stage in (3, 11) else kind.lower()}{k}" for kind, stage, k in timeline.schedule.rows[3]
-    ]
 
 
 @pytest.mark.parametrize("draw", [text.draw, svg.draw, html.draw])

@@ -22,10 +22,6 @@ PIXEL = """(canvas, [x, y]) => {
     return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data.slice(0, 3)];
 }"""
 DRAWN = "() => new Promise((done) => requestAnimationFrame(done))"
-SCROLLED = """() => new Promise((done) => {
-    const look = () => (scrollY > 0 ? done() : requestAnimationFrame(look));
-    look();
-})"""
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +69,6 @@ class Page:
         x, y = self.spot(*spot, **more)
         self.page.mouse.move(box["x"] + x, box["y"] + y)
         return self.tip
-
-    def changed_from(self, shown: str) -> None:
-        """Waits until the page shows another stretch of time."""
-        playwright.expect(self.page.locator("#shown")).not_to_have_text(shown)
 
     @property
     def tip(self) -> str:
@@ -129,40 +121,17 @@ def test_hovering_an_op_names_it_with_its_times(opened: Open) -> None:
 
 
 @pytest.mark.thorough
-def test_hovering_idle_time_or_memory_says_how_long_or_what_is_alive_and_nothing_nothing(opened: Open) -> None:
-    page = opened(played("zb-v"))
-    assert page.point(2.2, down=ROW + 8) == "2.5 microbatches' activations\nalive on device 0 at 2.2"
-    assert page.point(0.5, device=2) == "idle\n0 to 1, 1 long"
-    page.page.mouse.move(5, 5)
-    assert page.tip == ""
-
-
-@pytest.mark.thorough
 def test_the_wheel_zooms_to_where_the_pointer_is(opened: Open) -> None:
     page = opened(played())
-    assert page.shown == "0 to 27"
     before = page.point(20.5)
     page.page.mouse.wheel(0, -600)
-    page.changed_from("0 to 27")
+    playwright.expect(page.page.locator("#shown")).not_to_have_text("0 to 27")
     start, end = map(float, page.shown.split(" to "))
     assert 0 < start < 20.5 < end < 27 and page.tip == before
-    assert page.colour(20.1, down=3) == page.colour(20.9, down=3) == measures.BASE["W"]
-
-
-@pytest.mark.thorough
-def test_where_the_page_scrolls_the_wheel_needs_ctrl(opened: Open) -> None:
-    page = opened(played(), played("1f1b"), played("zb-v"))
-    page.point(13)
-    page.page.mouse.wheel(0, 100)
-    page.page.evaluate(SCROLLED)
-    assert page.shown == "0 to 33"
-    page.page.keyboard.down("Control")
-    page.page.mouse.wheel(0, -300)
-    page.changed_from("0 to 33")
 
 
 @pytest.mark.parametrize("by_keys", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_buttons_and_keys_zoom_and_move(opened: Open, by_keys: bool) -> None:
+def test_buttons_keys_and_dragging_zoom_and_move(opened: Open, by_keys: bool) -> None:
     page = opened(played())
     ways = {"zoom in": "+", "later": "ArrowRight", "earlier": "ArrowLeft", "zoom out": "-", "show all": "0"}
     shown = []
@@ -173,18 +142,11 @@ def test_buttons_and_keys_zoom_and_move(opened: Open, by_keys: bool) -> None:
             page.page.get_by_role("button", name=name, exact=True).click()
         shown.append(page.shown)
     assert shown == ["4.5 to 22.5", "9 to 27", "4.5 to 22.5", "0 to 27", "4.5 to 22.5", "0 to 27"]
-
-
-@pytest.mark.thorough
-def test_dragging_moves_the_view(opened: Open) -> None:
-    page = opened(played())
     page.page.keyboard.press("+")
     page.point(18)
     page.page.mouse.down()
     page.point(9)
     page.page.mouse.up()
-    assert page.shown == "9 to 27"
-    page.point(20)
     assert page.shown == "9 to 27"
 
 
@@ -199,25 +161,3 @@ def test_several_schedules_are_on_one_axis(opened: Open) -> None:
     assert page.page.locator(".best").inner_text().split()[:4] == ["zb-v", "4", "8", "25.5"]
 
 
-@pytest.mark.thorough
-def test_light_and_dark_are_as_the_reader_likes(opened: Open) -> None:
-    light, dark = (opened(played(), color_scheme=scheme) for scheme in ("light", "dark"))
-    assert min(light.colour(5, down=3)) > 200 and max(dark.colour(5, down=3)) < 60
-    assert light.colour(0.5, down=3) == dark.colour(0.5, down=3) == measures.BASE["F"]
-    light.page.emulate_media(color_scheme="dark")
-    assert light.colour(5, down=3) == dark.colour(5, down=3)
-
-
-@pytest.mark.thorough
-def test_a_narrow_screen_has_no_sideways_scrolling(opened: Open) -> None:
-    page = opened(played(), size=(420, 720))
-    assert page.page.evaluate("document.documentElement.scrollWidth") <= 420
-
-
-@pytest.mark.thorough
-def test_a_large_schedule_is_drawn_and_named(opened: Open) -> None:
-    page = opened(played(devices=32, chunks=256))
-    assert page.point(0.5).startswith("0F0\n")
-    for _ in range(12):
-        page.page.keyboard.press("+")
-    assert page.colour(398.5, down=3) in measures.BASE.values() and page.point(398.5)[0] == "0"

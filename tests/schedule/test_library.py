@@ -37,24 +37,12 @@ def test_a_split_schedule_has_weight_gradients_of_their_own(name: str) -> None:
     assert {op.kind for row in build(name, 3, 4, split=False).rows for op in row} == {"F", "BW"}
 
 
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs", "interleaved-low-memory"])
-def test_stages_per_device_is_an_option(name: str) -> None:
-    assert build(name, 3, 6).stages == 6
-    assert build(name, 3, 6, stages_per_device=1).stages == 3
-    assert build(name, 3, 6, stages_per_device=4).placement == (0, 1, 2) * 4
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_each_option_is_described_and_among_the_variants(name: str) -> None:
     for option in options(name):
         assert f"``{option}" in (build.__doc__ or ""), f"{option}: describe it in the docstring of build"
         tried = {variant.get(option) for variant in variants(name, 4, (1, 2, 3))}
         assert len(tried) > 1, f"{option}: give it values in variants, and default in planner/costs.py"
-
-
-def test_one_stage_a_device_interleaved_is_1f1b() -> None:
-    eager = build("interleaved-1f1b", 4, 8, stages_per_device=1)
-    assert eager == build("eager-1f1b", 4, 8)
 
 
 @pytest.mark.parametrize(("name", "options", "message"), [

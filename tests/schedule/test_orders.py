@@ -4,7 +4,6 @@ from __future__ import annotations
 import pytest
 
 from splitpipe.schedule import Costs, build, simulate
-from splitpipe.schedule.construct.orders import first
 
 #: p=4, m=8, F=B=W=1: makespan, longest span, peak of each device.
 SMALL = [
@@ -111,10 +110,3 @@ def test_bubbles_of_measured_times_are_the_papers(
     costs = Costs(*times)
     found = [simulate(build(name, p, m), costs) for name in ("1f1b", "zb-h1", "zb-h2")]
     assert [round(found[0].bubble, 4), round(found[1].bubble, 4), round(found[2].bubble_longest, 4)] == list(bubbles)
-
-
-def test_the_first_microbatches_of_a_schedule_keep_their_order() -> None:
-    schedule = build("zb-h1", 3, 6)
-    kept = first(schedule, 2)
-    assert [op for op in schedule.rows[1] if op.microbatch < 2] == list(kept.rows[1])
-    assert first(schedule, 6) is schedule

@@ -58,31 +58,6 @@ def test_a_number_is_a_whole_devices_share_and_a_sequence_has_one_a_stage() -> N
     assert uneven.work == (2, 3, 4)
 
 
-def test_a_device_without_ops_is_idle() -> None:
-    timeline = simulate(Schedule([[Op("F", 0, 0), Op("BW", 0, 0)], []], [0]))
-    assert timeline.idle == (0, 3)
-    assert timeline.peak_activations == (1, 0)
-    assert max(timeline.bounds.values()) == 3
-
-
-def test_activations_are_held_from_the_start_of_f_to_the_end_of_w() -> None:
-    split = one(Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("W", 0, 0), Op("B", 0, 1), Op("W", 0, 1))
-    assert simulate(split).peak_activations == (2,)
-    assert simulate(split).curve(0) == [(0, 0), (0, 1), (2, 1), (2, 2), (4, 1), (5, 1), (6, 0)]
-    fused = one(Op("F", 0, 0), Op("BW", 0, 0), Op("F", 0, 1), Op("BW", 0, 1))
-    assert simulate(fused).peak_activations == (1,)
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Costs(copy=[1, -2]), "copy=.*expected a time"),
-    (lambda: simulate(build("1f1b", 4, 4), Costs(copy=[1, 2])), "copy has 2 numbers: .* each of 3 hops"),
-    (lambda: simulate(build("1f1b", 4, 4), Costs(forward=[1, 2, 3])), "forward has 3 numbers: expected one"),
-])
-def test_costs_that_make_no_sense_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_numbers_of_any_sort_are_times() -> None:
     numpy = pytest.importorskip("numpy")
     costs = Costs(Fraction(1, 2), numpy.arange(2), [numpy.float32(0.5), numpy.int64(3)], numpy.float64(0.25))

@@ -1,24 +1,16 @@
-"""What a recording says of its model: where time is lost, which stage is the bottleneck; in text and in pictures."""
+"""What a recording says of its model: where time is lost, which stage is the bottleneck, and what each takes."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from splitpipe.schedule import Costs, Recording, Timeline, build
-from splitpipe.schedule.recording.step import Step
 from tests.helpers.recording import near, played, recorded, step
-from tests.schedule.test_draw import page_data
 
 # What time is lost to.
 
 LOST = ["unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"]
-
-
-def lost(recording: Recording) -> list[float]:
-    return [near(recording.losses[reason]) for reason in LOST]
 
 
 @pytest.mark.parametrize(("timeline", "late", "expected"), [
@@ -33,7 +25,7 @@ def lost(recording: Recording) -> list[float]:
 def test_time_is_lost_to(timeline: Timeline, late: float, expected: list[float]) -> None:
     recording = Recording(timeline.schedule)
     recording.add(step(timeline, late=late))
-    assert lost(recording) == expected
+    assert [near(recording.losses[reason]) for reason in LOST] == expected
 
 
 # Words.
@@ -59,27 +51,7 @@ def test_equal_stages_have_no_bottleneck() -> None:
     assert "No stage is the bottleneck: the devices compute 73% of the step." in recording.remarks
     assert "9 ms (27.3%) to the schedule's own bubble. It shrinks with more chunks" in str(recording)
     assert "unbalanced" not in str(recording)
-
-
-@pytest.mark.parametrize(("timeline", "copies", "remarks"), [
-    (played("gpipe", 1, 3), (), ("There is one device, which computes 100% of the step.",
-                                 "Of the step's 9 ms, a device computes 9 ms on average.")),
-    (played("gpipe", 2, 2, Costs(0, 0, 0)), ((0, 3.0),), (
-        "No stage is the bottleneck: the devices compute 0% of the step.",
-        "Of the step's 0 ms, a device computes 0 ms on average.")),
-], ids=["of one device", "without time"])
-def test_where_nothing_is_lost_no_loss_is_named(timeline: Timeline, copies: Any, remarks: tuple[str, ...]) -> None:
-    recording = Recording(timeline.schedule)
-    recording.add(Step(timeline.spans, copies, (None,) * timeline.schedule.devices))
-    assert recording.remarks == ("One step was recorded.", *remarks)
-
-
-def test_losses_stand_in_their_order() -> None:
-    recording = Recording(played().schedule)
-    recording.add(step(played(costs=Costs(copy=0.5)), late=20))
-    assert [re.sub(r".* to ([^.]*)\..*", r"\1", line) for line in recording.remarks[3:]] == [
-        "waiting beyond the plan", "the schedule's own bubble", "copies"
-    ]
+    assert "There is one device, which computes 100% of the step." in recorded(played("gpipe", 1, 3)).remarks
 
 
 def tables(recording: Recording) -> tuple[list[list[str]], list[list[str]]]:
@@ -108,32 +80,3 @@ def test_a_line_a_device_has_its_bubble_and_its_memory() -> None:
         ["cuda:0", "50.00%", "50.00%", "3", "GiB"],
         ["cpu", "75.00%", "25.00%", "-"],
     ]
-
-
-def test_a_device_named_twice_has_its_number() -> None:
-    recording = recorded(played("1f1b", 3, 4, Costs([1, 2, 1])), devices=("cpu", "cpu", "cuda:0"))
-    assert "Stage 1 on cpu (device 1) is the bottleneck" in str(recording)
-
-
-# Pictures.
-
-
-def titles(page: str) -> list[str]:
-    return [each["title"] for each in page_data(page)["schedules"]]
-
-
-def test_a_page_has_the_step_above_the_plan_with_its_remarks(tmp_path: Path) -> None:
-    recording = recorded(played("zb-v", 2, 8, Costs([1, 1, 3, 1])))
-    recording.to_html(tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    numbers = "2 devices, 8 microbatches, 4 stages"
-    assert titles(page) == [f"zb-v, recorded (ms): {numbers}", f"zb-v, planned (ms): {numbers}"]
-    assert "<p>Stages 1 and 2 on device 1 are the bottleneck: " in page
-
-
-@pytest.mark.parametrize("write", ["to_html", "to_svg"])
-def test_others_stand_in_the_place_of_the_plan(write: str, tmp_path: Path) -> None:
-    recording, path = recorded(played("zb-h1")), tmp_path / "file"
-    getattr(recording, write)(path, played("1f1b"))
-    text = path.read_text(encoding="utf-8")
-    assert "1f1b" in text and "recorded" in text and "planned" not in text
