@@ -31,7 +31,9 @@ WAYS: dict[str, Way] = {
     "compiled": (None, {"checkpoint": "never", "compile": EAGER}),
     "zb-h1, always, compiled": ("zb-h1", {"checkpoint": "always", "compile": EAGER}),
 }
-ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+ways = pytest.mark.parametrize("way", [
+    pytest.param(way, id=name, marks=[pytest.mark.compiles] * ("compiled" in name)) for name, way in WAYS.items()
+])
 
 
 class Spare(nn.Module):
