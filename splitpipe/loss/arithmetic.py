@@ -67,7 +67,8 @@ def multiply(call: FunctionCall) -> Meaning | None:
 def divide(call: FunctionCall) -> Meaning | None:
     """A quotient, by a constant, by a count, or of entries."""
     if call.kwargs.get("rounding_mode") is not None:
-        return None
+        rows = call.joined()
+        return None if isinstance(rows, Rows) and rows.share is not None else rows
     above, below = call.args if len(call.args) == 2 else (1.0, call.args[0])
     above, below = (below, above) if call.name in ("rdiv", "rtruediv") else (above, below)
     by, value = call.ledger.of(below), call.number(above)

@@ -337,6 +337,7 @@ HAND: Table = {
     "index of rows": ("classes", lambda o, t: -o.log_softmax(1)[torch.arange(len(o)), t].mean()),
     "sum": ("values", lambda o, t: (o - t).square().sum()),
     "sum by a constant": ("values", lambda o, t: (o - t).square().sum() / 64),
+    "by rounded halves": ("labels", lambda o, t: (o.sum(-1) * torch.div(t, 2, rounding_mode="floor")).sum()),
     "mean(1).mean": ("values", lambda o, t: (o - t).square().mean(1).mean()),
     "mean of dims": ("values", lambda o, t: (o - t).square().mean(dim=(0, 1, 2))),
     "sum(1).mean": ("values", lambda o, t: (o - t).square().sum(1).mean()),
