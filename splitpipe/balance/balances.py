@@ -69,7 +69,7 @@ def balance_by_size(
     layer or block that has it.
 
     Args:
-        partitions, module, device: as for ``balance_by_time``.
+        partitions: as for ``balance_by_time``, and so are ``module`` and ``device``.
         input: a training batch, in the form of ``balance_by_time``'s sample.
         chunks: number of microbatches that the batch is split into. Only the first of them is run.
         param_scale: number of tensors of a parameter's size that training holds, including the parameter: 2 with its

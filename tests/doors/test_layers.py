@@ -35,7 +35,7 @@ DOORS = {"", "skip", "balance", "distributed", "schedule"}
 #: section 12 of the design: a line is added for a public report or a bar, and another one goes.
 BUDGETS = {
     "core": 1047,  # 1,050
-    "schedule": 3205,  # 3,500
+    "schedule": 3206,  # 3,500
     "microbatch": 950,  # 950
     "skip": 340,  # 340
     "backward": 1246,  # 1,250

@@ -47,8 +47,9 @@ def reorder(schedule: Schedule, costs: Costs | None = None, memory: float = 0) -
     Example:
         >>> from splitpipe import schedule
         >>> plain, costs = schedule.build("1f1b", 4, 8), Costs(copy=1)
-        >>> [schedule.simulate(each, costs).makespan for each in (plain, reorder(plain, costs, memory=7))]
-        [49.0, 39.0]
+        >>> other = reorder(plain, costs, memory=7)
+        >>> schedule.simulate(plain, costs).makespan, schedule.simulate(other, costs).makespan
+        (49.0, 39.0)
     """
     runnable, costs = checked(schedule), Costs() if costs is None else costs
     verify_costs(costs)
