@@ -134,7 +134,9 @@ def _by_tensor(term: Term, factor: Tensor) -> Term:
     """A term times a constant, which may want a gradient: not one of 0 / 0."""
     value = term.value
     if isinstance(value, Tensor) and term.count is not None and term.divided:
-        value = torch.where(torch.as_tensor(term.count.here, device=value.device) == 0, 0, value)
+        here = term.count.here
+        if isinstance(here, Tensor) or not here:
+            value = torch.where(here == 0, 0, value) if isinstance(here, Tensor) else torch.zeros_like(value)
     product = value * factor
     return replace(term, value=product, version=version_of(product))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -22,10 +21,9 @@ class FunctionCall:
     kwargs: dict[str, Any]
     out: Any
 
-    @cached_property
-    def operands(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return list(tensors([self.args, self.kwargs]))
+    def __post_init__(self) -> None:
+        #: The tensors among the arguments.
+        self.operands = list(tensors([self.args, self.kwargs]))
 
     @property
     def meaning(self) -> Meaning:

@@ -192,7 +192,7 @@ def meanings(call: FunctionCall, count: int) -> list[Meaning]:
     if rule is None or call.kwargs.get("out") is not None:
         if all(isinstance(each, Constant) for each in operands):
             found = GIVEN if operands and all(each == GIVEN for each in operands) else VARIED
-    elif rule not in _BY_PLACE and _has_read(call):
+    elif ledger.reading.values and rule not in _BY_PLACE and _has_read(call):
         found = Unknown(ledger.reading.values)
     elif unknown is None or rule in _OF_ANYTHING:
         try:

@@ -171,8 +171,10 @@ def part(term: Term, like: Tensor, count: Amount | None) -> Any:
     if isinstance(value, Tensor):
         value = value.to(like.device, torch.promote_types(value.dtype, torch.float32))  # A sum overflows sooner.
         if term.count is not None and term.divided:  # 0 / 0 has no part in the batch.
-            nothing = torch.as_tensor(weight, device=like.device) < 1e-20
-            value = torch.where(nothing & ~value.isfinite(), 0, value)
+            if isinstance(weight, Tensor):
+                value = torch.where((weight < NOTHING) & ~value.isfinite(), 0, value)
+            elif weight < NOTHING:
+                value = torch.where(value.isfinite(), value, 0)
     if count is not None:
         count = wide(count, like)
         weight = weight / count if isinstance(count, Tensor) or count else math.nan
