@@ -27,8 +27,7 @@ def add(call: FunctionCall) -> Meaning | None:
     ledger, args, alpha = call.ledger, call.args, call.kwargs.get("alpha", 1)
     meanings = [ledger.of(x) for x in args]
     if not any(isinstance(each, Number) for each in meanings) or any(isinstance(each, Rows) for each in meanings):
-        rows = next((each for each in meanings if isinstance(each, Unknown)), None) or call.joined()
-        return None if isinstance(rows, Rows) and rows.share is not None else rows
+        return next((each for each in meanings if isinstance(each, Unknown)), None) or call.entries()
     signs = [-alpha, 1] if call.name == "rsub" else [1, -alpha if "sub" in call.name else alpha]
     terms: list[Term] = []
     unknown = ""
@@ -67,8 +66,7 @@ def multiply(call: FunctionCall) -> Meaning | None:
 def divide(call: FunctionCall) -> Meaning | None:
     """A quotient, by a constant, by a count, or of entries."""
     if call.kwargs.get("rounding_mode") is not None:
-        rows = call.joined()
-        return None if isinstance(rows, Rows) and rows.share is not None else rows
+        return call.entries()
     above, below = call.args if len(call.args) == 2 else (1.0, call.args[0])
     above, below = (below, above) if call.name in ("rdiv", "rtruediv") else (above, below)
     by, value = call.ledger.of(below), call.number(above)

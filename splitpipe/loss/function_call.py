@@ -42,6 +42,11 @@ class FunctionCall:
         """The result of a function of entries; None: unknown."""
         return self.ledger.joined(self.operands, self.out.shape)
 
+    def entries(self) -> Rows | Constant | None:
+        """``joined`` for a function that isn't linear: it keeps no share."""
+        rows = self.joined()
+        return None if isinstance(rows, Rows) and rows.share is not None else rows
+
     def number(self, x: Any) -> float | None:
         """A number of Python or NumPy, or the one that a tensor was made of; None for anything else."""
         if isinstance(x, Tensor):

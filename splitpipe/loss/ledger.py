@@ -180,7 +180,7 @@ class Ledger:
             return Unknown("an in-place function")
         if x.grad_fn is not None and (x._backward_hooks or x.retains_grad):
             return Unknown("a hook of the number")
-        return replace(meaning.counted(self.rows), asked=self.reading.asked, empty=self.reading.empty)
+        return replace(meaning, asked=self.reading.asked, empty=self.reading.empty)
 
     def term(self, value: Amount, kind: str, count: Count | None = None, function: str = "", of: Any = None) -> Term:
         """A new term; ``of``: the rows of which it is made."""

@@ -18,7 +18,7 @@ def each_entry(call: FunctionCall) -> Meaning | None:
     """A function of entries, which broadcasting brings together."""
     rows = call.joined()
     if not isinstance(rows, Rows) or call.name not in _FILLING:
-        return None if isinstance(rows, Rows) and rows.share is not None else rows
+        return call.entries()
     values = [x for x in map(call.number, (*call.args, *call.kwargs.values())) if x is not None]
     if rows.share is not None and any(values):
         return None

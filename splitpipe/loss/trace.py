@@ -32,7 +32,8 @@ class Trace(TorchFunctionMode):
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows consists of; None for one with rows."""
         with DisableTorchFunction():
-            return self.ledger.number(x)
+            number = self.ledger.number(x)
+            return number.counted(self.ledger.rows) if isinstance(number, Number) else number
 
     def has_number(self, values: Sequence[Tensor]) -> bool:
         """True if numbers of the batch are among the values, whose terms have a graph."""
