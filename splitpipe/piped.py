@@ -18,7 +18,7 @@ from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint, verify_options
 from splitpipe.compiled.options import verify_compile
 from splitpipe.core.stream import Device
-from splitpipe.loss.reducing import Reduce, verify_reduction
+from splitpipe.loss.reduction import Reduce, verify_reduction
 from splitpipe.microbatch.chunk_spec import verify_named
 from splitpipe.microbatch.divider import Split, verify_split
 from splitpipe.partition.blocks import verify_cuts

@@ -36,7 +36,7 @@ from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.sequential import StitchedForward
 from splitpipe.loss.objective import TARGET, Objective, scale_of
-from splitpipe.loss.reducing import NO_FUNCTION, LossWarnings, Reducer
+from splitpipe.loss.reduction import NO_FUNCTION, LossWarnings, Reducer
 from splitpipe.microbatch.divider import Divider, Split
 from splitpipe.microbatch.division import Division, absent, noted
 from splitpipe.microbatch.gather import gather
@@ -150,7 +150,7 @@ class Runtime:
         shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
         ops = self._rows(step.workers, len(call.rows), state.grad, 0 if self.own_forward else call.checkpointed)
         with noted(call.input, target):
-            scheduled = ScheduledStep(step, target, scale)
+            scheduled = ScheduledStep(step, target, scale, None if objective is None else objective.batch_loss)
             loss: Any = scheduled.run(ops, shared)
         shared.verify()
         outputs = [forward.output for forward in forwards]
