@@ -18,7 +18,7 @@ from splitpipe.partition.device_map import put_back
 from splitpipe.partition.moving import move
 from splitpipe.partition.resident import Resident
 from splitpipe.piped import Arguments, Piped, complete, piped, runtime_of, with_arguments
-from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.recording import Recording
 
 M = TypeVar("M", bound=nn.Module)
 

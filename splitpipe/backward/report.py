@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from splitpipe.backward.graph_walk import Walk
 from splitpipe.backward.rules import RULES, leaf_of
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import counted
 
 #: What is said of each use of one parameter, and whether its gradient is deferred.
 Uses = dict[str, bool]

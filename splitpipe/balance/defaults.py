@@ -18,8 +18,7 @@ from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_o
 from splitpipe.partition.device_map import device_map as map_of
 from splitpipe.partition.placement import verify_filled
 from splitpipe.schedule.construct.library import build
-from splitpipe.schedule.op import Schedule, listed
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Schedule, counted, listed
 
 _log = logging.getLogger("splitpipe")
 

@@ -33,9 +33,8 @@ from splitpipe.partition.moving import move_stages
 from splitpipe.partition.placing import spans, verify_stages
 from splitpipe.piped import Arguments, complete, options_of, piped
 from splitpipe.runtime.runtime import Batch, Runtime
-from splitpipe.schedule.op import Op, Schedule
-from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.op import Op, Schedule, counted
+from splitpipe.schedule.recording import Recording
 from splitpipe.stage.segment import RunningStage
 
 #: Addresses and bytes.

@@ -18,8 +18,7 @@ from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.reduction import LossWarnings
 from splitpipe.partition.placing import spans
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Schedule, counted
 from splitpipe.skip.layout import verify_skippables
 
 

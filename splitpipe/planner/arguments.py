@@ -13,8 +13,7 @@ from splitpipe.core.stream import Device, Place
 from splitpipe.microbatch.rows import cuts
 from splitpipe.partition.by_bytes import memory_of
 from splitpipe.schedule.construct.library import SCHEDULES
-from splitpipe.schedule.op import Schedule, listed
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Schedule, counted, listed
 
 _CHUNKS = (1, 2, 4, 8)  # Microbatches per device to choose from, by default.
 _USABLE = 0.9  # The fraction of an accelerator's free memory that a plan uses; the rest is for fragmentation.

@@ -10,9 +10,8 @@ from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
 from splitpipe.planner.profile import Profile
 from splitpipe.schedule.construct.library import SCHEDULES, build, variants
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.op import Schedule, counted
 from splitpipe.schedule.play import OpOrder
-from splitpipe.schedule.plurals import counted
 
 # Possible numbers of stages per device, if the schedule leaves it open.
 COUNTS = (1, 2, 3, 4)

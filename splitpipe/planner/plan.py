@@ -16,9 +16,8 @@ from splitpipe.planner.comparison import PlanComparison, compare
 from splitpipe.schedule.construct.library import build, variants
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw.measures import aligned, percent, size
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.op import Schedule, counted
+from splitpipe.schedule.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
 
 _FORM = 4  # The version of the JSON format, which readers check.

@@ -18,8 +18,7 @@ from splitpipe.planner.measure import profile
 from splitpipe.planner.plan import Plan, RunnerUp
 from splitpipe.planner.profile import Profile
 from splitpipe.schedule.draw.measures import size
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Schedule, counted
 
 _OTHERS, _TOO_LARGE = 6, 2  # The number of runners-up that are listed, and of those that don't fit.
 # Threads that plan wait for each other, or else they would disturb each other's times and numbers of threads.

@@ -43,8 +43,7 @@ from splitpipe.microbatch.gather import gather
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
 from splitpipe.partition.placement import Placement
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Schedule, counted
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.layers import ModelLayers, Named, StageLayers
 from splitpipe.stage.resources import Resources

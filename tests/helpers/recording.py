@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from splitpipe.schedule import Costs, Recording, Timeline, build, simulate
-from splitpipe.schedule.recording.step import Step
 from splitpipe.schedule.timed import Span
+from splitpipe.schedule.verdict import Step
 
 
 def near(expected: object) -> Any:

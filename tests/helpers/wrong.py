@@ -28,7 +28,7 @@ from splitpipe.schedule import (
     search,
     simulate,
 )
-from splitpipe.schedule.recording.step import Step
+from splitpipe.schedule.verdict import Step
 from splitpipe.skip import skippable, verify_skippables
 
 mse = nn.functional.mse_loss

@@ -14,8 +14,8 @@ import splitpipe
 from splitpipe import DoesNotFitError, Plan, SplitPipe
 from splitpipe.planner.planning import chosen
 from splitpipe.schedule import Costs, Schedule, build
-from splitpipe.schedule.recording.recording import Recording
-from splitpipe.schedule.recording.step import Step
+from splitpipe.schedule.recording import Recording
+from splitpipe.schedule.verdict import Step
 from tests.helpers.planned import MIB, emulated
 
 

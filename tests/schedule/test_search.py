@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitpipe.schedule import Costs, Timeline, build, names, search, simulate
-from splitpipe.schedule.search.anneal import Graph, improve
-from splitpipe.schedule.search.problem import Problem, Word, words_of
+from splitpipe.schedule.construct.anneal import Graph, improve
+from splitpipe.schedule.construct.problem import Problem, Word, words_of
 from tests.schedule.test_orders import MEASURED
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)

@@ -9,8 +9,7 @@ from itertools import product
 from typing import Any
 
 from splitpipe.schedule.construct import blocks, orders
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Schedule, counted
 
 #: The most ops of the model that a schedule may have, which take gigabytes.
 MOST = 10_000_000

@@ -7,14 +7,13 @@ from functools import cached_property
 from os import PathLike
 from statistics import fmean, median
 
+from splitpipe.schedule import verdict
 from splitpipe.schedule.construct.orders import first
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.recording import verdict
-from splitpipe.schedule.recording.step import Step, op_costs
+from splitpipe.schedule.op import Schedule, counted
 from splitpipe.schedule.timed import Span, TimedSchedule
 from splitpipe.schedule.timeline import Timeline, simulate
+from splitpipe.schedule.verdict import Step, op_costs
 
 
 class Recording(Timeline):
