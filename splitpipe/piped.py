@@ -16,7 +16,7 @@ from torch import nn
 from splitpipe import checks
 from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint, verify_options
-from splitpipe.compiled.options import verify_compile
+from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.loss.reduction import Reduce, verify_reduction
 from splitpipe.microbatch.chunk_spec import verify_named

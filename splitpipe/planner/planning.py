@@ -8,7 +8,7 @@ from torch import nn
 
 from splitpipe import checks
 from splitpipe.balance.survey import survey
-from splitpipe.compiled.options import verify_compile
+from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.core.worker import ProcessLock
 from splitpipe.microbatch.divider import divide_target

@@ -19,8 +19,8 @@ from torch import nn
 from splitpipe.backward.leaf_hooks import LeafHooks
 from splitpipe.backward.report import DeferralReport, report
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
+from splitpipe.compiled.backend import CompileOptions
 from splitpipe.compiled.layers import Compiler
-from splitpipe.compiled.options import CompileOptions
 from splitpipe.core import thread_state
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.random_numbers import Draws
