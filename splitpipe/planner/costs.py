@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
-from splitpipe.planner.profile import Profile
+from splitpipe.planner.measure import Profile
 from splitpipe.schedule.construct.library import SCHEDULES, build, variants
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Schedule, counted

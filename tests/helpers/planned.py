@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from splitpipe.balance.rig import Layer
-from splitpipe.planner.profile import Device, Profile
+from splitpipe.planner.measure import Device, Profile
 
 MIB = 2**20
 

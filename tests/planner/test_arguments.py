@@ -11,7 +11,7 @@ import splitpipe
 from splitpipe import Plan
 from splitpipe.checks import number_of
 from splitpipe.core.stream import Place
-from splitpipe.planner.arguments import chunks_of, places_of, room_of
+from splitpipe.planner.planning import chunks_of, places_of, room_of
 from splitpipe.schedule import build
 from tests.helpers.covering import few
 

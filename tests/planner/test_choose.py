@@ -11,7 +11,7 @@ import pytest
 
 from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.costs import LayerSums, candidates, costs, span
-from splitpipe.planner.profile import Profile
+from splitpipe.planner.measure import Profile
 from splitpipe.schedule import build
 from tests.helpers.planned import MIB, emulated
 

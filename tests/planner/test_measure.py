@@ -13,8 +13,8 @@ from torch import nn
 from splitpipe.balance.survey import survey
 from splitpipe.core.stream import Place
 from splitpipe.planner import measure
-from splitpipe.planner.arguments import places_of, room_of
-from splitpipe.planner.profile import Profile
+from splitpipe.planner.measure import Profile
+from splitpipe.planner.planning import places_of, room_of
 from tests.balance.test_rig import Log
 from tests.promise.layers import Apply
 
