@@ -26,7 +26,7 @@ from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
-from splitpipe.core.worker import ProcessLock
+from splitpipe.core.worker import ProcessLock, Resources
 from splitpipe.engine.drop_in import attach_outputs
 from splitpipe.engine.module_output import Output
 from splitpipe.engine.record import Recordings
@@ -46,7 +46,6 @@ from splitpipe.partition.placement import Placement
 from splitpipe.schedule.op import Schedule, counted
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.layers import ModelLayers, Named, StageLayers
-from splitpipe.stage.resources import Resources
 from splitpipe.stage.segment import RunningStage
 from splitpipe.stage.shared_parameters import SharedParameters
 

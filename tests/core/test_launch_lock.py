@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 
-from splitpipe.core.launch_lock import LaunchLock
+from splitpipe.core.worker import LaunchLock
 
 
 def in_thread(lock: LaunchLock, events: list[str]) -> threading.Thread:
