@@ -15,7 +15,7 @@ from splitpipe.balance.defaults import chosen_cuts
 from splitpipe.batchnorm import undefer
 from splitpipe.partition.call_hook import expose
 from splitpipe.partition.device_map import put_back
-from splitpipe.partition.moving import move
+from splitpipe.partition.placement import move
 from splitpipe.partition.resident import Resident
 from splitpipe.piped import Arguments, Piped, complete, piped, runtime_of, with_arguments
 from splitpipe.schedule.recording import Recording

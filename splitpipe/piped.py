@@ -6,7 +6,7 @@ import logging
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
@@ -74,9 +74,8 @@ class Piped:
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the attached module, besides its layers."""
-        module, options = self.runtime.module, self.runtime.options
-        own = type(module).extra_repr(module)
-        return f"{own}{', ' if own else ''}{described(options, f'cuts={[*options.cuts]}')}"
+        own = type(self.runtime.module).extra_repr(self.runtime.module)
+        return f"{own}{', ' if own else ''}{described(self.runtime.options)}"
 
     def write_map(self) -> None:
         """Writes ``hf_device_map``: accelerate and Trainer don't move a model that has one."""
@@ -85,8 +84,9 @@ class Piped:
         vars(runtime.module)["hf_device_map"] = runtime.device_map()
 
 
-def described(options: Options, parts: str) -> str:
+def described(options: Options) -> str:
     """The stages and how they run, for ``print``."""
+    parts = f"balance={[*options.balance]}" if options.balance else f"cuts={[*options.cuts]}"
     named = "" if options.schedule is None else f", schedule={options.schedule.name or 'custom'!r}"
     devices = ", ".join(map(str, options.places))
     return f"{parts}, devices=[{devices}], chunks={options.chunks}, checkpoint={options.checkpoint!r}{named}"
@@ -135,13 +135,14 @@ def with_arguments(function: F) -> F:
 
 
 def options_of(
-    given: Arguments, stages: int, cuts: Iterable[str] | None = None, batched: Any = None
+    given: Arguments, balance: Sequence[int] = (), cuts: Sequence[str] = (), batched: Any = None
 ) -> Options:
-    """Checks these arguments, and returns the options of a run; without cuts, of an nn.Sequential's."""
+    """Checks these arguments, and returns the options of a run; with a balance, of an nn.Sequential's."""
+    stages = len(balance) or len(cuts) + 1
     schedule, loss_fn, checkpoint = given["schedule"], given["loss_fn"], given["checkpoint"]
     if isinstance(schedule, str) and schedule == "gpipe" and loss_fn is None:
         schedule = None  # Backward of both comes after all forwards.
-    verify_options(**{**given, "schedule": schedule}, own_loss=cuts is not None, chosen=True)
+    verify_options(**{**given, "schedule": schedule}, own_loss=not balance, chosen=True)
     verify_reduction(given["reduction"])
     verify_split(given["split"])
     compiling = verify_compile(given["compile"])
@@ -171,7 +172,7 @@ def options_of(
         checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
     limit = given["stash_limit"]
     return Options(
-        tuple(cuts or ()), tuple(places), chunks, checkpoint, given["backward"] == "split",
+        tuple(balance), tuple(cuts), tuple(places), chunks, checkpoint, given["backward"] == "split",
         None if limit is None else operator.index(limit), plan, batched, given["reduction"], loss_fn,
         given["grad_scaler"], compiling, given["split"],
     )
@@ -186,7 +187,7 @@ def piped(module: nn.Module, cuts: Iterable[str], given: Arguments) -> Piped:
     checks.verify_supported(module)
     names = verify_cuts(module, cuts)
     verify_filled(module)
-    options = options_of(given, len(names) + 1, names, verify_named(given["batched"]))
+    options = options_of(given, cuts=names, batched=verify_named(given["batched"]))
     own = vars(module)
     before = own.get("forward")
     if isinstance(before, Piped):

@@ -29,8 +29,7 @@ from splitpipe.core.torch_private import is_traceable_wrapper_subclass, tree_lea
 from splitpipe.microbatch.divider import divide_target
 from splitpipe.microbatch.rows import cuts
 from splitpipe.microbatch.tree import flatten
-from splitpipe.partition.moving import move_stages
-from splitpipe.partition.placing import spans, verify_stages
+from splitpipe.partition.placement import move_stages
 from splitpipe.piped import Arguments, complete, options_of, piped
 from splitpipe.runtime.runtime import Batch, Runtime
 from splitpipe.schedule.op import Op, Schedule, counted
@@ -146,11 +145,9 @@ class Rig:
         ))
         module = subject.module.train()
         if subject.layered:
-            resolved = options_of(options, count, batched=(None, None))
-            layers = [[layer] for layer in module._modules.values() if layer is not None]
-            verify_stages(layers, resolved.places)
-            move_stages(layers, resolved.places)
-            self._runtime: Any = Runtime(resolved, spans([1] * count))
+            resolved = options_of(options, [1] * count, batched=(None, None))
+            move_stages([[layer] for layer in module._modules.values() if layer is not None], resolved.places)
+            self._runtime: Any = Runtime(resolved)
         else:
             self._runtime = piped(module, subject.names[1:], options).runtime
         self._runtime.hand_over = None  # Losses are dropped.

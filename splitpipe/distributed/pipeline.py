@@ -16,8 +16,9 @@ from splitpipe.core.torch_private import tree_map_only
 from splitpipe.distributed.stage import StageModule, runtime, verify_stages
 from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.loss.objective import Objective
-from splitpipe.loss.reduction import LossWarnings
-from splitpipe.partition.placing import spans
+from splitpipe.loss.reducing import LossWarnings
+from splitpipe.loss.terms import Number
+from splitpipe.partition.placement import by_stage
 from splitpipe.schedule.op import Schedule, counted
 from splitpipe.skip.layout import verify_skippables
 
@@ -86,8 +87,7 @@ class Pipeline(nn.Module):
         world = dist.get_world_size(group)
         self.schedule = checks.resolve_schedule(schedule, len(numbers), world, operator.index(chunks))
         verify_skippables(module)
-        layers = list(module._modules.items())
-        stages: Any = [layers[start:end] for start, end in spans(numbers)]
+        stages: Any = by_stage(module._modules.items(), numbers)
         verify_stages(module, stages, self.schedule)
         mine = [stage for stage, row in enumerate(self.schedule.placement) if row == rank]
         self._first, self._last = 0 in mine, len(stages) - 1 in mine

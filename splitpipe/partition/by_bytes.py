@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from splitpipe.partition.blocks import Blocks, called
+from splitpipe.partition.placement import by_stage
 
 
 class Section(NamedTuple):
@@ -95,6 +96,5 @@ def cuts_of_map(module: nn.Module) -> tuple[list[str], list[torch.device]]:
 
 def share(parts: Sequence[Section], numbers: Sequence[int]) -> list[tuple[int, int]]:
     """For each stage, the bytes of its weights, and those that training keeps."""
-    rest = iter(parts)
-    stages = [[next(rest) for _ in range(number)] for number in numbers]
+    stages = by_stage(parts, numbers)
     return [(sum([part.weights for part in own]), sum([part.trained for part in own])) for own in stages]

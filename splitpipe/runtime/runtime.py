@@ -42,7 +42,7 @@ from splitpipe.microbatch.division import Division, absent, noted
 from splitpipe.microbatch.gather import gather
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
-from splitpipe.partition.placement import Placement
+from splitpipe.partition.placement import Placement, by_stage
 from splitpipe.schedule.op import Schedule, counted
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.layers import ModelLayers, Named, StageLayers
@@ -53,6 +53,7 @@ from splitpipe.stage.shared_parameters import SharedParameters
 class Options(NamedTuple):
     """How a module is run, as SplitPipe and attach resolve their arguments."""
 
+    balance: tuple[int, ...]  #: Of an nn.Sequential. Any other module has cuts.
     cuts: tuple[str, ...]
     places: tuple[Place, ...]
     chunks: int
@@ -85,7 +86,7 @@ class Runtime:
 
     own_forward = False  #: Whether a microbatch runs through the module's own forward, rather than layer by layer.
 
-    def __init__(self, options: Options, spans: Sequence[tuple[int, int]] = (), divider: Any = Divider) -> None:
+    def __init__(self, options: Options, divider: Any = Divider) -> None:
         self.options = options
         self._resources, self._placement = Resources(options.places), Placement(options.places)
         self._lock, self.recordings = ProcessLock(), Recordings(options.schedule, options.places)
@@ -99,11 +100,11 @@ class Runtime:
         self.draws: dict[bool, bool] = {}
         self._known: tuple[Any, ModelLayers] | None = None  # The layers for a key, if they may be used again.
         self._last: list[StageLayers] = []  # Those of the last call with grad mode.
-        self._spans, self._looked = spans, False  # Whether a step has shown what layers keep.
+        self._looked = False  # Whether a step has shown what layers keep.
         self._divider = divider(options.batched, options.splitting, options.chunks, options.schedule is not None)
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
-        return Runtime, (self.options, self._spans)
+        return Runtime, (self.options,)
 
     def run(self, batch: Batch) -> Any:
         """The output; given a target, the loss; with a schedule and the module's own loss, the output with it."""
@@ -227,13 +228,13 @@ class Runtime:
 
     def _stages(self, module: nn.Module) -> list[list[Named]]:
         layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
-        if len(layers) != self._spans[-1][1]:
-            balance = [end - start for start, end in self._spans]
+        balance = [*self.options.balance]
+        if len(layers) != sum(balance):
             raise RuntimeError(
                 f"the model has {counted(len(layers), 'layer')} now, but balance {balance} was given for "
                 f"{sum(balance)}. Layers may be replaced; to add or remove some, build a new SplitPipe."
             )
-        return [layers[start:end] for start, end in self._spans]
+        return by_stage(layers, balance)
 
     def _begin_forwards(
         self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from splitpipe.partition.moving import moved
+from splitpipe.partition.placement import moved
 
 CUDA = torch.device("cuda:0")
 DEVICES = [torch.device("meta"), pytest.param(CUDA, marks=pytest.mark.cuda)]
