@@ -21,8 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import pipelining
 
 from splitpipe.backward.graph_walk import walk
-from splitpipe.backward.input_backward import backward_input
-from splitpipe.backward.leaf_hooks import LeafHooks
+from splitpipe.backward.input_backward import LeafHooks, backward_input
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core.stream import Place
 from splitpipe.core.torch_private import RemovableHandle, _DisableAutocast

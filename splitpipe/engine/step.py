@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from splitpipe.backward.graph_walk import Walk
-from splitpipe.backward.input_backward import InputGradients, backward_input
-from splitpipe.backward.leaf_hooks import LeafHooks
+from splitpipe.backward.input_backward import InputGradients, LeafHooks, backward_input
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from splitpipe.backward.leaf_hooks import LeafHooks
+from splitpipe.backward.input_backward import LeafHooks
 from splitpipe.backward.report import DeferralReport, report
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
 from splitpipe.compiled.backend import CompileOptions
