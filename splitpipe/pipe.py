@@ -21,7 +21,7 @@ from splitpipe.runtime.guards import outside_of_compilers, refuse_export, refuse
 from splitpipe.runtime.runtime import Batch, Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
-from splitpipe.skip.layout import verify_skippables
+from splitpipe.skip.skippable import verify_skippables
 
 
 class SplitPipe(Resident):

@@ -20,7 +20,7 @@ from splitpipe.loss.reducing import LossWarnings
 from splitpipe.loss.terms import Number
 from splitpipe.partition.placement import by_stage
 from splitpipe.schedule.op import Schedule, counted
-from splitpipe.skip.layout import verify_skippables
+from splitpipe.skip.skippable import verify_skippables
 
 
 class Pipeline(nn.Module):

@@ -28,7 +28,7 @@ from splitpipe.core.torch_private import RemovableHandle, _DisableAutocast
 from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime
 from splitpipe.partition import placement
 from splitpipe.schedule.op import Schedule, torch_name
-from splitpipe.skip.layout import crossing
+from splitpipe.skip.skippable import crossing
 from splitpipe.skip.tracker import Key, opened
 
 Named = tuple[str, nn.Module]

@@ -17,8 +17,7 @@ from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.stream import Place
 from splitpipe.schedule.op import Schedule
-from splitpipe.skip.layout import crossing
-from splitpipe.skip.skippable import Skippable
+from splitpipe.skip.skippable import Skippable, crossing
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.recomputation import Modules
 
