@@ -16,7 +16,7 @@ from splitpipe.engine.crossing import Detaching
 from splitpipe.engine.module import ModuleCall, ModuleForward
 from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
-from splitpipe.engine.stitched.module import CheckpointedBlocks, Stitching, keep_stitched_output
+from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.tracing import Kinds
 from splitpipe.microbatch.divider import ArgumentDivider, name_arguments, signature_of

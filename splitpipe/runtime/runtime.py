@@ -34,7 +34,7 @@ from splitpipe.engine.rows import Rows, forward_rows, schedule_rows
 from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
-from splitpipe.engine.stitched.sequential import StitchedForward
+from splitpipe.engine.stitched.forward import StitchedForward
 from splitpipe.loss.objective import TARGET, Objective, scale_of
 from splitpipe.loss.reduction import NO_FUNCTION, LossWarnings, Reducer
 from splitpipe.microbatch.divider import Divider, Split
