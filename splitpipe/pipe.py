@@ -1,7 +1,6 @@
 """``SplitPipe``: a module that runs as a pipeline, and otherwise behaves like the module that it wraps."""
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,9 +14,8 @@ from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint
 from splitpipe.microbatch.chunk_spec import verify_batched
 from splitpipe.partition.placement import by_stage, move_stages
-from splitpipe.partition.resident import Resident
+from splitpipe.partition.resident import Resident, guarded
 from splitpipe.piped import Arguments, complete, described, options_of, piped, with_arguments
-from splitpipe.runtime.guards import outside_of_compilers, refuse_export, refuse_transforms
 from splitpipe.runtime.runtime import Batch, Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
@@ -172,14 +170,9 @@ class SplitPipe(Resident):
             BaseException: whatever a layer raises, with a note that names stage, layer and microbatch. The model stays
                 usable.
         """
-        refuse_export(input)
-        if "torch._dynamo" in sys.modules:
-            return outside_of_compilers(self._run, input, target)
-        return self._run(input, target)
+        return guarded(self._run, self, input, target)
 
     def _run(self, input: Any, target: Any) -> Any:
-        refuse_transforms()
-        checks.verify_ungathered(self)
         if target is not None and self._runtime.options.loss_fn is None:
             raise ValueError(
                 "a target was given, but the model has no loss_fn to pass it to. For a second input, expected "

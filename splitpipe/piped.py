@@ -4,7 +4,6 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
@@ -24,8 +23,7 @@ from splitpipe.microbatch.divider import Split, verify_split
 from splitpipe.partition.blocks import verify_cuts
 from splitpipe.partition.device_map import Hooks, put_back, take_off
 from splitpipe.partition.placement import verify_filled
-from splitpipe.partition.resident import Resident, is_pipeline
-from splitpipe.runtime.guards import outside_of_compilers, refuse_export, refuse_transforms
+from splitpipe.partition.resident import Resident, guarded, is_pipeline
 from splitpipe.runtime.module import ModuleRuntime
 from splitpipe.runtime.runtime import Options, Runtime
 from splitpipe.schedule.construct.library import build
@@ -51,10 +49,7 @@ class Piped:
         self.__signature__ = runtime.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_export()
-        if "torch._dynamo" in sys.modules:
-            return outside_of_compilers(self._run, args, kwargs)
-        return self._run(args, kwargs)
+        return guarded(self._run, self.runtime.module, args, kwargs)
 
     @property
     def __code__(self) -> CodeType:
@@ -62,9 +57,7 @@ class Piped:
         return Piped.__call__.__code__
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        refuse_transforms()
         runtime = self.runtime
-        checks.verify_ungathered(runtime.module)
         # The call's keyword arguments are a separate dict.
         target = kwargs.pop("target", None) if runtime.options.loss_fn is not None else None
         value = runtime.call(args, kwargs, target)
