@@ -16,7 +16,7 @@ from splitpipe.microbatch.chunk_spec import verify_batched
 from splitpipe.partition.placement import by_stage, move_stages
 from splitpipe.partition.resident import Resident, guarded
 from splitpipe.piped import Arguments, complete, described, options_of, piped, with_arguments
-from splitpipe.runtime.runtime import Batch, Runtime
+from splitpipe.runtime.runtime import Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import verify_skippables
@@ -178,7 +178,7 @@ class SplitPipe(Resident):
                 "a target was given, but the model has no loss_fn to pass it to. For a second input, expected "
                 "model((x, mask)), one tuple, which the layers take; for a target, SplitPipe(..., loss_fn=criterion)."
             )
-        return self._runtime.run(Batch(self, (input,), {}, target))
+        return self._runtime.run(self._runtime.batch(self, (input,), {}, target))
 
     def extra_repr(self) -> str:
         return described(self._runtime.options)

@@ -31,7 +31,7 @@ from splitpipe.microbatch.rows import cuts
 from splitpipe.microbatch.tree import flatten
 from splitpipe.partition.placement import move_stages
 from splitpipe.piped import Arguments, complete, options_of, piped
-from splitpipe.runtime.runtime import Batch, Runtime
+from splitpipe.runtime.runtime import Runtime
 from splitpipe.schedule.op import Op, Schedule, counted
 from splitpipe.schedule.recording import Recording
 from splitpipe.stage.segment import RunningStage
@@ -155,10 +155,7 @@ class Rig:
     def run(self, microbatches: int = 1) -> None:
         self.call.microbatches = microbatches
         given = self.call.args, self.call.kwargs, self.call.target
-        if self._subject.layered:
-            self._runtime.run(Batch(self._subject.module, *given))
-        else:
-            self._runtime.call(*given)
+        self._runtime.run(self._runtime.batch(self._subject.module, *given))
 
     def record(self, go_on: Callable[[int], bool], microbatches: int = 1) -> Recording:
         """Records runs as long as ``go_on`` returns true for the number of microbatches."""

@@ -21,11 +21,10 @@ from torch.nn.parameter import is_lazy
 from splitpipe.checking.comparison import Comparison, compare
 from splitpipe.checking.run import CheckedCall, Run, fresh, run
 from splitpipe.microbatch.division import Division, describe
-from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.resident import is_pipeline
 from splitpipe.piped import runtime_of
 from splitpipe.runtime.module import ModuleRuntime
-from splitpipe.runtime.runtime import Batch, Runtime
+from splitpipe.runtime.runtime import Runtime
 
 _ADVICE = {
     "outputs": (
@@ -161,18 +160,9 @@ def _verify(model: nn.Module, target: Any, loss: Any, against: Any) -> None:
         raise ValueError(f"{lazy[0]!r} has no values yet: expected a model that was called, or loaded, before.")
 
 
-def _divided(runtime: Runtime, model: nn.Module, call: CheckedCall) -> tuple[Division, Division | None]:
-    """The arguments of a call in microbatches, and its target."""
-    batch = Batch(model, call.args, call.kwargs, call.target)
-    if isinstance(runtime, ModuleRuntime):
-        batch = batch._replace(module=runtime.module, blocks=Blocks(runtime.module, runtime.options.cuts))
-    input, target, _ = runtime.prepare(batch)
-    return input, target
-
-
 def _chosen(runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | None) -> tuple[Division, CheckedCall]:
     """The division of the rows that are used, and the call with them."""
-    division, targets = _divided(runtime, model, call)
+    division, targets, _ = runtime.prepare(runtime.batch(model, *call[:3]))
     total, splitting = sum([count for _, count in division.rows]), runtime.options.splitting
     if rows is not None and (not isinstance(rows, Integral) or rows < 1 or splitting is not None):
         raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
@@ -184,7 +174,7 @@ def _chosen(runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | N
     smaller = call._replace(args=args, kwargs=kwargs, target=target)
     # With fewer rows, another argument may happen to have as many, or a part of them.
     with suppress(ValueError):
-        part, _ = _divided(runtime, model, smaller)
+        part, *_ = runtime.prepare(runtime.batch(model, *smaller[:3]))
         if part.dims == division.dims:
             return part, smaller
     return division, call

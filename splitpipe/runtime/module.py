@@ -44,7 +44,6 @@ class ModuleRuntime(Runtime):
         self.signature = signature_of(self._forward)
         super().__init__(options, divider=partial(ArgumentDivider, self.signature))
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
-        self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
         self._kinds = Kinds()
         self._attributes = Attributes()
         self._modules: dict[nn.Module, Modules] = {}
@@ -75,14 +74,16 @@ class ModuleRuntime(Runtime):
         """Places parameters by a call with one row of a sample, which leaves no other trace."""
         args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), self._divider.sample(*arguments_of(sample)))
         with rehearsal(self.module, self._resources.devices):
-            self.call(args, kwargs, whole=True)
+            self.run(self.batch(self.module, args, kwargs, whole=True))
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, whole: bool = False) -> Any:
-        """The module's output for a batch, or its loss; see ``run``."""
+    def batch(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, whole: bool = False
+    ) -> Batch:
+        """A call of the module, or of what wraps it."""
         module, given = self.module, name_arguments(self.signature, args, kwargs)
         names = tuple([name for name, value in given if value is not None])
         kind = module.training, torch.is_grad_enabled(), target is not None, names
-        return self.run(Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), whole, kind))
+        return Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), whole, kind)
 
     def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
         """If modules or parameters have changed, it looks at all of them again."""

@@ -106,6 +106,10 @@ class Runtime:
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
         return Runtime, (self.options,)
 
+    def batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
+        """A call of the module."""
+        return Batch(module, args, kwargs, target)
+
     def run(self, batch: Batch) -> Any:
         """The output; given a target, the loss; with a schedule and the module's own loss, the output with it."""
         self._resources.refuse_own_threads()
