@@ -79,15 +79,10 @@ def _schedules(
             if name.microbatches == chunks:
                 yield name.name or "a custom schedule", name
             continue
-        for options in variants(name, devices, COUNTS):
-            try:
-                schedule = build(name, devices, chunks, **options)
-            except ValueError:
-                continue  # The schedule doesn't support these numbers.
+        for options, schedule in variants(name, devices, chunks, COUNTS):
             if schedule not in seen:  # With few microbatches or devices, many are equal.
                 seen.add(schedule)
-                default = {"stages_per_device": 2, "group": devices, "split": False}
-                given = ", ".join(f"{option}={value}" for option, value in options.items() if value != default[option])
+                given = ", ".join(f"{option}={value}" for option, value in options.items())
                 yield f"{name} ({given})" if given else name, schedule
 
 

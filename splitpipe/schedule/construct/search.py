@@ -109,14 +109,13 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
     devices, chunks, costs = problems[0].devices, problems[0].chunks, problems[0].costs
     counts = {len(problem.placement) // devices for problem in problems}
     for name in SCHEDULES:
-        for options in variants(name, devices, sorted(counts)):
+        for options, one in variants(name, devices, 1, sorted(counts)):  # This is fast.
+            if one.stages % devices or one.stages // devices not in counts:
+                continue
             try:
-                stages = build(name, devices, 1, **options).stages  # This is fast.
-                if stages % devices or stages // devices not in counts:
-                    continue
                 schedule = build(name, devices, chunks, **options)
             except ValueError:
-                continue  # The schedule doesn't support these numbers.
+                continue  # They are too many ops.
             problem = _problem(schedule.placement, chunks, costs, cap, problems[0].longest)
             words = words_of(schedule)
             if problem.fits(words):
