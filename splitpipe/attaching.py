@@ -58,8 +58,7 @@ def attach(module: M, cuts: Iterable[str] | None = None, **options: Unpack[Argum
         >>> net(torch.randn(4, 3, 4)).shape
         torch.Size([4, 3, 4])
     """
-    given = complete("attach", options)
-    names, given["devices"] = chosen_cuts(module, cuts, given["devices"], given["schedule"], given["sample"])
+    names, given = chosen_cuts(module, cuts, complete("attach", options))
     vars(module)["extra_repr"] = piped(module, names, given).extra_repr
     return module
 

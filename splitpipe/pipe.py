@@ -106,15 +106,14 @@ class SplitPipe(Resident):
             raise ValueError("both balance and cuts are given: expected one of them.")
         given = complete("SplitPipe", options)
         if cuts is not None or balance is None and isinstance(module, nn.Module) and not checks.is_layered(module):
-            cuts, given["devices"] = chosen_cuts(module, cuts, given["devices"], given["schedule"], given["sample"])
+            cuts, given = chosen_cuts(module, cuts, given)
             forward = piped(module, cuts, given)
             vars(self).update(_runtime=forward.runtime, forward=forward)
         else:
             checks.verify_module(module)
             assert isinstance(module, nn.Sequential)
             if balance is None:
-                rest = given["devices"], given["schedule"], given["sample"]
-                balance, given["devices"] = chosen_balance(module, *rest)
+                balance, given = chosen_balance(module, given)
             self._runtime = chained(module, checks.verify_balance(balance, len(module)), given)
         self._places = self._runtime.options.places
         self._wrap(module)
