@@ -193,7 +193,6 @@ class Resources:
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.devices = [place.device for place in places]
-        self.on_cpu = all(device.type == "cpu" for device in self.devices)
         self._pool: Pool | None = None
         self.named = cache(stream.new)
 
@@ -222,6 +221,14 @@ class Resources:
             )
 
     def routes(self, computes: Sequence[Stream]) -> Callable[[int, int], Route | None]:
-        """The routes between stages that compute on these streams."""
-        between = partial(Route.between, self.devices, computes, self.named)
-        return (lambda source, target: None) if self.on_cpu else cache(between)
+        """The routes between stages that compute on these streams; None where both compute on the same one."""
+        @cache
+        def route(source: int, target: int) -> Route | None:
+            here, there = self.devices[source], self.devices[target]
+            if here == there and stream.same(computes[source], computes[target]):
+                return None
+            # One stream per link: on a common one, a copy would wait for copies from stages that aren't ready.
+            out, into = self.named(here, "out"), self.named(there, f"in from {source}")
+            return Route(here, there, (computes[source], computes[target]), out, into)
+
+        return route

@@ -209,7 +209,7 @@ class Runtime:
         odd = odd or objective is not None and objective.compiled
         # Forwards that stay on their threads' stacks need one each.
         pool = None if odd else resources.pool(layers.workers, len(call.rows) - 1 if self.own_forward else 0)
-        sides = resources.named if outer and not resources.on_cpu else None
+        sides = resources.named if outer else None
         stages = [RunningStage(own, call, outer, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
         recorder = self.recordings.current if state.grad and not outer else None
