@@ -14,9 +14,9 @@ from splitpipe.balance.balances import balance_by_time
 from splitpipe.checks import accelerators, is_layered, resolve_devices, verify_supported
 from splitpipe.core.stream import Device, Place
 from splitpipe.partition.blocks import Blocks, called, no_blocks, repeated
-from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of, share
+from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of
 from splitpipe.partition.device_map import device_map as map_of
-from splitpipe.partition.placement import verify_filled
+from splitpipe.partition.placement import by_stage, verify_filled
 from splitpipe.piped import Arguments
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule, counted, listed
@@ -153,7 +153,7 @@ def _by_bytes(module: nn.Module, places: list[Place], where: Sequence[str]) -> t
     known = None not in memory.values()
     rooms = [(memory[device] or 0) / devices.count(device) if known else 1.0 for device in devices]
     numbers = divide([part.trained for part in parts], rooms)
-    weights = [own for own, _ in share(parts, numbers)]
+    weights = [sum([part.weights for part in own]) for own in by_stage(parts, numbers)]
     if known and any(own > room for own, room in zip(weights, rooms)):
         there = ", ".join(f"{device} {room / 2**30:.1f}" for device, room in zip(devices, rooms))
         raise ValueError(
