@@ -46,7 +46,6 @@ class Piped:
         self.runtime = runtime
         #: accelerate's hooks that were removed, and the module's previous map.
         self.hooks, self.map_before = hooks, map_before
-        self._mapped = 0  #: How many modules had a stage when ``hf_device_map`` was written.
         self.__signature__ = runtime.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +61,7 @@ class Piped:
         # The call's keyword arguments are a separate dict.
         target = kwargs.pop("target", None) if runtime.options.loss_fn is not None else None
         value = runtime.run(runtime.batch(runtime.module, args, kwargs, target))
-        if self._mapped != len(runtime.stage_of):
+        if runtime.mapped != len(runtime.stage_of):
             self.write_map()
         return value
 
@@ -74,7 +73,7 @@ class Piped:
     def write_map(self) -> None:
         """Writes ``hf_device_map``: accelerate and Trainer don't move a model that has one."""
         runtime = self.runtime
-        self._mapped = len(runtime.stage_of)
+        runtime.mapped = len(runtime.stage_of)
         vars(runtime.module)["hf_device_map"] = runtime.device_map()
 
 

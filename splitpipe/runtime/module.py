@@ -44,6 +44,7 @@ class ModuleRuntime(Runtime):
         self.signature = signature_of(self._forward)
         super().__init__(options, divider=partial(ArgumentDivider, self.signature))
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
+        self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
         self._kinds = Kinds()
         self._attributes = Attributes()
         self._modules: dict[nn.Module, Modules] = {}
