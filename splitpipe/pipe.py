@@ -169,9 +169,10 @@ class SplitPipe(Resident):
             BaseException: whatever a layer raises, with a note that names stage, layer and microbatch. The model stays
                 usable.
         """
-        return guarded(self._run, self, input, target)
+        return guarded(self._run, input, target)
 
     def _run(self, input: Any, target: Any) -> Any:
+        checks.verify_ungathered(self)
         if target is not None and self._runtime.options.loss_fn is None:
             raise ValueError(
                 "a target was given, but the model has no loss_fn to pass it to. For a second input, expected "

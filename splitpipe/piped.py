@@ -49,7 +49,7 @@ class Piped:
         self.__signature__ = runtime.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return guarded(self._run, self.runtime.module, args, kwargs)
+        return guarded(self._run, args, kwargs)
 
     @property
     def __code__(self) -> CodeType:
@@ -58,6 +58,7 @@ class Piped:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self.runtime
+        checks.verify_ungathered(runtime.module)
         # The call's keyword arguments are a separate dict.
         target = kwargs.pop("target", None) if runtime.options.loss_fn is not None else None
         value = runtime.run(runtime.batch(runtime.module, args, kwargs, target))

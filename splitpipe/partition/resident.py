@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 from typing_extensions import Self
 
-from splitpipe.checks import verify_ungathered
 from splitpipe.core.stream import Place
 from splitpipe.core.torch_private import _disable_dynamo, _parse_to, peek_interpreter_stack
 
@@ -120,21 +119,20 @@ def is_pipeline(module: nn.Module) -> bool:
     return isinstance(module, Resident) or hasattr(vars(module).get("forward"), "runtime")
 
 
-def guarded(run: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
-    """Calls ``run`` with what a module was given; raises where that can't be followed."""
+def guarded(run: Callable[..., Any], *given: Any) -> Any:
+    """Calls ``run`` with what a pipeline was given; raises where that can't be followed."""
     if torch.compiler.is_exporting() or isinstance(given[0], Proxy):  # Now, while code that is traced can still raise.
         raise RuntimeError(_REFUSED.format("by torch.export, torch.onnx.export or torch.fx"))
-    return (_untraced if "torch._dynamo" in sys.modules else _outside_transforms)(run, module, *given)
+    return (_untraced if "torch._dynamo" in sys.modules else _outside_transforms)(run, *given)
 
 
-def _outside_transforms(run: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
+def _outside_transforms(run: Callable[..., Any], *given: Any) -> Any:
     if peek_interpreter_stack() is not None:
         raise RuntimeError(_REFUSED.format("inside a torch.func transform (grad, vmap, jvp ...)"))
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(_REFUSED.format("by torch.jit.trace (or torch.onnx.export with dynamo=False)"))
     if forward_ad._current_level >= 0:
         raise RuntimeError(_REFUSED.format("inside forward-mode AD (forward_ad.dual_level)"))
-    verify_ungathered(module)
     return run(*given)
 
 
