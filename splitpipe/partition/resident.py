@@ -1,4 +1,4 @@
-"""A pipeline as a module: the wrapper, with the module's state, on the devices of stages; and calls that it refuses."""
+"""A pipeline as a module: the wrapper, with the module's state, on the devices of stages; and calls that are errors."""
 from __future__ import annotations
 
 import sys
