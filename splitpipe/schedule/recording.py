@@ -80,11 +80,6 @@ class Recording(Timeline):
         return verdict.idle_by_reason(self, self.plan)
 
     @property
-    def utilisation(self) -> tuple[float, ...]:
-        """The fraction of the step in which each device computes."""
-        return tuple(work / self.makespan if self.makespan else 0.0 for work in self.work)
-
-    @property
     def memory(self) -> tuple[int | None, ...]:
         """For each device, the most bytes allocated there during a step; None where it isn't counted."""
         columns = zip(*(step.memory for step in self._recorded))

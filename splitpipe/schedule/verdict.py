@@ -106,8 +106,8 @@ def stages(schedule: Schedule, steps: Sequence[Step], names: Sequence[str]) -> l
 def devices(shown: TimedSchedule, memory: Sequence[int | None], names: Sequence[str]) -> list[str]:
     """A table with one line per device: how much of the step it computes, and its peak memory."""
     rows = [["device", "busy", "bubble", "peak memory"]]
-    for name, work, most in zip(names, shown.work, memory):
-        busy, size = _part(work, shown), "-" if most is None else measures.size(most)
+    for name, busy, most in zip(names, shown.utilisation, memory):
+        size = "-" if most is None else measures.size(most)
         rows.append([name, measures.percent(busy), measures.percent(1 - busy), size])
     return measures.aligned(rows, "<>>>")
 
@@ -127,7 +127,7 @@ def remarks(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str]) -> 
 
 
 def _bottleneck(shown: TimedSchedule, names: Sequence[str]) -> str:
-    busy = [_part(work, shown) for work in shown.work]
+    busy = shown.utilisation
     most, device = max(busy), busy.index(max(busy))
     others = busy[:device] + busy[device + 1:]
     if not others:
@@ -153,10 +153,7 @@ def _move(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str]) -> st
         for stage in range(last + 1) if placement[stage] == device
         for target in (stage - 1, stage + 1) if 0 <= target <= last and placement[target] != device
     ]
-    work, _, stage, target = min(ways)
-    where = names[placement[target]]
-    return f"Move a layer from stage {stage} to stage {target} on {where}, which computes {_part(work, shown):.0%}"
-
-
-def _part(work: float, shown: TimedSchedule) -> float:
-    return work / shown.makespan if shown.makespan else 0.0
+    *_, stage, target = min(ways)
+    home = placement[target]
+    computes = f"{shown.utilisation[home]:.0%}"
+    return f"Move a layer from stage {stage} to stage {target} on {names[home]}, which computes {computes}"
