@@ -16,8 +16,7 @@ from splitpipe.core.torch_private import tree_map_only
 from splitpipe.distributed.stage import StageModule, runtime, verify_stages
 from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.loss.objective import Objective
-from splitpipe.loss.reducing import LossWarnings
-from splitpipe.loss.terms import Number
+from splitpipe.loss.reduction import LossWarnings
 from splitpipe.partition.placement import by_stage
 from splitpipe.schedule.op import Schedule, counted
 from splitpipe.skip.skippable import verify_skippables
