@@ -19,7 +19,7 @@ from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.tracing import Kinds
-from splitpipe.microbatch.divider import ArgumentDivider, name_arguments, signature_of
+from splitpipe.microbatch.divider import ArgumentDivider, labelled, name_arguments, signature_of
 from splitpipe.microbatch.division import Division
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
@@ -127,8 +127,9 @@ class ModuleRuntime(Runtime):
             finish = partial(keep_loss, objective, targets)
         elif not step.outer:
             finish = partial(keep_own_loss, options.reduction, self._loss_warnings)
+        labels = labelled(dict(name_arguments(self.signature, batch.args, batch.kwargs)))
         own = ModuleCall(
-            step, self._forward, batch.blocks, placement, shared, attributes, tracing, self._modules,
+            step, self._forward, batch.blocks, placement, shared, attributes, tracing, self._modules, labels,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
         parts = call.cut(call.input, 0, detached=not stitched)
