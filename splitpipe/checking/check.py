@@ -123,7 +123,7 @@ def check(
         loss: a function of the output that returns the loss, if it is computed outside. Default: the loss in the
             model's output, or else a fixed function of all outputs.
         against: a module with the same weights to compare with, such as an unwrapped copy.
-        rows: how many rows of the batch are used, from the first. Default: two for each microbatch; with ``loss``, all.
+        rows: how many rows of the batch are used, from the first. Default: four for each microbatch, all with ``loss``.
         tolerance: by how much values may differ: a part of the largest element of each. Default: what their dtypes
             need, such as 1e-4 for outputs and 1e-3 for gradients in float32.
         kwargs: the arguments of a call that have names.
@@ -197,7 +197,7 @@ def _chosen(runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | N
     total, splitting = sum([count for _, count in division.rows]), runtime.options.splitting
     if rows is not None and (not isinstance(rows, Integral) or rows < 1 or splitting is not None):
         raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
-    least = (2 * runtime.options.chunks if call.loss is None else total) if rows is None else rows
+    least = (4 * runtime.options.chunks if call.loss is None else total) if rows is None else rows
     if splitting is not None or total <= least:
         return division, call
     input, target = division.some(least), None if targets is None else targets.some(least)
