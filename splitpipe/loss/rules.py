@@ -64,7 +64,7 @@ def reduce(call: FunctionCall) -> Meaning | None:
 _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logsumexp var std amax amin prod argmax argmin "
                     "var_mean std_mean all any is_all_true is_any_true max min median flip".split(), (1, None)),
-    **dict.fromkeys("kthvalue quantile norm vector_norm linalg_vector_norm linalg_norm roll".split(), (2, None)),
+    **dict.fromkeys("kthvalue quantile norm vector_norm linalg_vector_norm linalg_norm roll repeat_interleave".split(), (2, None)),
     **dict.fromkeys("sort argsort glu".split(), (1, -1)),
     **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "pairwise_distance": (9, -1), "topk": (2, -1),
 }
@@ -191,7 +191,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "broadcast_tensors"),
     (views.join, "stack cat concat concatenate hstack"),
     (views.index, "__getitem__"), (views.write, "__setitem__"),
-    (views.gather, "gather"), (views.choose, "masked_select"),
+    (views.gather, "gather scatter"), (views.choose, "masked_select"),
     (ask, "__bool__ equal allclose is_nonzero __contains__"),
     (read, "item tolist __int__ __float__ __index__ __complex__ numpy __array__"),
     (size, "shape size numel nelement len"),

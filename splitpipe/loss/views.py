@@ -135,9 +135,11 @@ def write(call: FunctionCall) -> Meaning | None:
 
 
 def gather(call: FunctionCall) -> Meaning | None:
-    """Entries that an index takes from each row."""
-    x, index, rows = call.args[0], call.argument(2, "index"), call.meaning
+    """Entries that an index takes from each row; or a row's entries into which a number is scattered."""
+    x, index, rows, src = call.args[0], call.argument(2, "index"), call.meaning, call.argument(3, "src", 0)
     by = call.of(index)
+    if call.name == "scatter" and isinstance(rows, Constant) and rows.uniform and not isinstance(src, Tensor):
+        rows = by
     if not isinstance(rows, Rows) or not isinstance(by, Rows) or index.dim() != x.dim() or len(index) != len(x):
         return None
     return rows if by.alike(rows) and 0 not in dims_of(x, call.argument(1, "dim")) else None
