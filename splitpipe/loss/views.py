@@ -44,7 +44,8 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
     if not out.dim():
         return meaning if call.name == "squeeze" and ledger.most > 1 else None  # Of a single row.
     if call.name in _ORDERED:  # No entry of the first dimension has parts of several rows.
-        return meaning if len(out) and not out.shape[0] % (ledger.rows if meaning.chosen is None else x.shape[0]) else None
+        size = ledger.rows if meaning.chosen is None else x.shape[0]
+        return meaning if out.shape[0] and not out.shape[0] % size else None
     if call.name in _TURNING and _turns(call, out):
         turned = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)
         return Turned(meaning) if turned and call.name != "unsqueeze" else None
