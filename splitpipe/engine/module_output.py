@@ -9,8 +9,7 @@ from torch import Tensor
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.engine.crossing import changed
 from splitpipe.engine.drop_in import Left
-from splitpipe.loss.batch_loss import linear
-from splitpipe.loss.numbers import SUM, Number, Unknown, simple
+from splitpipe.loss.numbers import SUM, Number, Unknown, simple, unknown_function
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.reduction import AS_FUNCTION, LossWarnings
 from splitpipe.loss.tracing import numbers_of
@@ -74,14 +73,14 @@ def keep_own_loss(reduction: Any, warnings: LossWarnings, forward: Any, output: 
     """With a schedule and no ``loss_fn``: keeps the module's own loss, with ``reduction``, and its output."""
     crossing, trace, (place, value) = forward.crossing, forward.trace, find_loss(output)
     number: Any = None if trace is None else trace.number(value)
-    number, value = number and linear(number), crossing.here(value)
+    value = crossing.here(value)
     if number is None and value.dim() and trace is not None and trace.ledger.rows == 1:
         number = Unknown("a loss with a dimension, which may be that of the rows")
     value = value.reshape(()) if value.dim() else value
     if reduction == "sum":
         number = simple(value, SUM)
-    if isinstance(number, Unknown):
-        warnings.warn(number.function, AS_FUNCTION)
+    if number is not None and (where := unknown_function(number)):
+        warnings.warn(where, AS_FUNCTION)
     kept = kept_output(forward, output, lambda x: crossing.latest(x).detach())
     _keep(forward, value, number or Unknown(""), kept._replace(place=place))
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from splitpipe.loss import numbers, views
 from splitpipe.loss.numbers import (
-    ADDING,
     CONSTANT,
     DIVIDING,
     MEAN,
@@ -25,39 +24,17 @@ from splitpipe.loss.numbers import (
     Amount,
     Atom,
     Number,
-    Ref,
     Unknown,
     as_amount,
 )
-from splitpipe.loss.rules import RULES, reduce
+from splitpipe.loss.rules import RULES
 
 _WAYS = (
     "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts, pass "
     "reduction='mean' (by rows) or 'sum', or use schedule=None and compute the loss from model(x)."
 )
-_SAME = views.keep, views.view
-_LINEAR = *_SAME, views.index, views.join, reduce
-_PRODUCTS = SCALING | {"neg", "negative", "dot"}
-
-
-def linear(number: Number | Unknown) -> Number | Unknown:
-    """The number, if it is linear in sums and means with a graph: then it is a sum of microbatches' parts."""
-    live = set[int]()
-    if isinstance(number, Unknown):
-        return number
-    for place, entry in enumerate(number.entries):
-        if isinstance(entry, Atom):
-            if entry.grad and entry.kind is not CONSTANT:
-                live.add(place)
-            continue
-        of = [x for x in entry.leaves() if isinstance(x, Ref) and x.place in live]
-        one = len(of) == 1 and (entry.name in _PRODUCTS or entry.name in DIVIDING and entry.args[0] is of[0])
-        if of and not (entry.grad and (one or entry.name in ADDING or RULES.get(entry.name) in _LINEAR)):
-            return Unknown(entry.name)
-        if of:
-            live.add(place)
-    many = [atom.function for atom, x in zip(number.atoms, number.values) if x.numel() > 1] if live else []
-    return Unknown(many[0]) if many else number
+#: Functions that add nothing.
+_SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
 
 
 class BatchLoss:
@@ -95,7 +72,7 @@ class BatchLoss:
             for atom, x, live, amount in zip(number.atoms, number.values, self._live, self._amounts)
         ]
         part, names = number.evaluate(own), [getattr(entry, "name", "neg") for entry in number.entries]
-        if any(self._live) and all([name in _PRODUCTS | DIVIDING or RULES.get(name) in _SAME for name in names]):
+        if any(self._live) and all([name in _SCALES or RULES.get(name) in (views.keep, views.view) for name in names]):
             return part  # Nothing is added to it.
         rest = number.evaluate([torch.zeros_like(x) if live else x for x, live in zip(own, self._live)])
         if i != self._last:
@@ -155,7 +132,8 @@ class BatchLoss:
         """What gradients are to be multiplied by; None: 1."""
         same = self._aligned([*self._numbers.values()])
         totals = self._totals(same)
-        units = [self._unit_of(k, same[0], totals) for k, live in enumerate(self._live) if live]
+        known = [k for k, live in enumerate(self._live) if live and not same[0].atoms[k].unknown]
+        units = [self._unit_of(k, same[0], totals) for k in known]
         # If some are tensors, the host waits for them, which only happens for several sums or means.
         if not all([unit is units[0] or math.isclose(float(unit), float(units[0]), rel_tol=1e-4) for unit in units]):
             raise ValueError(

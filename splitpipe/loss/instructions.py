@@ -6,10 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from splitpipe.loss import views
 from splitpipe.loss.function_call import FunctionCall
 from splitpipe.loss.ledger import MAY_COUNT, Aggregate, Constant, Meaning
-from splitpipe.loss.numbers import ADDING, CONSTANT, DIVIDING, SCALING, Atom, Instruction, Unknown, mapped
+from splitpipe.loss.numbers import ADDING, CONSTANT, DIVIDING, MEAN, SCALING, Atom, Instruction, Unknown, mapped
+from splitpipe.loss.rules import RULES, reduce
 
+#: Functions that are linear in all arguments, or in one.
+_LINEAR = frozenset([views.keep, views.view, views.index, views.join, reduce])
+_PRODUCTS = SCALING | {"neg", "negative", "dot"}
 #: Results that differ between microbatches, whatever their arguments are.
 _RANDOM = frozenset("dropout bernoulli multinomial normal rand_like randn_like randint_like rrelu".split())
 
@@ -29,12 +34,22 @@ def record(
     if name in ADDING | SCALING | DIVIDING and (sums or size):
         if ledger.counts(*numbers) or call.kwargs.get("alpha", 1) != 1 and ledger.counts(call.kwargs["alpha"]):
             return [Unknown(MAY_COUNT)] * len(results)
+    live = [x for x in call.operands if getattr(call.of(x), "live", False)]
+    if live and ledger.scheduled and results:
+        one = len(live) == 1 and (name in _PRODUCTS or name in DIVIDING and call.args[0] is live[0])
+        vectors = [x.entry.function for x in known if isinstance(x.entry, Atom) and x.tensor.numel() > 1]
+        linear = one or name in ADDING or RULES.get(name) in _LINEAR
+        if vectors or not linear or not results[0].requires_grad:
+            return [Unknown([*vectors, name][0])] * len(results)
     if name in SCALING and 0 in numbers:
         return [Aggregate(Atom(CONSTANT, "0", grad=x.requires_grad), x, False, nothing=True) for x in results]
     nodes: dict[int, Aggregate] = {}
     for x in call.operands:
         meaning = call.of(x)
-        if isinstance(meaning, Constant) and (meaning.value is not None or not meaning.made):
+        if isinstance(meaning, Unknown) and name in ADDING and x.numel() == 1 and x.is_floating_point():
+            entry = Atom(MEAN, meaning.function, float(ledger.rows), grad=x.requires_grad, unknown=True)
+            nodes[id(x)] = Aggregate(entry, x, False, x.requires_grad)
+        elif isinstance(meaning, Constant) and (meaning.value is not None or not meaning.made):
             if x.requires_grad:
                 nodes[id(x)] = Aggregate(Atom(CONSTANT, "a constant", grad=True), x, False)
         elif isinstance(meaning, Aggregate):
@@ -44,6 +59,9 @@ def record(
     args, kwargs = mapped([call.args, call.kwargs], lambda x: nodes.get(id(x), x))
     nothing = not numbers and all([each.nothing for each in known]) and len(known) == len(call.operands)
     return [
-        Aggregate(Instruction(name, function, args, kwargs, in_place, x.requires_grad, which), x, sums, nothing=nothing)
+        Aggregate(
+            Instruction(name, function, args, kwargs, in_place, x.requires_grad, which), x, sums,
+            x.requires_grad and any([each.live for each in nodes.values()]), nothing=nothing,
+        )
         for which, x in enumerate(results)
     ]

@@ -71,6 +71,7 @@ class Aggregate:
     entry: Atom | Instruction  #: Numbers among the arguments of a step are Aggregate, too.
     tensor: Tensor
     sums: bool
+    live: bool = False  #: Whether it has the graph of a sum or mean.
     version: int | None = None  #: Of the tensor, when it was made.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
 
@@ -96,10 +97,14 @@ class Ledger:
     Along another dimension than the first one, they aren't followed.
     ``most``: the rows of the largest microbatch: if it has more than one, it shows what a single row can't.
     ``given``: numbers among the call's arguments, which are the same for every microbatch.
+    ``scheduled``: whether numbers must be linear in sums and means, so that they are sums of microbatches' parts.
     """
 
-    def __init__(self, rows: int, most: int, dim: int = 0, given: Iterable[float] = ()) -> None:
+    def __init__(
+        self, rows: int, most: int, dim: int = 0, given: Iterable[float] = (), scheduled: bool = False
+    ) -> None:
         self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
+        self.scheduled = scheduled
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
         self.reading = HostReads()
 
@@ -187,7 +192,7 @@ class Ledger:
         """A new mean with this count, or a sum, of these rows."""
         kind, selected, count = SUM if count is None else MEAN, rows.chosen is not None, 1.0 if count is None else count
         entry = Atom(kind, function, count, divided, selected, self.reading.asked, x.requires_grad)
-        return Aggregate(entry, x, kind is SUM, version_of(x))
+        return Aggregate(entry, x, kind is SUM, x.requires_grad, version_of(x))
 
     # Python's numbers.
 

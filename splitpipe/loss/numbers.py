@@ -39,6 +39,7 @@ class Atom:
     selected: bool = False  #: Whether a mask has selected what counts.
     asked: int = 0  #: How many conditions Python had asked before.
     grad: bool = False
+    unknown: bool = False  #: Whether it isn't recognised, and is taken as a mean over rows.
 
 
 class Ref(NamedTuple):
@@ -96,6 +97,11 @@ class Number:
         """The sums, means and constants."""
         return [entry for entry in self.entries if isinstance(entry, Atom)]
 
+    @property
+    def unknown(self) -> str:
+        """The function where recognition of an addend ended; empty if all is recognised."""
+        return next((atom.function for atom in self.atoms if atom.unknown), "")
+
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
         """The number with other tensors as the values of its atoms."""
         return replace(self, values=tuple(map(change, self.values)))
@@ -115,6 +121,11 @@ class Unknown:
     """A number that isn't recognised beyond ``function``."""
 
     function: str
+
+
+def unknown_function(number: Number | Unknown) -> str:
+    """The function where recognition of a number, or of an addend, ended; empty if all of it is recognised."""
+    return number.function if isinstance(number, Unknown) else number.unknown
 
 
 def simple(value: Tensor, kind: str, count: Amount = 1.0, divided: bool = True) -> Number:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.batch_loss import BatchLoss, linear
+from splitpipe.loss.batch_loss import BatchLoss
 from splitpipe.loss.ledger import Ledger
-from splitpipe.loss.numbers import MEAN, SUM, Amount, Number, Unknown, simple, tensors
+from splitpipe.loss.numbers import MEAN, SUM, Amount, Number, Unknown, simple, tensors, unknown_function
 from splitpipe.loss.reduction import AS_PAIR, LossWarnings
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, current
@@ -72,15 +72,15 @@ class Objective(nn.Module):
                 return loss, simple(loss, SUM)
             number: Number | Unknown = Unknown("a compiled function" if self.compiled and not self.reduction else "")
             if trace is not None:
-                number = linear(trace.number(value) or Unknown("loss_fn"))
-            if isinstance(number, Unknown) and number.function:
-                self._warnings.warn(number.function, AS_PAIR if self._pairs else "another loss_fn")
+                number = trace.number(value) or Unknown("loss_fn")
+            if where := unknown_function(number):
+                self._warnings.warn(where, AS_PAIR if self._pairs else "another loss_fn")
             return loss, number
 
     def _begun(self, trace: Trace | None, i: int, output: Any, target: Any) -> Trace:
         """A trace that knows where the rows are in the output and in the target."""
         if trace is None:
-            trace = Trace(Ledger(self._rows[i], max(self._rows), self._output))
+            trace = Trace(Ledger(self._rows[i], max(self._rows), self._output, scheduled=True))
             trace.ledger.returned([x for x in tensors((output,)) if not x.dim()], "a layer")
             trace.ledger.note_numbers(output, "a layer")
         trace.ledger.begin(output, self._output)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.numbers import MEAN, Number, Unknown, combined, simple
+from splitpipe.loss.numbers import MEAN, Number, Unknown, combined, simple, unknown_function
 
 Reduce = Callable[[list[Tensor], list[int]], Tensor]
 Numbers = Mapping[int, "Number | Unknown"]
@@ -68,8 +68,9 @@ class Reducer:
             each = [known.get(id(x), unseen) for x, known in zip(column, self._numbers)]
             numbers = [number for number in each if isinstance(number, Number)]
             whole = combined(numbers) if len(numbers) == len(values) else None
-            if whole is None and like.is_floating_point():
-                self._warnings.warn(next((x.function for x in each if isinstance(x, Unknown)), other), AS_FUNCTION)
+            where = next(filter(None, map(unknown_function, each)), "" if whole is not None else other)
+            if where and like.is_floating_point():
+                self._warnings.warn(where, AS_FUNCTION)
             if whole is not None:
                 return whole if any([value.requires_grad for value in values]) else whole.detach()
         if not like.is_floating_point():

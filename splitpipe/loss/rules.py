@@ -59,12 +59,27 @@ def reduce(call: FunctionCall) -> Meaning | None:
     return call.ledger.atom(call.out, call.name, meaning, size_along(x, dims) if mean else None)
 
 
+def add_up(call: FunctionCall) -> Meaning | None:
+    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
+    _, dim, places, entries = call.args
+    rows, by = call.of(entries), call.of(places)
+    if call.meaning != replace(UNIFORM, value=0.0) or dim or places.dim() != 1 or not isinstance(rows, Rows):
+        return None
+    plain = isinstance(by, Rows) and by.alike(rows) and not rows.counting
+    return call.ledger.atom(call.out, call.name, rows) if plain else None
+
+
+def histogram(call: FunctionCall) -> Meaning | None:
+    """Numbers of entries within fixed bounds."""
+    rows, bounds = call.meaning, [call.argument(2, "min"), call.argument(3, "max")]
+    return call.ledger.atom(call.out, call.name, rows) if isinstance(rows, Rows) and None not in bounds else None
+
+
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
 _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logsumexp var std amax amin prod argmax argmin "
                     "var_mean std_mean all any is_all_true is_any_true max min median flip".split(), (1, None)),
-    **dict.fromkeys("kthvalue quantile norm vector_norm linalg_vector_norm linalg_norm roll "
-                    "repeat_interleave".split(), (2, None)),
+    **dict.fromkeys("kthvalue quantile norm vector_norm linalg_vector_norm linalg_norm roll".split(), (2, None)),
     **dict.fromkeys("sort argsort glu".split(), (1, -1)),
     **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "pairwise_distance": (9, -1), "topk": (2, -1),
 }
@@ -180,7 +195,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (multiply, "mul multiply rmul imul rdiv rtruediv reciprocal"),
     (divide, "div divide true_divide truediv itruediv idiv"),
     (reduce, "sum mean nansum count_nonzero"), (along, " ".join(_ALONG)),
-    (matmul, "matmul mm linear"), (pad, "pad interpolate"),
+    (add_up, "scatter_add"), (histogram, "histc"), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)}"),
@@ -188,7 +203,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "cuda alias data real one_hot rand_like randn_like bernoulli dropout view_as_real"),
     (views.view, "view reshape view_as reshape_as flatten unflatten ravel t transpose swapaxes permute movedim "
                  "adjoint T mT H mH unsqueeze squeeze expand expand_as broadcast_to select narrow unbind split chunk "
-                 "broadcast_tensors"),
+                 "broadcast_tensors repeat_interleave"),
     (views.join, "stack cat concat concatenate hstack"),
     (views.index, "__getitem__"), (views.write, "__setitem__"),
     (views.gather, "gather scatter"), (views.choose, "masked_select"),

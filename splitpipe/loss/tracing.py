@@ -25,9 +25,9 @@ class Kinds:
     def __init__(self) -> None:
         self._kinds: dict[Any, bool] = {}
 
-    def begin(self, kind: Any, input: Division) -> Tracing | None:
+    def begin(self, kind: Any, input: Division, scheduled: bool) -> Tracing | None:
         """How to trace a call's forwards; None if it has one microbatch or returns no numbers."""
-        return Tracing(input) if len(input.rows) > 1 and self._kinds.get(kind, True) else None
+        return Tracing(input, scheduled) if len(input.rows) > 1 and self._kinds.get(kind, True) else None
 
     def end(self, kind: Any, gave: bool) -> None:
         """Records the end of a call of this kind; ``gave``: whether it returned numbers."""
@@ -37,8 +37,8 @@ class Kinds:
 class Tracing:
     """How the forwards of one call are traced."""
 
-    def __init__(self, input: Division) -> None:
-        self._input = input
+    def __init__(self, input: Division, scheduled: bool) -> None:
+        self._input, self._scheduled = input, scheduled
         shared = [leaf for leaf, owner in zip(input.leaves, input.owners) if owner is None]
         self._given = [x for x in shared if type(x) in (int, float)]
 
@@ -46,7 +46,7 @@ class Tracing:
         """The trace of a microbatch."""
         rows = [count for _, count in self._input.rows]
         dim = next((dim for dim in self._input.dims if dim is not None), 0)
-        return Trace(Ledger(rows[i], max(rows), dim, self._given))
+        return Trace(Ledger(rows[i], max(rows), dim, self._given, self._scheduled))
 
     def begin(self, ledger: Ledger, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
         """Records a microbatch's arguments, and their leaves."""

@@ -12,7 +12,7 @@ from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, Turned
 from splitpipe.loss.numbers import Unknown, tensors
 
 #: Functions that keep the order of entries, whether they copy or not.
-_ORDERED = frozenset("view reshape view_as reshape_as flatten unflatten ravel".split())
+_ORDERED = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
 #: Those that may move the first dimension, or put one before it.
 _TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
 
@@ -45,6 +45,8 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
         return meaning if call.name == "squeeze" and ledger.most > 1 else None  # Of a single row.
     if call.name in _ORDERED:  # No entry of the first dimension has parts of several rows.
         size = ledger.rows if meaning.chosen is None else x.shape[0]
+        if len(call.operands) > 1 and "as" not in call.name:
+            return None  # Each entry is repeated as often as a tensor says.
         return meaning if out.shape[0] and not out.shape[0] % size else None
     if call.name in _TURNING and _turns(call, out):
         turned = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)

@@ -116,7 +116,7 @@ class ModuleRuntime(Runtime):
         attributes = self._attributes if len(call.rows) > 1 else Attributes()
         if len(call.rows) > 1:
             attributes.begin(batch.module.training and call.state.grad)
-        tracing = self._kinds.begin(batch.kind, call.input) if options.reduction is None else None
+        tracing = self._kinds.begin(batch.kind, call.input, not step.outer) if options.reduction is None else None
         stitched = step.outer and not options.split
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
