@@ -158,21 +158,3 @@ def test_the_length_of_words_is_the_span_that_a_simulation_finds(name: str, opti
         problem = Problem(schedule.placement, 6, costs, (12,) * 4, longest)
         assert span_of(problem, words_of(schedule)) == pytest.approx(span)
         assert problem.goal <= span + 1e-9
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("times", "devices", "chunks", "bubble", "seconds"), [(*PAPER[0], 0.05), (*PAPER[1], 0.5)])
-def test_with_twice_the_memory_the_longest_span_is_close_to_what_is_possible(
-    times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float, seconds: float
-) -> None:
-    # The first F goes down; the last device has all its F and B, and as many W as memory can't put off; then up again.
-    # (The paper's search gets to 0.0433 and 0.0010, below this: there, B frees a part of what F takes.)
-    f, b, w, copy = times
-    put_off = 2 * devices
-    least = (devices - 1) * (f + b + 2 * copy) + chunks * (f + b) + (chunks - put_off) * w + w
-    costs = Costs(*times)
-    found = search(devices, chunks, costs, memory=put_off, stages_per_device=1, seconds=seconds, span="longest")
-    timeline = simulate(found, costs)
-    assert least - 1e-9 <= timeline.longest <= least * 1.001
-    assert max(timeline.peak_activations) <= put_off
-    assert timeline.bubble_longest < bubble
