@@ -1,8 +1,6 @@
-"""SplitPipe as an nn.Module: arguments, state, devices, hooks, context variables, what a pass leaves behind."""
+"""SplitPipe as an nn.Module: arguments, state, devices, hooks, exceptions."""
 from __future__ import annotations
 
-import contextvars
-import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, attach
-from tests.helpers.scheduled import flat
 from tests.helpers.twin import assert_same, assert_same_tensors, twins
 from tests.promise.layers import Apply, First
 
@@ -125,27 +122,6 @@ def test_hooks_and_attributes_of_the_sequential_stay() -> None:
     assert not model.training and list(model.state_dict()) == keys
 
 
-# The caller's state, and exceptions
-
-
-def test_a_stage_has_the_context_variables_of_the_caller_and_those_that_earlier_ones_set_for_its_microbatch() -> None:
-    variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable")
-
-    def sets(x: Tensor) -> Tensor:
-        y = x * variable.get()
-        variable.set(float(x.detach().sum()))
-        return y
-
-    plain = nn.Sequential(Apply(sets), Apply(lambda x: x + variable.get()))
-    model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=CPU, chunks=3)
-    rows = torch.rand(3, 2).chunk(3)
-    variable.set(2.0)
-    found = model(torch.cat(rows))
-    assert variable.get() == 2.0
-    expected = [contextvars.copy_context().run(plain, row) for row in rows]
-    assert_same(found, torch.cat(expected), "output")
-
-
 def test_an_exception_that_would_end_a_generator_arrives_as_it_is() -> None:
     def fails(x: Tensor) -> Tensor:
         raise error
@@ -154,17 +130,3 @@ def test_an_exception_that_would_end_a_generator_arrives_as_it_is() -> None:
     with pytest.raises(StopIteration) as info:
         SplitPipe(nn.Sequential(nn.Linear(3, 3), Apply(fails)), [1, 1], devices=CPU, chunks=3)(torch.rand(6, 3))
     assert info.value is error and "layer '1' (Apply)" in " ".join(error.__notes__)
-
-
-@pytest.mark.draws
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_passes_leave_no_thread_and_no_tensor_behind(checkpoint: Any) -> None:
-    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.BatchNorm1d(6), nn.Linear(6, 6)), [2, 2],
-                      devices=CPU, chunks=3, checkpoint=checkpoint)
-    x = torch.rand(6, 6)
-
-    def train() -> None:
-        model.zero_grad()
-        model(x).sum().backward()
-
-    assert flat(train) and flat(lambda: model(x))

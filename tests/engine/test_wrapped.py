@@ -16,10 +16,12 @@ import splitpipe
 from splitpipe import SplitPipe, attach
 from tests.engine.models import SCHEDULES, Stack, batch, piped
 from tests.helpers.covering import pairwise
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.scheduled import inside, loss_of
+from tests.helpers.twin import assert_same_tensors, stages
+from tests.promise.layers import Apply
 
 CUTS = ["layers.1", "layers.3"]
-variable: ContextVar[int] = ContextVar("variable", default=0)
+variable: ContextVar[float] = ContextVar("variable", default=0.0)
 PLACES = pytest.mark.parametrize("place", [SplitPipe, attach])
 
 
@@ -179,20 +181,23 @@ def test_saved_tensor_hooks_may_be_forbidden_around_the_call(schedule: str) -> N
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_context_variables_go_along_with_a_microbatch(schedule: str) -> None:
-    class Model(Stack):
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-            assert variable.get() == 7
-            variable.set(int(x.detach().sum() > 0) + 10)
-            before = variable.get()
-            for layer in self.layers:
-                x = layer(x).tanh()
-                assert variable.get() == before
-            return {"loss": (x - labels).square().mean()}
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_context_variables_go_along_with_a_microbatch(by: str, schedule: str) -> None:
+    def sets(x: Tensor) -> Tensor:
+        assert variable.get() == 7.0
+        variable.set(float(x.detach().sum()))
+        return x * 2
 
-    token = variable.set(7)
+    layers = nn.Sequential(Apply(sets), nn.Linear(4, 4), Apply(lambda x: x * variable.get()))
+    module, where = stages(layers, [2, 1], by)
+    model = SplitPipe(module, devices=["cpu"] * 2, chunks=3, checkpoint="never", **where,
+                      **inside({"schedule": schedule}))
+    token, x = variable.set(7.0), torch.randn(6, 4)
     try:
-        piped(Model(), CUTS, schedule=schedule)(**batch())["loss"].backward()
-        assert variable.get() == 7
+        with torch.no_grad():
+            expected = torch.cat([layers[1](rows * 2) * rows.sum() for rows in x.chunk(3)])
+            torch.testing.assert_close(model(x), expected)
+        loss_of(model, x).backward()
+        assert variable.get() == 7.0
     finally:
         variable.reset(token)

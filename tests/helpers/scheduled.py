@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -111,23 +109,3 @@ def mlp(layers: int, width: int = 4) -> nn.Sequential:
         lambda: nn.Linear(width, width), nn.Tanh, lambda: nn.Linear(width, width), lambda: nn.LayerNorm(width)
     ]
     return nn.Sequential(*[kinds[k % 4]() for k in range(layers)])
-
-
-def flat(call: Callable[[], object], times: int = 10) -> bool:
-    """Whether repeating the call leaves the number of tensors and threads as it is, without help of the collector."""
-
-    def count() -> int:
-        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
-    for _ in range(3):
-        call()
-    gc.collect()
-    gc.disable()
-    try:
-        call()
-        tensors, threads = count(), set(threading.enumerate())
-        for _ in range(times):
-            call()
-        return count() <= tensors and set(threading.enumerate()) <= threads
-    finally:
-        gc.enable()
