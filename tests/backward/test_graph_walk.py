@@ -19,6 +19,14 @@ from tests.helpers.deferring import double as double
 from tests.helpers.twin import assert_same_tensors
 from tests.promise.layers import Apply
 
+
+def hooked_at_its_node(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """W would have the gradient before the hook, in silence."""
+    y = F.linear(x, w, b)
+    y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))  # type: ignore[union-attr]
+    return y
+
+
 #: Used as a layer that uses its leaves in such a way.
 USES: dict[str, Callable[..., Tensor]] = {
     "the weight in another way, too": lambda x, w, b: F.linear(x, w, b) + w.sin(),
@@ -27,6 +35,7 @@ USES: dict[str, Callable[..., Tensor]] = {
     "of the input": lambda x, w, b: F.linear(x, w * x[:1].sum(), b),
     "modified in place": lambda x, w, b: F.linear(x, w.t().mul(2).add_(1), b),
     "complex": lambda x, w, b: (torch.complex(x, x) @ torch.complex(w, w)).real + b,
+    "hooked at its node": hooked_at_its_node,
 }
 
 

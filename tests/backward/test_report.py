@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, deferral_report
-from tests.helpers.deferring import Call, Scale, Unruled, deferred, fused
+from tests.helpers.deferring import Call, Scale, deferred, fused
 from tests.helpers.twin import step, twins
 
 NOT_YET = "not known yet: no step has used it"
@@ -19,6 +19,11 @@ MM = "MmBackward0: its rule doesn't take this call"
 
 def pipeline(*layers: nn.Module, balance: list[int] | None = None, **options: Any) -> SplitPipe:
     return twins(nn.Sequential(*layers), balance, chunks=2, **options)[1]
+
+
+def unruled() -> Call:
+    """A layer whose parameter no rule will ever take: what it is used for has no input."""
+    return Call(lambda x, w: x + w.sin(), weight=torch.randn(4))
 
 
 def both(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -47,13 +52,13 @@ def test_a_row_names_what_its_parameter_is_used_for(name: str) -> None:
 
 
 def test_the_report_before_a_step_and_after_a_forward() -> None:
-    whole = pipeline(nn.Linear(6, 4), Unruled(4), backward="autograd")
+    whole = pipeline(nn.Linear(6, 4), unruled(), backward="autograd")
     whole[0].bias.requires_grad_(False)
     for _ in range(2):
         why = "backward='autograd'"
         assert fused(whole) == {"0.weight": why, "0.bias": "it is frozen", "1.weight": why}
         step(whole, torch.randn(4, 6))
-    model = pipeline(nn.Linear(6, 4), Unruled(4))
+    model = pipeline(nn.Linear(6, 4), unruled())
     with torch.no_grad():
         model(torch.randn(4, 6))
     assert set(fused(model).values()) == {NOT_YET} and len(fused(model)) == 3

@@ -1,23 +1,17 @@
 """Worker threads: order, death, and the threads that torch's ops have."""
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
-from splitpipe.core.worker import Pool, WorkerDiedError
+from splitpipe.core.worker import Pool
 
 T = TypeVar("T")
-
-
-def fails(error: BaseException) -> None:
-    raise error
 
 
 @pytest.fixture
@@ -63,25 +57,6 @@ def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest
     pool.run(calls)
     other.join()
     assert order == [(ident, n) for ident in (threading.get_ident(), order[-1][0]) for n in range(2)]
-
-
-# Death
-
-
-@pytest.mark.parametrize("error", [WorkerDiedError, KeyError], ids=["its thread dies", "it fails"])
-def test_a_call_that_waits_for_another_one_is_stopped_and_waited_for(
-    error: type[Exception], pool: Pool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    if error is WorkerDiedError:  # Raises as soon as it does something.
-        request.getfixturevalue("untraced")
-        monkeypatch.setattr(threading, "excepthook", lambda _: None)
-        ident = ctypes.c_ulong(pool.threads[0].ident or 0)
-        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
-    stop, ended, told = threading.Event(), list[bool](), list[BaseException]()
-    with pytest.raises(error) as caught:
-        pool.run([(1, lambda: ended.append(stop.wait(60))), (0, partial(fails, KeyError()))],
-                 lambda error: (told.append(error), stop.set()))  # type: ignore[func-returns-value]
-    assert ended == [True] and told == [caught.value] and not pool.usable
 
 
 # Intra-op threads

@@ -68,7 +68,7 @@ class Call(nn.Module):
         super().__init__()
         self.function = function
         for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value))
+            self.register_parameter(name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
 
     def forward(self, x: Any) -> Any:
         return self.function(x, *self._parameters.values())
@@ -95,17 +95,6 @@ class Scale(SplitFunction):
 def scale(width: int, function: type[SplitFunction] = Scale, **options: Any) -> Call:
     """A layer that calls the function."""
     return Call(lambda x, w: function.apply(x, w, **options), weight=torch.rand(width))
-
-
-class Unruled(nn.Module):
-    """A layer whose parameter no rule will ever take: what it is used for has no input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight.sin()
 
 
 def deferred(model: nn.Module) -> dict[str, str]:

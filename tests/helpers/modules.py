@@ -21,6 +21,20 @@ def linears(*names: str) -> dict[str, nn.Module]:
     return {name: nn.Linear(4, 4) for name in names}
 
 
+class Rows(nn.Module):
+    """Two layers, and a forward that is a function of the module and its arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(6, 8), nn.Linear(8, 4), function
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
 class Block(nn.Module):
     """A residual block."""
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe.skip import pop, skippable, stash
+from tests.helpers.deferring import Call
 from tests.promise.layers import Apply, Cube, First
 
 WIDTH = 4
@@ -36,18 +37,6 @@ class ByMicrobatch(nn.BatchNorm1d):
             super().forward(x)
         return torch.cat([F.batch_norm(part, None, None, self.weight, self.bias, True, 0.0, self.eps)
                           for part in x.chunk(self.chunks)])
-
-
-class Own(nn.Module):
-    """Parameters of its own in torch's functions."""
-
-    def __init__(self, function: Callable[..., Tensor], *parameters: Tensor) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ParameterList(parameters)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.parts)
 
 
 class Total(nn.Module):
@@ -143,8 +132,8 @@ IN_PLACE = ("relu_", "mul_")
 NOT_TWICE = ("batchnorm", "total", "cube")
 
 
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape) / 2)
+def _weight(*shape: int) -> Tensor:
+    return torch.randn(*shape) / 2
 
 
 class Builder:
@@ -197,7 +186,7 @@ def kinds(parts: Sequence[Any]) -> set[str]:
 
 def _queries(b: Builder) -> nn.Module:
     # A view of a parameter that requires grad may not be written to.
-    return Own(lambda x, w: w.expand_as(x).clone() if b.copied else w.expand_as(x), _parameter(WIDTH))
+    return Call(lambda x, w: w.expand_as(x).clone() if b.copied else w.expand_as(x), w=_weight(WIDTH))
 
 
 LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
@@ -210,14 +199,14 @@ LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "attention": lambda b: First(nn.MultiheadAttention(WIDTH, 2, batch_first=True), 3),
     "relu_": lambda b: nn.ReLU(inplace=True),
     "mul_": lambda b: Apply(lambda x: x.mul_(1.5)),
-    "matmul": lambda b: Own(lambda x, w, v: x @ w + x @ v.t(), _parameter(WIDTH, WIDTH), _parameter(WIDTH, WIDTH)),
-    "scale": lambda b: Own(lambda x, w: x * w, _parameter(WIDTH)),
-    "both": lambda b: Own(lambda x, w: F.linear(x, w) * w.sum(), _parameter(WIDTH, WIDTH)),
-    "computed": lambda b: Own(lambda x, w: F.linear(x, w.tanh()), _parameter(WIDTH, WIDTH)),
-    "tied": lambda b: Own(F.linear, b.shared("tied", lambda: _parameter(WIDTH, WIDTH))),
+    "matmul": lambda b: Call(lambda x, w, v: x @ w + x @ v.t(), w=_weight(WIDTH, WIDTH), v=_weight(WIDTH, WIDTH)),
+    "scale": lambda b: Call(lambda x, w: x * w, w=_weight(WIDTH)),
+    "both": lambda b: Call(lambda x, w: F.linear(x, w) * w.sum(), w=_weight(WIDTH, WIDTH)),
+    "computed": lambda b: Call(lambda x, w: F.linear(x, w.tanh()), w=_weight(WIDTH, WIDTH)),
+    "tied": lambda b: Call(F.linear, w=b.shared("tied", lambda: nn.Parameter(_weight(WIDTH, WIDTH)))),
     "same": lambda b: b.shared("same", lambda: nn.Linear(WIDTH, WIDTH)),
-    "unused": lambda b: Own(lambda x, w, v: F.linear(x, w), _parameter(WIDTH, WIDTH), _parameter(3)),
-    "constant": lambda b: Own(lambda x, w: w.expand_as(x) * 1, _parameter(WIDTH)),
+    "unused": lambda b: Call(lambda x, w, v: F.linear(x, w), w=_weight(WIDTH, WIDTH), v=_weight(3)),
+    "constant": lambda b: Call(lambda x, w: w.expand_as(x) * 1, w=_weight(WIDTH)),
     "detach": lambda b: Apply(lambda x: x.detach() * 2),
     "identity": lambda b: nn.Identity(),
     "total": lambda b: Total(),

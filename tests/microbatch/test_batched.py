@@ -15,7 +15,7 @@ from tests.helpers import scheduled, twin
 from tests.helpers.deferring import double as double
 from tests.promise.layers import Apply
 
-LENGTH, WIDTH, LAYERS = 5, 8, 3
+LENGTH, WIDTH = 5, 8
 SIZES = pytest.mark.parametrize(("rows", "chunks"), [(7, 3), (8, 8)])
 
 
@@ -93,24 +93,8 @@ def test_flags_that_do_not_match_are_an_error(batched: Any, value: Any, error: t
     assert says in str(caught.value)
 
 
-class Step(nn.LSTM):
-    """An LSTM that takes and gives its state."""
-
-    def forward(self, value: Any) -> Any:  # type: ignore[override]
-        return super().forward(*value)
-
-
 def transformer() -> nn.Sequential:
     return nn.Sequential(*[nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0) for _ in range(2)])
-
-
-@SIZES
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_states_of_an_rnn_have_the_batch_second(batch_first: bool, rows: int, chunks: int) -> None:
-    x = torch.randn(rows, LENGTH, WIDTH) if batch_first else torch.randn(LENGTH, rows, WIDTH)
-    state = torch.randn(LAYERS, rows, WIDTH), torch.randn(LAYERS, rows, WIDTH)
-    module = nn.Sequential(*[Step(WIDTH, WIDTH, LAYERS, batch_first=batch_first) for _ in range(2)])
-    twin.assert_transparent(module, (x, state), batched=(0, 1) if batch_first else 1, chunks=chunks)
 
 
 def of_tokens(output: Tensor, target: Tensor) -> Tensor:

@@ -17,22 +17,6 @@ from tests.promise.layers import Apply
 CHUNKS = pytest.mark.parametrize(("rows", "chunks"), [(4, 4), (4, 2), (7, 3)])
 
 
-class Detector(nn.Module):
-    """A detector as those of torchvision: a loss in training, a list of what was found in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)
-
-    def forward(self, images: Any, targets: Any = None) -> Any:
-        y = self.head(self.body(torch.stack([F.interpolate(x[None], (8, 8))[0] for x in images])).relu())
-        found = [{"box": own.mean((1, 2)), "name": "a", "more": (own.sum(0), [own.shape[0]])} for own in y]
-        if not self.training:
-            return found
-        return {"losses": torch.stack([F.mse_loss(y["box"], t["box"]) for y, t in zip(found, targets, strict=True)]),
-                "found": found}
-
-
 def images(rows: int) -> list[Tensor]:
     return [torch.rand(3, 10 + number, 9, requires_grad=True) for number in range(rows)]
 
@@ -49,34 +33,6 @@ def twice(value: Any) -> Any:
 def assert_same_gradients(mine: Any, given: Any) -> None:
     assert_same([x.grad for x in mine[0]], [x.grad for x in given[0]], "gradient of an image")
     assert_same([x["box"].grad for x in mine[1]], [x["box"].grad for x in given[1]], "gradient of a target")
-
-
-@CHUNKS
-@pytest.mark.parametrize(("kind", "checkpoint"), [(list, "never"), (tuple, "always")])
-def test_a_detector_is_cut_by_rows(kind: Any, checkpoint: str, rows: int, chunks: int) -> None:
-    plain = Detector()
-    # In evaluation there is only one list, which could be a batch of three rows as well.
-    model = SplitPipe(copy.deepcopy(plain), cuts=["head"], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint,
-                      batched={"images": "rows"})
-    given = kind(images(rows)), kind(targets(rows))
-    mine = twice(given)
-    expected, found = plain(*given), model(*mine)
-    assert_same(found, expected, "output")
-    for output in (expected, found):
-        output["losses"].mean().backward()
-    assert_same_tensors(model, plain)
-    assert_same_gradients(mine, given)
-    assert_same(model.eval()(mine[0]), plain.eval()(given[0]), "what is found")
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_list_that_could_be_either_is_an_error_unless_another_value_has_as_many(training: bool) -> None:
-    plain = Detector().train(training)
-    model = SplitPipe(copy.deepcopy(plain), cuts=["head"], devices=["cpu"] * 2, chunks=2).train(training)
-    with pytest.raises(ValueError, match=r"'images' is a list of 4, .* 4 rows, one entry each, or a batch of 3 rows"):
-        model(images(4))
-    given = images(4), targets(4)
-    assert_same(model(*given), plain(*given), "output")
 
 
 @CHUNKS

@@ -84,14 +84,6 @@ def test_an_unknown_container_may_not_hold_a_tensor(hide: Any, nest: Any) -> Non
         verify_open(flatten(nest(hide("text")))[0], "the input", deep)
 
 
-@pytest.mark.parametrize("value, found", [("text", "str"), ((None, 3), "NoneType, int"), ([], "nothing"),
-                                          (torch.tensor(3.0), "Tensor")])
-def test_an_input_without_a_tensor_to_cut_is_refused(value: Any, found: str) -> None:
-    with pytest.raises(TypeError, match="no tensor with a first dimension") as caught:
-        split(value, 2)
-    assert all(kind in str(caught.value) for kind in found.split(", "))
-
-
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr,
                                   lambda x: torch.nested.nested_tensor([*x])])
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")

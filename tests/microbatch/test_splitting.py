@@ -132,13 +132,6 @@ class Sample:
     target: Tensor
 
 
-@pytest.mark.parametrize("given", [{"balance": [1, 1]}, {"cuts": ["1"], "batched": {}}], ids=["balance", "cuts"])
-def test_the_error_for_an_object_names_split(given: dict[str, Any]) -> None:
-    model = SplitPipe(nn.Sequential(Apply(lambda sample: sample.x), nn.Tanh()), devices=["cpu"] * 2, chunks=2, **given)
-    with pytest.raises(TypeError, match="Sample.* split="):
-        model(Sample(torch.randn(4, 3), torch.ones(4)))
-
-
 def test_an_attached_module_is_placed_by_a_part_of_its_sample() -> None:
     plain = Patches()
     x = torch.randn(int(COUNTS.sum()), 5)

@@ -235,33 +235,6 @@ def test_what_a_layer_does_to_its_parameter_in_forward(touch: Callable[[Any], No
     assert model[1].weight.requires_grad is plain[1].weight.requires_grad
 
 
-class Block(nn.Module):
-    """A linear layer, whose output has a hook that makes its gradient twice as large."""
-
-    def __init__(self, at: str) -> None:
-        super().__init__()
-        self.linear, self.at = nn.Linear(4, 4), at
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        if self.at == "tensor":
-            y.register_hook(lambda grad: grad * 2)
-        elif self.at == "node":
-            y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))  # type: ignore[union-attr]
-        return y.tanh()
-
-
-@ways
-@pytest.mark.parametrize("at", ["tensor", "node", "hook of the module"])
-def test_hooks_of_a_linear_layers_output_change_its_gradients(at: str, way: str) -> None:
-    """W would have the gradient before the hook, in silence."""
-    plain, model = twins(nn.Sequential(*[Block(at) for _ in range(4)]), way)
-    if at == "hook of the module":
-        for each in (plain, model):
-            each[1].linear.register_forward_hook(lambda module, given, y: y.register_hook(lambda g: g * 2) and None)
-    scheduled.assert_steps(plain, model, lambda: torch.randn(6, 4), 2)
-
-
 def test_hooks_that_two_calls_park_while_b_computes_gradients_are_back_after_both() -> None:
     weight, seen = nn.Parameter(torch.ones(2)), list[Tensor]()
     weight.register_hook(seen.append)
