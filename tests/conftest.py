@@ -26,7 +26,7 @@ if measuring is not None:
 from splitpipe.core.random_numbers import Draws  # noqa: E402
 from splitpipe.runtime import runtime  # noqa: E402
 from tests.devices.log import settle, softcuda  # noqa: E402
-from tests.helpers import essence  # noqa: E402
+from tests.helpers.covering import mark_essence  # noqa: E402
 from tests.helpers.world import World, opened  # noqa: E402
 
 # The same cases every time, however long one takes, and no file left behind.
@@ -51,7 +51,7 @@ NO_FAKE = "needs the fake CUDA runtime: python -m tests.softcuda tests"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(LONG)))
-    essence.mark(items)
+    mark_essence(items)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         needs = item.get_closest_marker("devices")

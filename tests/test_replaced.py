@@ -14,6 +14,7 @@ from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.scheduled import loss_of
 from tests.helpers.twin import Looped, assert_same, assert_same_tensors
+from tests.promise.layers import Apply
 
 
 def made() -> nn.Sequential:
@@ -52,11 +53,6 @@ def test_a_layer_that_takes_anothers_place_is_the_one_that_runs(
     assert_same(copy.deepcopy(model)(x), plain(x), "output of a copy")
 
 
-class Scaled(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mul_(2)
-
-
 class Tracked(nn.Module):
     """Uses a tensor that isn't a parameter."""
 
@@ -72,7 +68,7 @@ class Tracked(nn.Module):
 def test_a_layer_that_does_what_none_did_before_is_noticed(
     where: str, schedule: str, backward: str, inside: bool
 ) -> None:
-    for layer in (nn.ReLU(inplace=True), Scaled(), nn.Dropout(0.0), Tracked()):
+    for layer in (nn.ReLU(inplace=True), Apply(lambda x: x.mul_(2)), nn.Dropout(0.0), Tracked()):
         kind = Looped if where == "cuts" else nn.Sequential
         module = kind(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2))
         plain, x, y = copy.deepcopy(module), torch.randn(6, 4), torch.randn(6, 2)

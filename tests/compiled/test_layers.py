@@ -313,18 +313,12 @@ def test_second_derivatives_are_an_error_in_every_checkpoint_mode(checkpoint: st
 
 
 def test_a_number_that_counts_is_not_lost(graphs: list[str]) -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.register_buffer("seen", torch.zeros(()))
+    def counting(self: Any, given: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return self.layer(given)  # type: ignore[no-any-return]
 
-        def forward(self, given: Tensor) -> Tensor:
-            self.seen.add_(1)
-            found: Tensor = self.layer(given)
-            return found
-
-    model = piped(nn.Sequential(Counts(), Counts()))
+    model = piped(nn.Sequential(*[module_of(counting, seen=nn.Buffer(torch.zeros(())), **linears("layer"))
+                                  for _ in range(2)]))
     step(model, x())
     assert model[0].seen == 2 and not graphs
 

@@ -1,7 +1,7 @@
 """What is trained on devices: modules for the paths between stages, and all layers of the transparency grid."""
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from splitpipe.core import stream
-from splitpipe.skip import pop, skippable, stash
 from tests.helpers.compiling import EAGER
+from tests.helpers.skipping import Pop, Stash
 from tests.helpers.twin import even
 from tests.promise.layers import LAYERS, Apply, batched_of
 
@@ -36,25 +36,6 @@ class Layered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = linear()
-
-
-@skippable(stash=["skip"])
-class Keep(Layered):
-    """Stashes what its layer gives."""
-
-    def forward(self, x: Tensor) -> Generator[Any, None, Tensor]:
-        y = self.layer(x)
-        yield stash("skip", y.relu())
-        return y
-
-
-@skippable(pop=["skip"])
-class Join(Layered):
-    """Adds what was stashed."""
-
-    def forward(self, x: Tensor) -> Generator[Any, Tensor, Tensor]:
-        kept = yield pop("skip")
-        return self.layer(x) + kept * 3
 
 
 class Pair(Layered):
@@ -160,7 +141,8 @@ def and_last(make: Make, *makes: Make) -> Callable[[int], nn.Sequential]:
 
 def skips(stages: int) -> nn.Sequential:
     """A skip from the first stage to the last one."""
-    return nn.Sequential(Keep(), *(linear() for _ in range(stages - 2)), Join())
+    first, last = nn.Sequential(linear(), Stash()), nn.Sequential(Pop(), linear())
+    return nn.Sequential(first, *(linear() for _ in range(stages - 2)), last)
 
 
 def ties(stages: int) -> nn.Sequential:

@@ -315,12 +315,6 @@ def counting(self: Any, x: Tensor) -> Tensor:
     return x.reshape(-1, 2, 3).transpose(1, 2)
 
 
-def counter() -> nn.Module:
-    made: nn.Module = module_of(counting)
-    made.register_buffer("calls", torch.zeros(()))
-    return made
-
-
 def frozen() -> nn.Sequential:
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
     module[0].requires_grad_(False)
@@ -335,8 +329,8 @@ HARD: dict[str, Any] = {
     "a layer that ignores its input": (lambda: module_of(fresh, start=weight(6)), [2, 1]),
     "in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)),
                  [2, 2]),
-    "a transposed value": (
-        lambda: nn.Sequential(nn.Linear(6, 6), counter(), nn.Flatten(), nn.Linear(6, 2)), [2, 2]),
+    "a transposed value": (lambda: nn.Sequential(
+        nn.Linear(6, 6), module_of(counting, calls=nn.Buffer(torch.zeros(()))), nn.Flatten(), nn.Linear(6, 2)), [2, 2]),
     "an expanded gradient": (
         lambda: nn.Sequential(nn.Linear(6, 12), nn.Unflatten(1, (6, 2)), nn.AvgPool1d(2), nn.Flatten(),
                               nn.Linear(6, 2)), [2, 3]),

@@ -1,6 +1,7 @@
 """Several stages on one GPU: the host never waits in a step."""
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
-from tests.gpu.syncs import syncs
 from tests.helpers.covering import graded
 from tests.helpers.scheduled import stages_of
 
@@ -22,6 +22,13 @@ AXES: dict[str, list[Any]] = {
     "name": [None, *schedule.names()], "checkpoint": ["never", "except_last", "always"],
     "backward": ["split", "autograd"],
 }
+
+
+def syncs(mode: str) -> None:
+    """Sets what becomes of a wait of the host, "error" or "default"; once a process torch warns: it is a prototype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def module(stages: int) -> nn.Sequential:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from splitpipe import SplitPipe
 from tests.helpers import scheduled, twin
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.promise.layers import Apply
 
 LENGTH, WIDTH = 5, 8
@@ -112,25 +113,19 @@ def test_targets_are_cut_along_theirs(batched: Any, length: int, name: str) -> N
                                  batched=batched, chunks=4)
 
 
-class Turned(nn.Module):
+def turning(self: Any, x: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
     """Positions of [3, batch, length] beside an input of [batch, length, width], and an output of all orders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
-        y = self.two(self.one(x) * position_ids.sum(0)[..., None])
-        return {"y": y, "turned": y.transpose(0, 1), "positions": position_ids * 2}
+    y = self.two(self.one(x) * position_ids.sum(0)[..., None])
+    return {"y": y, "turned": y.transpose(0, 1), "positions": position_ids * 2}
 
 
 @SIZES
 @pytest.mark.parametrize("training", [True, False])
 def test_arguments_are_cut_along_what_is_said_of_their_names(training: bool, rows: int, chunks: int) -> None:
-    plain = Turned().train(training)
+    plain = module_of(turning, **linears("one", "two")).train(training)
     model = SplitPipe(copy.deepcopy(plain), cuts=["two"], devices=["cpu"] * 2, chunks=chunks,
                       batched={"position_ids": 1}).train(training)
-    x, positions = torch.randn(rows, LENGTH, WIDTH), torch.randn(3, rows, LENGTH, requires_grad=True)
+    x, positions = torch.randn(rows, LENGTH, 4), torch.randn(3, rows, LENGTH, requires_grad=True)
     mine = positions.detach().clone().requires_grad_()
     found, expected = model(x, mine), plain(x, positions)
     twin.assert_same(found, expected, "output")

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, attach
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same, assert_same_tensors
 from tests.promise.layers import Apply
 
@@ -139,13 +140,8 @@ def test_an_attached_module_is_placed_by_a_part_of_its_sample() -> None:
     assert_same(model(x, COUNTS), plain(x, COUNTS), "output")
 
 
-class OfSamples(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, sample: Sample) -> Tensor:
-        return F.cross_entropy(self.last(self.first(sample.x)), sample.target)
+def of_samples(self: Any, sample: Sample) -> Tensor:
+    return F.cross_entropy(self.last(self.first(sample.x)), sample.target)
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "mean"}])
@@ -153,7 +149,7 @@ def test_objects_of_unequal_numbers_of_rows_have_the_loss_of_the_batch(options: 
     def by_samples(args: Any, kwargs: Any, chunks: int) -> Any:
         return [((Sample(*own),), kwargs) for own in zip(args[0].x.chunk(chunks), args[0].target.chunk(chunks))]
 
-    plain = OfSamples()
+    plain = module_of(of_samples, **linears("first", "last"))
     model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=3, split=by_samples, **options)
     sample = Sample(torch.randn(7, 4), torch.randint(3, (7,)))
     found, expected = model(sample), plain(sample)

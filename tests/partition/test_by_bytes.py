@@ -1,11 +1,16 @@
-"""Where a module is cut that nobody has measured."""
+"""Where a module is cut that nobody has measured, and on which devices."""
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from splitpipe.partition.by_bytes import cuts_of_map
+import splitpipe
+from splitpipe import SplitPipe
+from splitpipe.partition.by_bytes import cuts_of_map, memory_of
+from tests.engine.models import Stack
 
 A, B, C = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 
@@ -41,3 +46,60 @@ def test_a_stage_begins_where_the_map_has_a_new_device(
     model = Model()
     model.hf_device_map = devices  # type: ignore[assignment]
     assert cuts_of_map(model) == (cuts, found)
+
+
+def two_devices(test: Any) -> Any:
+    return pytest.mark.cuda(pytest.mark.devices(2)(test))
+
+
+def spread(model: nn.Module, devices: dict[str, int]) -> nn.Module:
+    """The model with its blocks on these devices, and the map that says so."""
+    for name, device in reversed(devices.items()):  # A tied weight is where its first name is.
+        model.get_submodule(name).to(f"cuda:{device}")
+    model.hf_device_map = devices  # type: ignore[assignment]
+    return model
+
+
+@two_devices
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_model_that_was_spread_trains_where_its_weights_are(checkpoint: str) -> None:
+    plain, x = Stack(), torch.randn(6, 4)
+    loss = plain(x)["y"].square().mean()
+    loss.backward()
+    model = Stack()
+    model.load_state_dict(plain.state_dict())
+    # Device 1 comes first, as where a display has memory of device 0.
+    spread(model, {"first": 1, "layers.0": 1, "layers.1": 1, "layers.2": 0, "layers.3": 0, "last": 0})
+    where = {name: (p.device, p.data_ptr()) for name, p in model.named_parameters()}
+    splitpipe.attach(model, checkpoint=checkpoint)  # type: ignore[arg-type]
+    for _ in range(2):
+        model.zero_grad()
+        again = model(x)["y"].square().mean()  # x comes from the CPU, as from a DataLoader.
+        again.backward()
+    torch.testing.assert_close(again.cpu(), loss)
+    for mine, its in zip(model.parameters(), plain.parameters()):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), its.grad)
+    assert {name: (p.device, p.data_ptr()) for name, p in model.named_parameters()} == where
+    assert vars(model)["forward"].runtime.options.cuts == ("layers.2",)
+
+
+@two_devices
+def test_a_tied_head_is_loaded_to_the_device_of_its_weight() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    assert model.last.weight is model.first.weight
+    found = splitpipe.device_map(model, ["cuda:0", "cuda:1"])
+    assert found["layers.3"] == torch.device("cuda:1") and found["last"] == found["first"] == torch.device("cuda:0")
+    assert set(found) == {"first", *(f"layers.{k}" for k in range(4)), "last"}
+
+
+@two_devices
+def test_a_device_with_less_memory_free_gets_less() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(12)]
+    rooms = [memory_of(torch.device("cuda", index), nn.Sequential(*layers)) or 0 for index in range(2)]
+    taken = torch.empty(int(rooms[1] * .5), dtype=torch.uint8, device="cuda:1")
+    found = SplitPipe(nn.Sequential(*layers), devices=["cuda:0", "cuda:1"]).balance
+    assert found == [8, 4]
+    del taken
+    torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """Checkpointing drops what autograd saves, and changes nothing else."""
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -204,3 +205,21 @@ def test_a_loss_that_the_first_stage_keeps_is_warned_of_once(options: dict[str, 
         loss_of(model, torch.rand(4, 4))
     assert len(told) == 1
     loss_of(model, torch.rand(4, 4))
+
+
+def test_a_stage_recomputes_before_its_gradient_arrives() -> None:
+    again = threading.Event()
+
+    def recomputed(x: Tensor) -> Tensor:
+        if is_recomputing():
+            again.set()
+        return x * 1
+
+    def waiting(x: Tensor) -> Tensor:
+        x.register_hook(lambda _: None if again.wait(60) else pytest.fail("the stage before waits for this gradient"))
+        return x * 1
+
+    layers = nn.Sequential(Apply(recomputed), nn.Linear(4, 4), Apply(waiting), nn.Linear(4, 4))
+    model = SplitPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=1, schedule="1f1b", loss_fn=mean, checkpoint="always")
+    model(torch.randn(8, 4), target=0.25).backward()
+    assert again.is_set()
