@@ -15,7 +15,8 @@ from splitpipe.backward import rules, weight_gradients
 from tests.helpers.deferring import Call, deferred, drop_in, fused, in_more_ways, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import assert_transparent, twins
+from tests.helpers.scheduled import assert_transparent
+from tests.helpers.twin import twins
 
 #: A function of the input and weights, the shapes of these, and that of the input.
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[int, ...]]

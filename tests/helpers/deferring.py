@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitFunction, deferral_report
 from splitpipe.backward import rules
-from tests.helpers import scheduled
-from tests.helpers.twin import assert_transparent
+from tests.helpers.scheduled import assert_transparent
 
 #: Drop-in: W of all microbatches at once; W after each B; recomputed.
 WAYS: dict[str, dict[str, Any]] = {
@@ -109,8 +108,5 @@ def fused(model: nn.Module) -> dict[str, str]:
 
 def trained(layer: nn.Module, value: Any, **options: Any) -> nn.Module:
     """The layer, between two stages of no parameters, as a pipeline that is its module: three uneven microbatches."""
-    layers = nn.Sequential(nn.Identity(), layer, nn.Tanh())
-    options = {"chunks": 3, **options}
-    if "schedule" in options:
-        return scheduled.assert_transparent(layers, value, options.pop("schedule"), balance=[1, 2], **options)
-    return assert_transparent(layers, value, [1, 2], **options)
+    layers, name = nn.Sequential(nn.Identity(), layer, nn.Tanh()), options.pop("schedule", None)
+    return assert_transparent(layers, value, name, balance=[1, 2], **{"chunks": 3, **options})

@@ -76,9 +76,8 @@ def twins(
     if "compile" in options:
         warnings.filterwarnings("ignore", "The .grad attribute")  # Torch's, which it hides from users.
         torch._dynamo.reset()
-    if name is None:
-        return twin.twins(module, balance or [2, len(module) - 2], **options)
-    return scheduled.twins(module, name, 2, balance, loss_fn=square, **options)
+    return scheduled.twins(module, name, 2, balance or ([2, len(module) - 2] if name is None else None),
+                           loss_fn=square, **options)
 
 
 def train(

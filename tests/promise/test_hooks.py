@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from splitpipe.backward.leaf_hooks import LeafHooks
-from tests.helpers import scheduled, twin
+from tests.helpers import scheduled
 from tests.helpers.covering import few
 from tests.helpers.deferring import double as double
 from tests.helpers.modules import linears, module_of
@@ -36,7 +36,7 @@ ways = pytest.mark.parametrize("way", few(3, WAYS))
 def twins(module: nn.Sequential, way: str, **more: Any) -> tuple[nn.Sequential, SplitPipe]:
     name, options = WAYS[way]
     options = {"chunks": 3, **options, **more}
-    return twin.twins(module, **options) if name is None else scheduled.twins(module, name, 2, **options)
+    return scheduled.twins(module, name, 2, **options)
 
 
 def losses(models: tuple[nn.Sequential, SplitPipe], x: Tensor) -> tuple[Tensor, Tensor]:
