@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitpipe import SplitPipe, schedule
+from splitpipe import SplitPipe
 from tests.helpers.covering import few
 from tests.helpers.deferring import double as double
 from tests.helpers.modules import module_of
@@ -18,18 +18,6 @@ from tests.helpers.scheduled import mean, mlp, twins
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 CPU = ["cpu"] * 2
-
-
-@pytest.mark.parametrize(("name", "balance", "text"), [
-    ("zb-v", [2, 2], r"2 stages for 2 devices: schedule 'zb-v' expects 2 stages per device.*balance of 4"),
-    ("1f1b", [1, 1, 1, 1], "4 stages for 2 devices: schedule '1f1b' expects 1 stage per device"),
-    ("interleaved-1f1b", [2, 1, 1], "3 stages for 2 devices.*a multiple of the number of devices"),
-    (schedule.build("1f1b", 3, 8), [2, 2],
-     "3 stages, 3 rows and 8 microbatches: expected 2, .* 2, one per device, and 4, as chunks is"),
-])
-def test_a_schedule_for_other_sizes_is_an_error_that_names_the_right_ones(name: Any, balance: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s){text}"):
-        SplitPipe(mlp(4), balance, devices=CPU, chunks=4, loss_fn=F.mse_loss, schedule=name)
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])

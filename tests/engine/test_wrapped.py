@@ -156,16 +156,6 @@ def test_the_report_names_parameters_as_the_module_does(place: Any, schedule: st
     assert {(row.deferred, row.why) for row in rows.values()} == {(True, "linear")}
 
 
-def test_a_pipeline_is_no_module_to_wrap_and_what_is_none_has_no_report() -> None:
-    model = piped(Stack(), CUTS)
-    for place in SplitPipe, attach:
-        with pytest.raises(TypeError, match="module is a SplitPipe: expected the module that it was made from"):
-            placed(place, model)
-    for function in splitpipe.record, splitpipe.deferral_report:
-        with pytest.raises(TypeError, match="model is a ModuleDict, not a pipeline: expected a SplitPipe"):
-            function(nn.ModuleDict({"model": model}))
-
-
 # What the caller's thread has set
 
 

@@ -138,6 +138,14 @@ MODULE = [
     *each(TypeError, "with its own forward: expected an nn.Sequential", [
         type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(), lambda: patched()]),
 ]
+#: What no pipeline is made of.
+UNWRAPPED = [
+    *each(TypeError, "expected an nn.Module", UNMODULE),
+    *each(TypeError, "module is a SplitPipe: expected the module that it was made from", [lambda: model()]),
+    *each(TypeError, "module is a torch.jit.ScriptModule: expected", [torch.jit.ScriptModule()]),
+    *each(TypeError, "'b' is a torch.jit.ScriptModule: expected modules whose forward",
+          [nn.ModuleDict({"b": torch.jit.ScriptModule()})]),
+]
 SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(skippable(stash=["a"])(nn.Identity)(), *layers()[:3]),
     lambda: nn.Sequential(*layers()[:3], skippable(pop=["a"])(nn.Identity)()),
@@ -152,6 +160,7 @@ SCHEDULES = [
     *each(TypeError, "schedule", [*UNTEXT, Schedule]),
     *each(ValueError, "there is no schedule named", NO_NAMES),
     *each(ValueError, "the schedule does not fit", [build("1f1b", 3, 2), build("1f1b", 2, 3), build("zb-v", 2, 2)]),
+    *each(ValueError, "3 stages, 3 rows and 8 microbatches: expected", [build("1f1b", 3, 8)]),
     *each(ValueError, "missing", [Schedule([[Op("F", 0, 0)], [Op("F", 1, 0)]], [0, 1])]),
 ]
 LOSS = [*each(TypeError, "loss_fn", UNCALLABLE), *each(ValueError, "expected loss_fn", [None]),
@@ -192,6 +201,7 @@ PIPE = Door(
         "module": [*MODULE, *SKIPS, *each(ValueError, "sums to 4", [nn.Sequential()])],
         "balance": [*BALANCE, *each(ValueError, "balance", [[4]])],
         "devices": [*DEVICES, *each(ValueError, "the model has 2 stages for", [[], ["cpu"], ["cpu"] * 3])],
+        "schedule": SCHEDULES + each(ValueError, "schedule 'zb-v' expects 2 stages per device", ["zb-v"]),
         "loss_fn": LOSS,
         "batched": each(TypeError, "batched", [0.0, "x", {1: "x"}, Odd()])
         + each(TypeError, "batched[1]", [(True, None), [True, 1.0]])
@@ -241,7 +251,7 @@ BY_CUTS: Rows = {
     "sample": each(TypeError, "sample", [1, "x", [torch.ones(2, 3)]]) + each(TypeError, "holds no tensor", [{}, ()]),
 }
 ATTACH = Door(
-    "attach", splitpipe.attach, _by_cuts, {"module": each(TypeError, "expected an nn.Module", UNMODULE), **BY_CUTS}
+    "attach", splitpipe.attach, _by_cuts, {"module": UNWRAPPED, **BY_CUTS}
 )
 DEVICE_MAP = Door(
     "device_map", splitpipe.device_map, lambda: {"module": Net(), "devices": ["cpu", "cpu"]},
@@ -251,7 +261,8 @@ DEVICE_MAP = Door(
 )
 CUTTING = Door(
     "SplitPipe with cuts", SplitPipe, _by_cuts,
-    {"balance": each(ValueError, "balance and cuts are given: expected one of them", [[2, 2]]), **BY_CUTS},
+    {"module": UNWRAPPED, "balance": each(ValueError, "balance and cuts are given: expected one of them", [[2, 2]]),
+     **BY_CUTS},
 )
 
 

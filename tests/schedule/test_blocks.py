@@ -17,19 +17,6 @@ HALVES: dict[str, Callable[[int], int]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "p", "idle"), [
-    ("v-min", 4, 5.5), ("v-half", 4, 2.5), ("v-zb", 4, 1.5), ("1f1b-v", 3, 4), ("1f1b-v", 4, 7.5),
-    ("1f1b-v", 6, 11), ("two-thirds", 4, 3),
-    *(pytest.param(*each, marks=thorough) for each in (
-        ("v-min", 8, 11.5), ("v-min", 16, 29.5), ("v-half", 8, 8.5), ("v-half", 16, 20.5), ("v-zb", 8, 3.5),
-        ("v-zb", 16, 7.5), ("1f1b-v", 8, 16.5), ("1f1b-v", 16, 37.5), ("two-thirds", 8, 13), ("two-thirds", 16, 27),
-    )),
-])
-def test_idle_time_is_the_same_however_many_microbatches(name: str, p: int, idle: float) -> None:
-    for m in (2 * p, 2 * p + 1, 2 * p + 3, 4 * p):
-        assert simulate(build(name, p, m)).idle == (idle,) * p
-
-
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "two-thirds"])
 @pytest.mark.parametrize("p", SOME)
 def test_no_schedule_of_that_memory_is_shorter(name: str, p: int) -> None:
