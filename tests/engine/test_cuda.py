@@ -1,6 +1,7 @@
-"""Several stages on one GPU: the host never waits in a step."""
+"""Several stages on one GPU: the host never waits in a step, and the second half is over before autograd goes on."""
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -54,3 +55,17 @@ def test_the_host_waits_for_nothing_in_a_step(name: str | None, checkpoint: str,
             (F.mse_loss(model(x), y) if name is None else model(x, target=y)).backward()
     finally:
         syncs("default")
+
+
+def test_the_second_half_runs_in_the_callers_thread_before_any_gradient_is_handed_over() -> None:
+    """While B waits for a device, autograd goes on in this thread with what else is ready."""
+    plain = module(3).double()
+    model = SplitPipe(copy.deepcopy(plain), [1] * 3, devices=["cuda:0"] * 3, chunks=4, checkpoint="never")
+    x = torch.randn(10, 4, 16, dtype=torch.float64, device="cuda")
+    plain.cuda()
+    for _ in range(10):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            model(x.requires_grad_()).square().sum().backward()
+        plain(x).square().sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(found.grad, expected.grad)

@@ -5,6 +5,7 @@ before they give what they compute (``Slow``), so that whoever does not wait for
 """
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,11 +31,29 @@ class Slow(nn.Module):
         return y
 
 
+class Hungry(nn.Module):
+    """The tensor; asks for more memory than there is where it is told to: forward, backward, or nowhere."""
+
+    at: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.at == "forward":
+            too_much(x)
+        if self.at == "backward" and x.requires_grad:
+            x = x * 1
+            x.register_hook(too_much)
+        return x
+
+
 def late(x: Tensor) -> Tensor:
     """A copy, which the stream that the tensor's device works on makes after a while."""
     if x.is_cuda:
         torch.cuda._sleep(CYCLES)
     return x.clone()
+
+
+def too_much(x: Tensor) -> None:
+    x.new_empty(2**50)
 
 
 @contextmanager
@@ -110,3 +129,16 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module, what: str = "") ->
         torch.testing.assert_close(
             one.grad, other.grad, check_device=False, msg=lambda text, where=where: f"{where}: {text}"
         )
+
+
+def allocated(devices: int) -> list[int]:
+    """Bytes on each device."""
+    gc.collect()
+    kept = []
+    for device in range(devices):
+        # A failed backward raises before the engine's thread of a device has let go of it. That thread is through with
+        # it when it has run another one, whose own tensors, the same at each count, live until the count is made.
+        x, gradient = torch.zeros((), device=device, requires_grad=True), torch.zeros((), device=device)
+        kept += [x, gradient, *torch.autograd.grad(x.view_as(x), x, gradient)]
+    synchronize(devices)
+    return [torch.cuda.memory_allocated(device) for device in range(devices)]

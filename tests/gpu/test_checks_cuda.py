@@ -1,4 +1,4 @@
-"""On GPUs, one and two: steps on reused memory, streams, refilled buffers, DDP."""
+"""On GPUs, one and two: steps on reused memory, streams, dropout, full memory, refilled buffers, DDP."""
 from __future__ import annotations
 
 import copy
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -69,6 +70,52 @@ def test_training_on_memory_that_is_used_again(
                     optimizer.step()
                 if number % 50 == 49 or number == count - 1:
                     assert worst.item() <= CLOSE, f"a loss or gradient is wrong by step {number}"
+
+
+@pytest.mark.cuda
+@BOTH
+def test_one_seed_gives_the_same_dropout_checkpointed_or_not_and_the_same_next_numbers(devices: int) -> None:
+    first: list[Tensor] = []
+    for checkpoint, _ in product(("never", "except_last", "always"), range(2)):
+        with exact():
+            torch.manual_seed(0)
+            model = wrapped(slow(3, nn.Dropout), devices, checkpoint=checkpoint)
+            told = []
+            for _ in range(3):
+                loss = model(torch.randn(10, WIDTH).to(model.devices[0])).square().mean()
+                loss.backward()
+                told += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            told += [torch.rand(3, device=device) for device in dict.fromkeys(model.devices)]
+            first = first or told
+            torch.testing.assert_close(told, first)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("schedule", [None, "zb-h1"])
+@pytest.mark.parametrize("at", ["forward", "backward"])
+@BOTH
+def test_a_step_without_memory_says_so_and_keeps_none(
+    devices: int, at: str, schedule: str | None, backward: str
+) -> None:
+    with exact():
+        module = slow(3, checks.Hungry)
+        plain = copy.deepcopy(module).to("cuda:0")
+        model = wrapped(module, devices, schedule, checkpoint="except_last", backward=backward)
+        x, y = (torch.randn(10, WIDTH, device=model.devices[end]) for end in (0, -1))
+        loss_of(model, x, y, schedule).backward()
+        model.zero_grad()
+        before, hungry = checks.allocated(devices), model[1][1]
+        hungry.at = at
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_of(model, x, y, schedule).backward()
+        hungry.at = None
+        model.zero_grad()
+        after = checks.allocated(devices)
+        assert all(now <= was for now, was in zip(after, before)), f"{after} bytes, {before} were before"
+        loss_of(model, x, y, schedule).backward()
+        loss_of(plain, x, y).backward()
+        assert_same_gradients(model, plain, "the next step")
 
 
 class Pinned(nn.Module):

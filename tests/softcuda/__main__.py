@@ -1,7 +1,7 @@
 """Runs the package on torch's CUDA build, on a machine without a GPU.
 
     python -m tests.softcuda tests
-    python -m tests.softcuda hazards host
+    python -m tests.softcuda hazards readme
     python -m tests.softcuda tests -- -k stream
 
 The first time it fetches torch's CUDA wheel (some 530 MB, which get 1.1 GB) with pip, builds a fake CUDA runtime with

@@ -1,6 +1,7 @@
 """The fake runtime by itself, built from its sources and called as torch calls it."""
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.softcuda import libraries, softcuda
+from tests.softcuda.kept import Missing
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(
     sys.platform != "linux" or shutil.which(os.environ.get("CXX", "g++")) is None or shutil.which("nm") is None,
@@ -115,3 +117,32 @@ def test_the_first_devices_reach_each_others_memory(told: Told) -> None:
 def test_what_nobody_has_written_says_its_name_and_fails(told: Told) -> None:
     assert told("print(cuda.cudaGraphLaunch())").strip() == "801"
     assert told("cuda.cudaGraphLaunch()", errors=True).strip() == "softcuda: cudaGraphLaunch is a stub"
+
+
+def test_a_library_has_what_is_written_in_place_of_stubs(folder: Path) -> None:
+    cublas, version = ctypes.CDLL(str(folder / "libcublas.so.13")), ctypes.c_int()
+    assert (cublas.cublasSgemm_v2(), cublas.cublasGetVersion_v2(None, ctypes.byref(version))) == (0, 0)
+    assert version.value == 130000
+    assert not hasattr(cublas, "cudnnGetVersion")  # Of another library.
+
+
+def test_imports_go_to_the_library_of_their_version_or_else_of_their_name(folder: Path, tmp_path: Path) -> None:
+    source, made = tmp_path / "it.cpp", tmp_path / "libit.so"
+    names = ("cudaMalloc", "cublasLtCreate", "cublasCreate_v2", "cuInit", "cudnnCreate", "custom", "cudaLibraryLoad")
+    calls = "".join(f'extern "C" int {name}();\nint call_{name}() {{ return {name}(); }}\n' for name in names)
+    source.write_text(calls)
+    compiler, _ = libraries.tools()
+    libraries.compiled(compiler, str(source), "-o", str(made), f"-L{folder}", f"-l:{softcuda.RUNTIME}")
+    found = {library: its for library, its in libraries.imports([made]).items() if its}
+    assert found == {
+        softcuda.RUNTIME: {"cudaMalloc"},  # By its version: it was linked with the runtime.
+        "libcublasLt.so.13": {"cublasLtCreate"}, "libcublas.so.13": {"cublasCreate_v2"}, "libcuda.so.1": {"cuInit"},
+        "libcudnn.so.9": {"cudnnCreate"},
+    }
+
+
+def test_what_the_compiler_says_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "it.cpp"
+    source.write_text("no such thing")
+    with pytest.raises(Missing, match="failed with exit status 1:\n.*it.cpp"):
+        libraries.compiled(libraries.tools()[0], str(source), "-o", str(tmp_path / "it.so"))

@@ -1,22 +1,40 @@
-"""The command around the fake runtime: what it refuses, and what of a wheel and of a folder it keeps."""
+"""The command around the fake runtime: what it fetches, keeps, builds and says, without a wheel of torch's."""
 from __future__ import annotations
 
 import ast
 import platform
 import subprocess
+import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.softcuda import wheel
+from tests.softcuda import environment, kept, libraries, wheel
 from tests.softcuda.__main__ import main
 from tests.softcuda.kept import Missing, whole
 from tests.softcuda.parts import Part, parts
 from tests.softcuda.parts import environment as variables
+from tests.tools import covered
 
 NAME = f"torch-2.13.0-{wheel.TAG}-{wheel.TAG}-manylinux_2_28_x86_64.whl"
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands, which are written down in place of being run, and succeed."""
+    them: list[list[str]] = []
+
+    def run(command: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
+        them.append([*map(str, command)])
+        if "venv" in command:
+            Path(command[-1], "lib/python3.1/site-packages").mkdir(parents=True, exist_ok=True)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return them
 
 
 def archive(folder: Path, *files: str, name: str = NAME) -> Path:
@@ -49,14 +67,27 @@ def test_wrong_arguments_are_refused(words: list[str], text: str, capsys: pytest
 
 @pytest.mark.parametrize("text", ["on arm64: expected Linux on x86_64", "found no gone++: expected a C++ compiler"])
 def test_what_a_machine_lacks_is_told_before_anything_is_fetched(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    ran: list[list[str]],
 ) -> None:
     if "arm64" in text:
         monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setenv("CXX", "gone++")
     assert main(["--cache", str(tmp_path / "cache")]) == 2
     assert text in capsys.readouterr().err
-    assert not (tmp_path / "cache").exists()
+    assert ran == [] and not (tmp_path / "cache").exists()
+
+
+def test_each_part_runs_in_the_environment_with_its_variables_and_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: list[list[str]]
+) -> None:
+    monkeypatch.setattr("tests.softcuda.__main__.ready", lambda given, extras: tmp_path / "python")
+    monkeypatch.delenv(covered.FOLDER, raising=False)
+    assert main(["tests", "--", "-k", "x"]) == 0
+    assert ran[0][:5] == [str(tmp_path / "python"), "-m", "pytest", "-m", "cuda"] and ran[0][-2:] == ["-k", "x"]
+    monkeypatch.setenv(covered.FOLDER, str(tmp_path))
+    assert main(["hazards"]) == 0
+    assert ran[1][1:3] == ["-m", "slipcover"] and ran[1][-5:] == ["-m", "cuda", "-p", "no:randomly", "tests/devices"]
 
 
 def test_the_users_variables_take_the_place_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +102,10 @@ def test_tests_that_are_left_out_are_there_and_have_a_reason() -> None:
     for name, why in parts()["tests"].skipped.items():
         file, test = name.split("::")
         assert f"def {test.split('[')[0]}(" in (wheel.ROOT / file).read_text(encoding="utf-8") and why
+
+
+def test_the_version_is_that_of_the_constraints() -> None:
+    assert f"\ntorch=={wheel.constrained()}\n" in wheel.CONSTRAINTS.read_text(encoding="utf-8")
 
 
 def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(
@@ -91,6 +126,11 @@ def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(
     assert capsys.readouterr().out.splitlines()[-1] == f"fills: 0 s, 0 MB in {tmp_path / 'it'}"
 
 
+def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kept.default() == tmp_path / "splitpipe" / "softcuda"
+
+
 def test_what_pip_can_not_fetch_is_said_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     with pytest.raises(Missing, match=r"could not fetch torch 9\.9 .*by --wheel.*torch===9\.9"):
@@ -104,6 +144,12 @@ def test_a_wheel_that_is_there_is_unpacked_and_needs_no_library_of_nvidias(tmp_p
     assert (found.parent / "torch-2.13.0.dist-info/METADATA").read_text() == "Requires-Dist: sympy\n"
     assert wheel.unpacked("2.13.0", tmp_path / "cache", tmp_path / "gone") == found
     assert (tmp_path / NAME).exists()  # The user's stays.
+
+
+def test_a_wheel_that_was_fetched_goes_when_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheel, "fetch", lambda version, room: archive(room, *CUDA))
+    wheel.unpacked("2.13.0", tmp_path)
+    assert made(tmp_path) == [f"torch-2.13.0-{wheel.TAG}"]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +168,45 @@ def test_another_wheel_is_refused(
     with pytest.raises(Missing, match=text):
         wheel.unpacked("2.13.0", tmp_path / "cache", given)
     assert made(tmp_path / "cache") == []
+
+
+def test_an_environment_is_made_once_for_each_set_of_extras(tmp_path: Path, ran: list[list[str]]) -> None:
+    torch = tmp_path / "torch-2.13.0-cp311" / "torch"
+    folder, again, more = (environment.ready(torch, tmp_path, extras) for extras in (["test"], ["test"], ["a", "test"]))
+    assert folder == again != more
+    assert [each[2] for each in ran] == ["venv", "pip"] * 2
+    assert [each[each.index("-e") + 1] for each in ran[1::2]] == [".[test]", ".[a,test]"]
+    [site] = folder.glob("lib/*/site-packages")
+    assert (site / "torch.pth").read_text().strip() == str(torch.parent)
+    assert "torch==2.13.0\n" in (folder / "constraints.txt").read_text()
+    for name in "one", "two":
+        assert environment.use(folder, tmp_path / name) == folder / "bin/python"
+    assert repr(str(tmp_path / "two")) in (site / "softcuda.pth").read_text()
+
+
+def test_examples_get_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.softcuda import softcuda
+
+    monkeypatch.setitem(sys.modules, "softcuda", softcuda)
+    from tests.softcuda.readme import on_cuda
+
+    assert on_cuda('f(devices=["cpu", "cpu"], x="cpu")', 2) == 'f(devices=["cuda:0", "cuda:1"], x="cpu")'
+    assert on_cuda('["cpu"] * 3', 2) == '["cuda:0", "cuda:1", "cuda:0"]'
+
+
+def test_another_source_torch_or_compiler_gets_libraries_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source.cpp"
+    monkeypatch.setattr(libraries, "tools", lambda: ("compiler", "nm"))
+    monkeypatch.setattr(libraries, "sources", lambda: [source])
+    monkeypatch.setattr(libraries, "build", lambda torch, room, compiler: None)
+    found = []
+    for torch, code, compiler in ("1", "1", "1"), ("1", "1", "1"), ("2", "1", "1"), ("1", "2", "1"), ("1", "1", "2"):
+        source.write_text(code)
+        monkeypatch.setattr(libraries, "_said", lambda *_, compiler=compiler: compiler)
+        found.append(libraries.built(tmp_path / f"torch-{torch}" / "torch", tmp_path / "cache"))
+    assert found[0] == found[1] and len({*found}) == 4
 
 
 @pytest.mark.parametrize("file", sorted(Path(__file__).parent.glob("*.py")), ids=lambda file: file.stem)
