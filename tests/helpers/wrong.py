@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -14,6 +14,7 @@ import splitpipe
 from splitpipe import DeferredBatchNorm, Plan, SplitPipe
 from splitpipe.balance import balance_by_size, balance_by_time
 from splitpipe.distributed import Pipeline
+from splitpipe.planner.planning import chosen
 from splitpipe.schedule import (
     BlockOp,
     BuildingBlock,
@@ -28,8 +29,9 @@ from splitpipe.schedule import (
     search,
     simulate,
 )
-from splitpipe.schedule.recording.step import Step
 from splitpipe.skip import skippable, verify_skippables
+from tests.helpers.planned import emulated
+from tests.helpers.recording import played, recorded
 
 mse = nn.functional.mse_loss
 Error = type[BaseException]
@@ -399,27 +401,14 @@ PLAN = Door(
 
 
 def planned(**fields: Any) -> Plan:
-    """A plan for two stages."""
-    given: dict[str, Any] = {
-        "balance": (2, 2), "devices": ("cpu", "cpu"), "chunks": 2, "checkpoint": "never",
-        "schedule": build("1f1b", 2, 2),
-        "way": "1f1b", "dropin": False, "step_time": 1.0, "costs": Costs([1, 1], [1, 1], [1, 1]), "peak_bytes": (1, 1),
-        "memory": (1e9, math.inf), "layers": ("0", "1", "2", "3"), "loss_fn": mse,
-    }
-    return Plan(**given | fields)
+    """A plan for two stages of two layers."""
+    found = chosen(emulated(0, layers=4, devices=2, chunks=[2]), ["1f1b"], mse)
+    return replace(found, devices=("cpu", "cpu"), **fields)
 
 
-def recording(name: str = "1f1b", chunks: int = 2) -> Recording:
-    """One step."""
-    played = simulate(build(name, 2, chunks))
-    made = Recording(played.schedule)
-    made.add(Step(played.spans, (), (None, None)))
-    return made
-
-
-def timeline() -> Timeline:
+def timeline(name: str = "1f1b", chunks: int = 2) -> Timeline:
     """One that was simulated."""
-    return simulate(build("1f1b", 2, 2))
+    return played(name, 2, chunks)
 
 
 ARGUMENTS = Door(
@@ -433,9 +422,9 @@ APPLIED = Door(
     on=lambda: planned(loss_fn=None),
 )
 COMPARE = Door(
-    "Plan.compare", Plan.compare, lambda: {"timeline": recording()},
+    "Plan.compare", Plan.compare, lambda: {"timeline": recorded(timeline())},
     {"timeline": each(TypeError, "timeline", [None, timeline(), build("1f1b", 2, 2), Recording, Odd()])
-     + each(ValueError, "recording", [lambda: recording("zb-v"), lambda: recording(chunks=3)])
+     + each(ValueError, "recording", [lambda: recorded(timeline("zb-v")), lambda: recorded(timeline(chunks=3))])
      + each(RuntimeError, "nothing was recorded", [lambda: Recording(build("1f1b", 2, 2))])},
     on=planned,
 )
