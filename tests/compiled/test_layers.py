@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import splitpipe
-from splitpipe import SplitPipe, attach
+from splitpipe import SplitPipe
 from splitpipe.compiled.layers import CompiledCall, fit
 from splitpipe.compiled.options import verify_compile
 from tests.helpers.compiling import EAGER
@@ -205,28 +205,6 @@ def test_layers_that_the_user_compiles_by_our_backend_are_the_same(how: str, way
     for one, other in zip(model.parameters(), plain.parameters()):
         assert_same(one.grad, other.grad, "gradient")
     assert {(row.deferred, row.why) for row in splitpipe.deferral_report(model)} == {(True, "compiled")}
-
-
-@pytest.mark.thorough
-@WAYS
-def test_blocks_of_a_module_with_cuts(way: dict[str, Any], graphs: list[str]) -> None:
-    def forward(self: Any, given: Tensor) -> Tensor:
-        y = given
-        for block in self.blocks:
-            y = block(y) + given
-        return y * self.scale  # type: ignore[no-any-return]
-
-    plain = module_of(forward, blocks=blocks(), scale=nn.Parameter(torch.rand(4)))
-    net = attach(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=2, compile=EAGER, **way)
-    for rows in (6, 5):
-        for each in (plain, net):
-            each.zero_grad()
-        step(plain, x(rows))
-        loss = net(x(rows), target=0 * x(rows)) if "schedule" in way else F.mse_loss(net(x(rows)), 0 * x(rows))
-        loss.backward()
-        for (name, one), other in zip(net.named_parameters(), plain.parameters()):
-            assert_same(one.grad, other.grad, name)
-        assert rows < 6 or len(graphs) == 2
 
 
 def wrap(layers: nn.Sequential, backend: Any) -> None:
