@@ -129,12 +129,17 @@ class Whole(nn.Linear):
 )
 def test_copies_and_pickles_run_by_themselves(place: Any, schedule: str, way: Any, called: bool) -> None:
     model, given = placed(place, Stack(block=Whole), schedule=schedule), batch()
+    model.layers[2].bias.requires_grad_(False)
     if called:
         model(**given)["loss"].backward()
+    loss = model(**given)["loss"]  # It has a graph meanwhile.
     other = way(model)
+    loss.backward()
+    assert other.last.weight is other.first.weight and not other.layers[2].bias.requires_grad
     assert type(other) is type(model) and {*other.parameters()}.isdisjoint(model.parameters())
     assert place is SplitPipe or other.forward.runtime.module is other
     plain = Stack(block=Whole)
+    plain.layers[2].bias.requires_grad_(False)
     plain.load_state_dict(other.state_dict())
     with torch.no_grad():
         model.last.weight.zero_()
