@@ -18,6 +18,7 @@ import splitpipe
 from splitpipe import SplitPipe, check
 from splitpipe.checking.check import Check
 from splitpipe.runtime.runtime import Batch
+from tests.helpers.modules import module_of
 
 CPUS = ["cpu", "cpu"]
 ROWS, WIDTH = 16, 6
@@ -271,16 +272,10 @@ def test_what_is_rounding_and_what_rows_do_to_attributes_is_no_difference() -> N
     assert found, str(found)
 
 
-class Centre(nn.Module):
+def centring(self: Any, y: Tensor, target: Tensor) -> Tensor:
     """A loss with a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(WIDTH))
-
-    def forward(self, y: Tensor, target: Tensor) -> Tensor:
-        self.centre.data.mul_(0.9).add_(y.detach().mean(0))
-        return F.mse_loss(y, target)
+    self.centre.data.mul_(0.9).add_(y.detach().mean(0))
+    return F.mse_loss(y, target)
 
 
 class Writing(Net):
@@ -309,7 +304,7 @@ def test_nothing_is_changed_whatever_a_run_writes_and_if_it_fails() -> None:
         drawn += [torch.get_rng_state().tolist(), net.generator.get_state().tolist()]
         return [*values, *drawn, net.calls, [*net.seen], {**net.kinds}, [part.training for part in net.modules()]]
 
-    net, loss_fn, hooked = Writing(), Centre(), list[Tensor]()
+    net, loss_fn, hooked = Writing(), module_of(centring, centre=nn.Buffer(torch.zeros(WIDTH))), list[Tensor]()
     model = SplitPipe(net, cuts=["last"], devices=CPUS, chunks=4, schedule="1f1b", loss_fn=loss_fn)
     net.first.register_forward_hook(lambda layer, args, output: net.seen.append(output.detach()))
     for x in [*net.first.parameters(), *net.last.parameters()]:

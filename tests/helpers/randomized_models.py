@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from splitpipe.skip import pop, skippable, stash
 from tests.helpers.deferring import Call
+from tests.helpers.modules import module_of
 from tests.promise.layers import Apply, Cube, First
 
 WIDTH = 4
@@ -39,19 +40,11 @@ class ByMicrobatch(nn.BatchNorm1d):
                           for part in x.chunk(self.chunks)])
 
 
-class Total(nn.Module):
+def totalling(self: Any, x: Tensor) -> Tensor:
     """Sums up in buffers what has passed: in place, and by a new tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("total", torch.zeros(WIDTH, dtype=torch.float64))
-        self.register_buffer("shift", torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += len(x)
-        self.total = self.total + x.detach().double().reshape(-1, WIDTH).sum(0)
-        return x + self.shift
+    self.count += len(x)
+    self.total = self.total + x.detach().double().reshape(-1, WIDTH).sum(0)
+    return x + self.shift  # type: ignore[no-any-return]
 
 
 class Residual(nn.Module):
@@ -209,7 +202,8 @@ LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "constant": lambda b: Call(lambda x, w: w.expand_as(x) * 1, w=_weight(WIDTH)),
     "detach": lambda b: Apply(lambda x: x.detach() * 2),
     "identity": lambda b: nn.Identity(),
-    "total": lambda b: Total(),
+    "total": lambda b: module_of(totalling, count=nn.Buffer(torch.tensor(0)), shift=nn.Buffer(torch.rand(WIDTH)),
+                                 total=nn.Buffer(torch.zeros(WIDTH))),
     "cube": lambda b: Apply(lambda x: Cube.apply(x.tanh())),
     "queries": _queries,
     "dropout": lambda b: nn.Dropout(0.3),

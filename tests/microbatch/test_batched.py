@@ -20,20 +20,14 @@ LENGTH, WIDTH = 5, 8
 SIZES = pytest.mark.parametrize(("rows", "chunks"), [(7, 3), (8, 8)])
 
 
-class Attend(nn.Module):
+def attending(self: Any, value: Any) -> Any:
     """Attention in which a mask, and a table of what is added, are the same for all samples; gives its input's kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(3, 3)
-
-    def forward(self, value: Any) -> Any:
-        x, mask, table = tree_leaves(value)
-        y = self.project(x)
-        scores = (y @ x.transpose(1, 2)).masked_fill(mask, -1e9) * table
-        y = scores.softmax(-1) @ y + torch.tanh(table) @ x
-        leaves = iter([y, mask, table])
-        return tree_map(lambda _: next(leaves), value)
+    x, mask, table = tree_leaves(value)
+    y = self.project(x)
+    scores = (y @ x.transpose(1, 2)).masked_fill(mask, -1e9) * table
+    y = scores.softmax(-1) @ y + torch.tanh(table) @ x
+    leaves = iter([y, mask, table])
+    return tree_map(lambda _: next(leaves), value)
 
 
 def first_leaf(value: Any) -> Any:
@@ -41,7 +35,7 @@ def first_leaf(value: Any) -> Any:
 
 
 def attention() -> nn.Sequential:
-    return nn.Sequential(Attend(), Attend(), Attend(), Apply(first_leaf))
+    return nn.Sequential(*[module_of(attending, project=nn.Linear(3, 3)) for _ in range(3)], Apply(first_leaf))
 
 
 def given() -> tuple[Any, Any]:

@@ -19,17 +19,11 @@ from tests.promise.layers import Apply
 COUNTS = torch.tensor([6, 1, 8, 4, 3, 4])
 
 
-class Patches(nn.Module):
-    """The patches of all images in one tensor, beside their numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.middle, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, patches: Tensor, counts: Tensor, labels: Tensor | None = None) -> Any:
-        y = self.middle(self.embed(patches).tanh())
-        y = self.head(torch.stack([own.mean(0) for own in y.split(counts.tolist())]))
-        return y if labels is None else {"loss": F.cross_entropy(y, labels), "y": y}
+def of_patches(self: Any, patches: Tensor, counts: Tensor, labels: Tensor | None = None) -> Any:
+    """The patches of all images are in one tensor, beside their numbers."""
+    y = self.middle(self.embed(patches).tanh())
+    y = self.head(torch.stack([own.mean(0) for own in y.split(counts.tolist())]))
+    return y if labels is None else {"loss": F.cross_entropy(y, labels), "y": y}
 
 
 def split(args: Any, kwargs: Any, chunks: int) -> Any:
@@ -49,10 +43,10 @@ OPTIONS: dict[str, Any] = {"devices": ["cpu"] * 3, "cuts": ["middle", "head"], "
     ("gpipe", "always", "split", 6), ("gpipe", "never", "autograd", 5), ("zb-h1", "always", "split", 5),
 ])
 def test_a_module_whose_arguments_no_rule_can_cut(schedule: str, checkpoint: str, backward: str, rows: int) -> None:
-    plain = Patches()
+    plain = module_of(of_patches, **linears("embed", "middle", "head"))
     model = SplitPipe(copy.deepcopy(plain), schedule=schedule, checkpoint=checkpoint, backward=backward, **OPTIONS)
     counts, labels = COUNTS[:rows], torch.arange(rows) % 3
-    leaves = [torch.randn(int(counts.sum()), 5, requires_grad=True)]
+    leaves = [torch.randn(int(counts.sum()), 4, requires_grad=True)]
     leaves.append(leaves[0].detach().clone().requires_grad_())
     for training in (True, False):
         results = [module.train(training)(x * 2, counts, labels=labels) for module, x in zip((plain, model), leaves)]
@@ -134,8 +128,8 @@ class Sample:
 
 
 def test_an_attached_module_is_placed_by_a_part_of_its_sample() -> None:
-    plain = Patches()
-    x = torch.randn(int(COUNTS.sum()), 5)
+    plain = module_of(of_patches, **linears("embed", "middle", "head"))
+    x = torch.randn(int(COUNTS.sum()), 4)
     model = attach(copy.deepcopy(plain), sample=(x, COUNTS), **OPTIONS)
     assert_same(model(x, COUNTS), plain(x, COUNTS), "output")
 

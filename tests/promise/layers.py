@@ -86,16 +86,10 @@ class Hooking(nn.Linear):
         return super().forward(x).tanh()
 
 
-class Affine(nn.Module):
-    """Writes to a buffer, whose value it reads, in each forward of its own stage; eval mode reads alone."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width))
-        self.register_buffer("shift", torch.rand(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.shift
+def affine() -> nn.Module:
+    """A layer that reads a buffer."""
+    parts = {"weight": nn.Parameter(torch.rand(6)), "shift": nn.Buffer(torch.rand(6))}
+    return module_of(lambda self, x: x * self.weight + self.shift, **parts)  # type: ignore[no-any-return]
 
 
 def tied() -> list[nn.Module]:
@@ -148,7 +142,7 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
                                         checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))], rows(6)),
     "gradient inside forward": (lambda: [nn.Linear(6, 6), *[module_of(forced, layer=nn.Linear(6, 6)) for _ in range(2)],
                                          nn.Tanh()], rows(6)),
-    "buffers": (lambda: [Affine(6), nn.Linear(6, 6), Affine(6)], rows(6)),
+    "buffers": (lambda: [affine(), nn.Linear(6, 6), affine()], rows(6)),
     "tuple": (lambda: [Apply(lambda x: (x, x * 2)), Apply(lambda p: (p[0].sin(), p[1] + p[0])),
                        Apply(lambda p: p[0] * p[1])], rows(6)),
     "dict": (lambda: [Apply(lambda x: {"a": x, "b": [x * 2, None]}), Apply(lambda d: {**d, "c": d["a"] * 3}),

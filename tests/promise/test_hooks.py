@@ -187,18 +187,10 @@ def test_the_input_and_the_loss_may_retain_their_gradients_and_have_hooks(way: s
     assert_same_tensors(models[1], models[0])
 
 
-class Touching(nn.Module):
+def touching(self: Any, x: Tensor) -> Tensor:
     """Does something to its parameter in forward."""
-
-    def __init__(self, touch: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-        self.touch = touch
-        self.seen: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.touch(self)
-        return x * self.weight
+    self.touch[0](self)
+    return x * self.weight  # type: ignore[no-any-return]
 
 
 def hook_again(layer: Any) -> None:
@@ -225,7 +217,8 @@ def replace(layer: Any) -> None:
 @pytest.mark.parametrize("touch", [hook_again, freeze, read_grad, replace])
 def test_what_a_layer_does_to_its_parameter_in_forward(touch: Callable[[Any], None], way: str) -> None:
     """One microbatch, so that the unwrapped module's forward runs as often."""
-    module = nn.Sequential(nn.Linear(4, 4), Touching(touch), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    layer = module_of(touching, weight=nn.Parameter(torch.randn(4)), touch=[touch], seen=[])
+    module = nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
     plain, model = models = twins(module, way, chunks=1, checkpoint="never")
     for _ in range(3):  # The gradients of all accumulate.
         for loss in losses(models, torch.randn(7, 4)):
