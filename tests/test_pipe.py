@@ -19,9 +19,6 @@ def mlp(width: int = 6, layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(width, width) if k % 2 == 0 else nn.Tanh() for k in range(layers)])
 
 
-# Arguments
-
-
 @pytest.mark.parametrize("wrap", [SplitPipe, attach])
 def test_an_argument_that_does_not_exist_is_named(wrap: Any) -> None:
     with pytest.raises(TypeError, match=rf"{wrap.__name__}\(\) got an unexpected keyword argument 'chunk'"):
@@ -31,9 +28,6 @@ def test_an_argument_that_does_not_exist_is_named(wrap: Any) -> None:
 def test_options_that_are_left_out_are_those_of_the_training_loop() -> None:
     model = SplitPipe(mlp(), [2, 2], devices=CPU, schedule=None)
     assert (model.checkpoint, model.schedule.name) == ("except_last", "gpipe") and "schedule" not in repr(model)
-
-
-# Input
 
 
 def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
@@ -57,9 +51,6 @@ def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
 def test_an_empty_batch() -> None:
     plain, model = twins(mlp(), chunks=2)
     assert_same(model(torch.rand(0, 6)), plain(torch.rand(0, 6)), "output")
-
-
-# The module
 
 
 def test_state_dict_keys_are_the_unwrapped_modules_and_states_move_both_ways() -> None:

@@ -115,9 +115,6 @@ def test_a_frozen_parameter_gets_no_gradient(kind: Any, why: str, frozen: str, w
     assert fused(model) == expected and len(deferred(model)) == 2 - len(expected)
 
 
-# What a weight becomes until backward
-
-
 def swapped(p: nn.Parameter) -> None:
     p.data = p.data * 2
 
@@ -152,9 +149,6 @@ def test_weights_that_change_after_the_forward_are_those_that_autograd_would_rea
         assert found[1] == found[0]
     else:
         torch.testing.assert_close(found[1], found[0])
-
-
-# Single rules
 
 
 @pytest.mark.parametrize("way", [{}, {"stash_limit": 0}])

@@ -53,8 +53,6 @@ def test_blocks_are_balanced_by_their_names() -> None:
     torch.testing.assert_close(model(**batch())["logits"], copy.deepcopy(module)(**batch())["logits"])
 
 
-
-
 @pytest.mark.parametrize(("device", "found"), [
     ("cpu", ["cpu"]), (torch.device("cpu"), ["cpu"]), (None, ["cpu"]), ("cuda:1", ["cuda:1"]),
     (None, ["cuda:0", "cuda:1"]),

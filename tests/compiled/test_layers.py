@@ -253,9 +253,6 @@ def test_layers_of_ours_and_the_users_run_in_the_callers_thread_and_are_compiled
         assert (why["0.up.weight"], why["3.weight"]) == ("CompiledFunctionBackward has no rule", "linear")
 
 
-# Hooks
-
-
 def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
@@ -275,9 +272,6 @@ def test_hooks_on_some_of_equal_layers_are_seen_even_if_they_come_and_go_later()
     for handle in handles:
         handle.remove()
     assert_right(model, plain)
-
-
-# What is left as it is
 
 
 @pytest.mark.thorough

@@ -59,9 +59,6 @@ def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest
     assert order == [(ident, n) for ident in (threading.get_ident(), order[-1][0]) for n in range(2)]
 
 
-# Intra-op threads
-
-
 @pytest.fixture
 def numbers() -> Iterator[None]:
     """Gives back the caller's number of threads."""

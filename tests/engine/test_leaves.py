@@ -106,9 +106,6 @@ def test_parameters_of_a_loss_function(way: Way) -> None:
     assert len(fired) == len(handles) and loss_fn.scale is dict(loss_fn.named_parameters())["scale"]
 
 
-# Parameters
-
-
 @ways
 def test_sparse_gradients_stay_sparse(way: Way) -> None:
     layers = [nn.Embedding(9, 4, sparse=True), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()]

@@ -20,8 +20,6 @@ from tests.helpers.twin import assert_same, stages
 from tests.promise.forwards import CUTS, Net, layered
 from tests.promise.layers import Apply
 
-# Forwards
-
 
 def forces(net: Net, x: Tensor) -> Tensor:
     """Differentiates through what earlier stages have computed."""

@@ -161,9 +161,6 @@ def test_the_report_names_parameters_as_the_module_does(place: Any, schedule: st
     assert {(row.deferred, row.why) for row in rows.values()} == {(True, "linear")}
 
 
-# What the caller's thread has set
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_saved_tensor_hooks_may_be_forbidden_around_the_call(schedule: str) -> None:
     plain = Stack()

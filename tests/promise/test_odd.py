@@ -144,7 +144,6 @@ def test_a_layer_that_calls_its_own_model_is_told_so(name: str, target: Tensor |
 CHUNKS = 4
 
 
-
 def named(x: Tensor) -> Tensor:
     """A layer that has a name in profiles."""
     with record_function("mine"):

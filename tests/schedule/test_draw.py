@@ -28,8 +28,6 @@ def page_data(page: str) -> Any:
     return json.loads(match[1], parse_constant=lambda what: pytest.fail(f"{what} isn't JSON"))
 
 
-# Text.
-
 def test_a_printed_timeline_ends_with_its_measures() -> None:
     picture = str(played())
     assert "makespan 27, bubble 11.11%; longest 27, bubble 11.11%" in picture
@@ -65,15 +63,11 @@ def test_several_are_on_one_scale_with_a_table() -> None:
     ]
 
 
-# All of them.
-
 @pytest.mark.parametrize("draw", [text.draw, svg.draw, html.draw])
 def test_a_schedule_without_end_is_refused(draw: Any) -> None:
     with pytest.raises(ValueError, match="has no scale: expected smaller costs"):
         draw([played(costs=Costs(1e308, 1e308, 1e308))])
 
-
-# SVG.
 
 def test_an_svg_names_each_op_with_its_times() -> None:
     timeline = played("zb-v", costs=Costs(3, 4, 2, 0.5))
@@ -90,8 +84,6 @@ def test_an_svg_stands_alone_and_has_a_view_box() -> None:
     assert root.attrib["viewBox"] == f"0 0 {root.attrib['width']} {root.attrib['height']}"
     assert "href" not in picture and re.findall(r"https?://[^\"]*", picture) == ["http://www.w3.org/2000/svg"]
 
-
-# The page's data; what the page does with it, test_html.py sees.
 
 def test_a_page_has_the_times_of_every_op() -> None:
     timeline = played("zb-v", costs=Costs(3, 4, 2, 0.5))

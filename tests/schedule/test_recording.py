@@ -14,7 +14,6 @@ from splitpipe.schedule.recording.step import Step
 from splitpipe.schedule.timed import Span
 from tests.helpers.recording import hops, near, played, recorded, step
 
-# The same measures.
 
 def test_the_time_before_the_first_op_is_part_of_the_step() -> None:
     recording = Recording(played().schedule)
@@ -28,8 +27,6 @@ def test_memory_is_the_most_of_any_step() -> None:
         recording.add(step(played("1f1b", 3, 3), memory))
     assert recording.memory == (5, None, 2)
 
-
-# Costs.
 
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from(names()), st.integers(1, 4), st.integers(1, 6))
@@ -61,8 +58,6 @@ def test_of_a_backward_that_was_split_at_times_the_ratio_and_the_whole_are_kept(
     assert recording.plan.makespan == recording.makespan == 8
 
 
-# Several steps.
-
 def test_the_step_of_median_makespan_is_shown() -> None:
     each = [played(costs=Costs(k, k, k)) for k in (5, 1, 2, 9, 3)]
     assert recorded(*each).spans == each[4].spans
@@ -82,8 +77,6 @@ def test_a_short_step_is_not_shown_but_counts_for_costs() -> None:
     assert recording.costs().forward == (4,) * 4  # 8 ops of 1, as many of 7.
     assert "4 steps were recorded; this is the one with the median makespan of 1; the others" in str(recording)
 
-
-# None.
 
 QUESTIONS: dict[str, Callable[[Recording], object]] = {
     **{name: attrgetter(name) for name in ("makespan", "bounds", "spans", "plan", "memory", "losses", "remarks")},

@@ -134,8 +134,6 @@ def test_ops_without_time_never_come_to_wait_in_a_circle_and_those_that_do_take_
         assert span_of(problem, better) <= span_of(problem, words)
 
 
-# The shortest span of the longest device, and what the paper's search reaches.
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(("times", "devices", "chunks", "bubble", "span"), [
     (*PAPER[0], "makespan"), (*PAPER[0], "longest"), (*PAPER[1], "longest"), (*PAPER[2], "makespan")])

@@ -8,8 +8,6 @@ import pytest
 from splitpipe.schedule import Costs, Recording, Timeline, build
 from tests.helpers.recording import near, played, recorded, step
 
-# What time is lost to.
-
 LOST = ["unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"]
 
 
@@ -27,8 +25,6 @@ def test_time_is_lost_to(timeline: Timeline, late: float, expected: list[float])
     recording.add(step(timeline, late=late))
     assert [near(recording.losses[reason]) for reason in LOST] == expected
 
-
-# Words.
 
 def test_the_slowest_stage_is_named_with_what_to_do() -> None:
     costs = Costs([1.2, 1.1, 1.9, 1.3], [1.4, 1.3, 2.2, 1.5], [1, 1, 1.6, 1], 0.05)

@@ -86,9 +86,6 @@ def test_decorated_class_keeps_name_module_and_doc():
     assert repr(plain := skippable()(nn.Identity)()) == "@skippable(Identity())" and plain(3) == 3
 
 
-# Every stash meets its pop, or the one report tells every mistake.
-
-
 def skip(stash=(), pop=()):
     return skippable(stash=stash, pop=pop)(nn.Identity)()
 
