@@ -127,3 +127,24 @@ def test_arguments_are_cut_along_what_is_said_of_their_names(training: bool, row
         (output["y"].square().mean() + output["positions"].mean()).backward()
     twin.assert_same_tensors(model, plain)
     torch.testing.assert_close(mine.grad, positions.grad)
+
+
+@pytest.mark.parametrize("by", ["slots", "attributes", "block mask"])
+def test_an_object_with_tensors_is_refused_by_a_sequential_unless_it_goes_whole(by: str) -> None:
+    class Slots:
+        __slots__ = ("x",)
+
+    class Plain:
+        x: Tensor
+
+    given: Any = Slots() if by == "slots" else Plain()
+    given.x = torch.ones(3)
+    if by == "block mask":
+        attention = pytest.importorskip("torch.nn.attention.flex_attention")
+        given = attention.create_block_mask(lambda b, h, q, k: q >= k, 4, None, 16, 16, device="cpu")
+    layers = nn.Sequential(Apply(lambda value: (value[0] * 2, value[1])), Apply(lambda value: value[0]))
+    x = torch.randn(4, 3)
+    with pytest.raises(TypeError, match=f"tensors in a {type(given).__name__}, which can't be split .*use False for"):
+        SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)((x, given))
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, batched=(True, False))
+    torch.testing.assert_close(model((x, given)), x * 2)
