@@ -185,6 +185,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.fixture
+def threads() -> Iterator[None]:
+    """Gives the caller's number of threads for ops back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def untraced() -> Iterator[None]:
     """For exceptions set in other threads: until they arrive, a traced thread enters no function in Python 3.11."""
     trace = sys.gettrace()

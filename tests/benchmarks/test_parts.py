@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -27,14 +27,6 @@ Run = Callable[[Part], tuple[dict[str, Any], str]]
 def module(words: list[str]) -> ModuleType:
     """The module that python -m runs."""
     return importlib.import_module(f"benchmarks.{words[0]}")
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Puts the number of threads back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

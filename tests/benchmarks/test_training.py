@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,11 @@ gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available())
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def script(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less of the text is held out, and one thread computes: the models are tiny."""
-    threads = torch.get_num_threads()
     train, held_out = train_gpt.text.load()
     monkeypatch.setattr(train_gpt.text, "load", lambda: (train, held_out[:400]))
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def losses(printed: str) -> list[float]:

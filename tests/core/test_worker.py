@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -59,16 +59,8 @@ def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest
     assert order == [(ident, n) for ident in (threading.get_ident(), order[-1][0]) for n in range(2)]
 
 
-@pytest.fixture
-def numbers() -> Iterator[None]:
-    """Gives back the caller's number of threads."""
-    own = torch.get_num_threads()
-    yield
-    torch.set_num_threads(own)
-
-
 @pytest.mark.parametrize("own", [6, 1])
-def test_workers_share_the_callers_intra_op_threads(pool: Pool, numbers: None, own: int) -> None:
+def test_workers_share_the_callers_intra_op_threads(pool: Pool, threads: None, own: int) -> None:
     torch.set_num_threads(own)
     for among, share in ((2, max(1, own // 2)), (1, own)):
         pool.share_threads(among)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitFunction, deferral_report
 from splitpipe.backward import rules
+from tests.helpers.covering import few
 from tests.helpers.scheduled import assert_transparent
 
 #: Drop-in: W of all microbatches at once; W after each B; recomputed.
@@ -23,26 +24,20 @@ ALL: dict[str, dict[str, Any]] = {
 }
 
 
-def _ways(ways: dict[str, dict[str, Any]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("way", [
-        pytest.param(way, id=name, marks=[] if name == "merged" else pytest.mark.thorough) for name, way in ways.items()
-    ])
-
-
-def tried(names: Iterable[str], few: Iterable[str] = ()) -> pytest.MarkDecorator:
-    """Parametrizes a test of layers by their names: each drop-in and by a schedule, and a few in all ways."""
+def tried(names: Iterable[str], more: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Parametrizes a test of layers by their names: each drop-in and by a schedule, and some in all ways."""
     names = [*names]
-    few = {*few} or {*names[:2]}
+    more = {*more} or {*names[:2]}
     return pytest.mark.parametrize(("name", "way"), [
-        pytest.param(name, way, id=f"{name}-{which}", marks=[] if which == "merged" or name in few and which in (
+        pytest.param(name, way, id=f"{name}-{which}", marks=[] if which == "merged" or name in more and which in (
             "checkpointed", "zb-h1") else pytest.mark.thorough)
-        for name in names for which, way in ALL.items() if which in ("merged", "zb-h1") or name in few
+        for name in names for which, way in ALL.items() if which in ("merged", "zb-h1") or name in more
     ])
 
 
 #: For what does not depend on when products are computed.
-in_more_ways = _ways(ALL)
-drop_in = _ways(WAYS)
+in_more_ways = pytest.mark.parametrize("way", few(1, ALL.values()), ids=ALL)
+drop_in = pytest.mark.parametrize("way", few(1, WAYS.values()), ids=WAYS)
 
 
 @pytest.fixture(autouse=True)

@@ -157,13 +157,17 @@ class Fragile(nn.Module):
         return Meeting.apply(x, self.weight, meet=meet), rows
 
 
-@skippable(stash=["kept"])
-class Keep(nn.Module):
-    """Fails before it stashes, and when the gradient of that comes back."""
+class Met(nn.Module):
+    """A layer with places."""
 
     def __init__(self, fault: Fault, stage: int) -> None:
         super().__init__()
         self.meets = Meets(fault, stage)
+
+
+@skippable(stash=["kept"])
+class Keep(Met):
+    """Fails before it stashes, and when the gradient of that comes back."""
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Any:
         x, rows = value
@@ -175,12 +179,8 @@ class Keep(nn.Module):
 
 
 @skippable(pop=["kept"])
-class Add(nn.Module):
+class Add(Met):
     """Fails with the skip in its hands."""
-
-    def __init__(self, fault: Fault, stage: int) -> None:
-        super().__init__()
-        self.meets = Meets(fault, stage)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Any:
         x, rows = value

@@ -43,14 +43,11 @@ def test_each_number_of_chunks_has_each_layer() -> None:
     assert found.gap > 0 and found.latency >= 0 and found.bandwidth == math.inf
 
 
-def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads() -> None:
-    seen, before = Log(), torch.get_num_threads()
+def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads(threads: None) -> None:
+    seen = Log()
     torch.set_num_threads(6)
-    try:
-        profiled(nn.Sequential(Apply(lambda x: (seen.append(torch.get_num_threads()), x)[1])), torch.ones(4, 2), rows=3)
-        assert set(seen) == {2} and torch.get_num_threads() == 6
-    finally:
-        torch.set_num_threads(before)
+    profiled(nn.Sequential(Apply(lambda x: (seen.append(torch.get_num_threads()), x)[1])), torch.ones(4, 2), rows=3)
+    assert set(seen) == {2} and torch.get_num_threads() == 6
 
 
 def test_chunks_that_a_layer_refuses_are_left_out() -> None:
