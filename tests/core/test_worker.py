@@ -1,4 +1,4 @@
-"""Worker threads: order, death, and the threads that torch's ops have."""
+"""Worker threads: order, and the threads that torch's ops have; the lock of the host's part of ops on accelerators."""
 from __future__ import annotations
 
 import threading
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from splitpipe.core.launch_lock import LaunchLock
 from splitpipe.core.worker import Pool
 
 T = TypeVar("T")
@@ -66,3 +67,20 @@ def test_workers_share_the_callers_intra_op_threads(pool: Pool, threads: None, o
         pool.share_threads(among)
         assert values(pool, torch.get_num_threads) == [share] * 2
         assert torch.get_num_threads() == own == values(Pool(["new"]), torch.get_num_threads)[0]
+
+
+def in_thread(lock: LaunchLock, events: list[str]) -> threading.Thread:
+    """A thread that takes the lock, says so, and gives it back."""
+    thread = threading.Thread(target=lambda: (lock.take(), events.append("taken"), lock.give()))
+    thread.start()
+    return thread
+
+
+def test_who_waits_goes_on_without_it_and_leaves_it_to_its_owner() -> None:
+    lock, events = LaunchLock(), list[str]()
+    lock.take()
+    in_thread(lock, events).join(60)
+    assert events == ["taken"]
+    assert not lock._lock.acquire(blocking=False)  # The other thread's give was no give.
+    lock.give()
+    assert lock._lock.acquire(blocking=False)
