@@ -209,25 +209,10 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
 
 
-class Said(logging.Handler):
-    """What the package has logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Notes one."""
-        self.messages.append(record.getMessage())
-
-
 @pytest.fixture
-def said() -> Iterator[list[str]]:
-    """The messages that are logged."""
-    log, handler = logging.getLogger("splitpipe"), Said()
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield handler.messages
-    log.removeHandler(handler)
-    log.setLevel(level)
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages that the package logs."""
+    log, messages = logging.getLogger("splitpipe"), list[str]()
+    monkeypatch.setattr(log, "isEnabledFor", lambda level: level >= logging.INFO)
+    monkeypatch.setattr(log, "handle", lambda record: messages.append(record.getMessage()))
+    return messages
