@@ -78,32 +78,6 @@ def test_two_numbers_with_a_graph_are_none() -> None:
         model(torch.randn(4, 6))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_with_split_a_loss_of_a_schedule_is_weighted_by_the_rows_of_the_target(schedule: str) -> None:
-    """Of microbatches that have as many patches each, but other numbers of images."""
-    counts = torch.tensor([1, 1, 1, 3])
-
-    def function(net: Rows, patches: Tensor, counts: Tensor) -> Tensor:
-        return torch.stack([own.mean(0) for own in net.features(patches).split(counts.tolist())])
-
-    def split(args: Any, kwargs: Any, chunks: int) -> Any:
-        (patches, counts), target = args, kwargs["target"]
-        parts = (slice(0, 3), slice(0, 3)), (slice(3, 6), slice(3, 4))
-        return [((patches[own], counts[rows]), {"target": target[rows]}) for own, rows in parts]
-
-    def rooted(output: Tensor, target: Tensor) -> Tensor:  # Not recognised: a mean over rows.
-        return (output - target).square().mean(1).sqrt().mean()
-
-    plain, x, target = Rows(function), torch.randn(6, 6), torch.randn(4, 4)
-    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=2, schedule=schedule,
-                      split=split, loss_fn=rooted, reduction="mean")
-    found, expected = model(x, counts, target=target), rooted(plain(x, counts), target)
-    torch.testing.assert_close(found, expected)
-    for loss in (found, expected):
-        loss.backward()
-    assert_same_tensors(model, plain)
-
-
 @pytest.mark.parametrize(("function", "reduction"), [
     (torch.mean, None), (torch.sum, "sum"), (torch.max, lambda values, rows: torch.stack(values).max() * rows[2]),
 ])
