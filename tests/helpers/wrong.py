@@ -30,8 +30,7 @@ from splitpipe.schedule import (
     simulate,
 )
 from splitpipe.skip import skippable, verify_skippables
-from tests.helpers.planned import emulated
-from tests.helpers.recording import played, recorded
+from tests.helpers.recording import emulated, played, recorded
 
 mse = nn.functional.mse_loss
 Error = type[BaseException]

@@ -13,7 +13,7 @@ from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.costs import LayerSums, candidates, costs, span
 from splitpipe.planner.profile import Profile
 from splitpipe.schedule import build
-from tests.helpers.planned import MIB, emulated
+from tests.helpers.recording import MIB, emulated
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "v-half")
 

@@ -16,7 +16,7 @@ from splitpipe.planner.planning import chosen
 from splitpipe.schedule import Costs, Schedule, build
 from splitpipe.schedule.recording.recording import Recording
 from splitpipe.schedule.recording.step import Step
-from tests.helpers.planned import MIB, emulated
+from tests.helpers.recording import MIB, emulated
 
 
 @cache
