@@ -13,20 +13,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from splitpipe import SplitPipe
 
 
-class Note(torch.autograd.Function):
-    """The tensor; backward writes down where it was."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, log: list[Any], where: Any) -> Tensor:
-        ctx.log, ctx.where = log, where
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.log.append(ctx.where)
-        return grad, None, None
-
-
 class Nothing(torch.autograd.Function):
     """The tensor, with no gradient to pass on."""
 
