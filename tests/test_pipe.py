@@ -14,7 +14,7 @@ from splitpipe.checks import resolve_schedule, verify_balance, verify_devices, v
 from splitpipe.core.stream import Place
 from splitpipe.piped import Arguments, complete, options_of
 from tests.helpers.twin import Looped, assert_same, assert_same_tensors, twins
-from tests.promise.layers import Apply, First
+from tests.promise.layers import Apply, first_of
 
 CPU = ["cpu"] * 4
 
@@ -36,7 +36,7 @@ def test_options_that_are_left_out_are_those_of_the_training_loop() -> None:
 
 def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
     pack = Apply(lambda xs: nn.utils.rnn.pack_padded_sequence(*xs, batch_first=True, enforce_sorted=False))
-    recur = First(nn.GRU(6, 6, batch_first=True))
+    recur = first_of(nn.GRU(6, 6, batch_first=True))
     unpack = Apply(lambda packed: nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=5)[0])
     plain, model = twins(nn.Sequential(pack, recur, unpack), [1, 1, 1], chunks=2, checkpoint="always")
     x = torch.rand(4, 5, 6), torch.tensor([5, 2, 3, 1])

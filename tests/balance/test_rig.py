@@ -17,8 +17,7 @@ from splitpipe.balance.rig import Layer, Rig, measure, memory_of
 from splitpipe.balance.survey import survey
 from splitpipe.core.stream import Place
 from tests.doors.test_bad_input import of_module
-from tests.helpers.modules import Net, batch
-from tests.helpers.skipping import Pop, Stash, popping, stashing
+from tests.helpers.modules import Net, Pop, Stash, batch, popping, stashing
 from tests.promise.layers import Apply
 
 pytestmark = pytest.mark.draws

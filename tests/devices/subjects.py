@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from splitpipe.core import stream
 from tests.helpers.compiling import EAGER
-from tests.helpers.skipping import Pop, Stash
+from tests.helpers.modules import Pop, Stash
 from tests.helpers.twin import even
 from tests.promise.layers import LAYERS, Apply, batched_of
 

@@ -17,9 +17,8 @@ from splitpipe.distributed.pipeline import Loss
 from splitpipe.distributed.stage import StageModule
 from splitpipe.schedule.op import Op
 from tests.helpers.covering import graded
-from tests.helpers.modules import module_of
+from tests.helpers.modules import Pop, Stash, module_of
 from tests.helpers.scheduled import NAMES
-from tests.helpers.skipping import Pop, Stash
 from tests.helpers.world import SIZE, World, both
 from tests.promise.layers import Apply
 

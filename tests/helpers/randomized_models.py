@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from splitpipe.skip import pop, skippable, stash
 from tests.helpers.deferring import Call
 from tests.helpers.modules import module_of
-from tests.promise.layers import Apply, Cube, First
+from tests.promise.layers import Apply, Cube, first_of
 
 WIDTH = 4
 
@@ -47,18 +47,12 @@ def totalling(self: Any, x: Tensor) -> Tensor:
     return x + self.shift  # type: ignore[no-any-return]
 
 
-class Residual(nn.Module):
+def residual(self: Any, x: Tensor) -> Tensor:
     """A layer and what goes past it; ``again``: inside torch.utils.checkpoint."""
+    def inner(x: Tensor) -> Tensor:
+        return x + self.layer(x)  # type: ignore[no-any-return]
 
-    def __init__(self, layer: nn.Module, again: bool = False) -> None:
-        super().__init__()
-        self.layer, self.again = layer, again
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x * 1, use_reentrant=False) if self.again else self.inner(x * 1)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return x + self.layer(x)
+    return checkpoint(inner, x * 1, use_reentrant=False) if self.again else inner(x * 1)  # type: ignore[no-any-return]
 
 
 def main(value: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -79,16 +73,10 @@ def merged(value: Any) -> Tensor:
     return first
 
 
-class Inside(nn.Module):
+def inside(self: Any, value: Any) -> Any:
     """A layer on the first tensor of a nesting; the rest passes by."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, value: Any) -> Any:
-        x, put = main(value)
-        return put(self.layer(x))
+    x, put = main(value)
+    return put(self.layer(x))
 
 
 class Skipping(nn.Module):
@@ -146,8 +134,8 @@ class Builder:
         parts = [self.layer(inner) for inner in part.inside]
         containers: dict[str, Callable[[], nn.Module]] = {
             "nested": lambda: nn.Sequential(*parts),
-            "residual": lambda: Residual(nn.Sequential(*parts)),
-            "checkpointed": lambda: Residual(nn.Sequential(*parts), again=not self.plain),
+            "residual": lambda: module_of(residual, layer=nn.Sequential(*parts), again=False),
+            "checkpointed": lambda: module_of(residual, layer=nn.Sequential(*parts), again=not self.plain),
         }
         layer = containers[part.kind]() if part.kind in containers else LEAVES[part.kind](self)
         parameters = [*layer.parameters()]
@@ -163,7 +151,7 @@ class Builder:
                 pack = PACKS["tuple" if self.copied and part.kind in ("twice", "views") else part.kind]
                 layers.append(Apply(lambda value, pack=pack: pack(merged(value))))
             else:
-                layers.append(Apply(merged) if part.kind == "merge" else Inside(self.layer(part)))
+                layers.append(Apply(merged) if part.kind == "merge" else module_of(inside, layer=self.layer(part)))
         for number, layer in enumerate(layers):
             stashed = [f"skip {k}" for k, skip in enumerate(skips) if skip.start == number]
             popped = [f"skip {k}" for k, skip in enumerate(skips) if skip.end == number]
@@ -188,8 +176,8 @@ LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "layernorm": lambda b: nn.LayerNorm(WIDTH),
     "batchnorm": lambda b: b.norm(),
     "conv1d": lambda b: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
-    "lstm": lambda b: First(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
-    "attention": lambda b: First(nn.MultiheadAttention(WIDTH, 2, batch_first=True), 3),
+    "lstm": lambda b: first_of(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "attention": lambda b: first_of(nn.MultiheadAttention(WIDTH, 2, batch_first=True), 3),
     "relu_": lambda b: nn.ReLU(inplace=True),
     "mul_": lambda b: Apply(lambda x: x.mul_(1.5)),
     "matmul": lambda b: Call(lambda x, w, v: x @ w + x @ v.t(), w=_weight(WIDTH, WIDTH), v=_weight(WIDTH, WIDTH)),

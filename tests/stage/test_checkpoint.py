@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
-from tests.helpers.modules import linears, module_of
+from tests.helpers.modules import linears, module_of, popping, stashing
 from tests.helpers.scheduled import assert_steps, inside, loss_of, mean
-from tests.helpers.skipping import popping, stashing
 from tests.helpers.twin import assert_same_tensors, twins
 from tests.promise.layers import Apply
 
