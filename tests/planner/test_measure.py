@@ -19,7 +19,6 @@ from splitpipe.planner import measure
 from splitpipe.planner.arguments import chunks_of, places_of, room_of
 from splitpipe.planner.profile import Profile
 from splitpipe.schedule import build
-from tests.balance.test_rig import Log
 from tests.helpers.covering import few
 from tests.promise.layers import Apply
 
@@ -49,7 +48,7 @@ def test_each_number_of_chunks_has_each_layer() -> None:
 
 
 def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads(threads: None) -> None:
-    seen = Log()
+    seen: list[int] = []
     torch.set_num_threads(6)
     profiled(nn.Sequential(Apply(lambda x: (seen.append(torch.get_num_threads()), x)[1])), torch.ones(4, 2), rows=3)
     assert set(seen) == {2} and torch.get_num_threads() == 6
