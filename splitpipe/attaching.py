@@ -15,10 +15,10 @@ from splitpipe.balance.defaults import chosen_cuts
 from splitpipe.batchnorm import undefer
 from splitpipe.partition.call_hook import expose
 from splitpipe.partition.device_map import put_back
-from splitpipe.partition.moving import move
+from splitpipe.partition.placement import move
 from splitpipe.partition.resident import Resident
 from splitpipe.piped import Arguments, Piped, complete, piped, runtime_of, with_arguments
-from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.recording import Recording
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,8 +58,7 @@ def attach(module: M, cuts: Iterable[str] | None = None, **options: Unpack[Argum
         >>> net(torch.randn(4, 3, 4)).shape
         torch.Size([4, 3, 4])
     """
-    given = complete("attach", options)
-    names, given["devices"] = chosen_cuts(module, cuts, given["devices"], given["schedule"], given["sample"])
+    names, given = chosen_cuts(module, cuts, complete("attach", options))
     vars(module)["extra_repr"] = piped(module, names, given).extra_repr
     return module
 

@@ -17,8 +17,7 @@ from splitpipe.core import stream
 from splitpipe.core.stream import Device, Place
 from splitpipe.schedule.check import check
 from splitpipe.schedule.construct.library import build, options
-from splitpipe.schedule.op import Schedule, listed
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Schedule, counted, listed
 
 Checkpoint = Literal["always", "except_last", "never"]
 #: How many of the last microbatches aren't checkpointed; None: all of them.

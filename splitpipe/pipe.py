@@ -1,7 +1,6 @@
 """``SplitPipe``: a module that runs as a pipeline, and otherwise behaves like the module that it wraps."""
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,15 +13,13 @@ from splitpipe.balance.defaults import chosen_balance, chosen_cuts
 from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint
 from splitpipe.microbatch.chunk_spec import verify_batched
-from splitpipe.partition import placing
-from splitpipe.partition.moving import move_stages
-from splitpipe.partition.resident import Resident
+from splitpipe.partition.placement import by_stage, move_stages
+from splitpipe.partition.resident import Resident, guarded
 from splitpipe.piped import Arguments, complete, described, options_of, piped, with_arguments
-from splitpipe.runtime.guards import outside_of_compilers, refuse_export, refuse_transforms
-from splitpipe.runtime.runtime import Batch, Runtime
+from splitpipe.runtime.runtime import Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
-from splitpipe.skip.layout import verify_skippables
+from splitpipe.skip.skippable import verify_skippables
 
 
 class SplitPipe(Resident):
@@ -108,19 +105,16 @@ class SplitPipe(Resident):
         if cuts is not None and balance is not None:
             raise ValueError("both balance and cuts are given: expected one of them.")
         given = complete("SplitPipe", options)
-        self._balance = list[int]()
         if cuts is not None or balance is None and isinstance(module, nn.Module) and not checks.is_layered(module):
-            cuts, given["devices"] = chosen_cuts(module, cuts, given["devices"], given["schedule"], given["sample"])
+            cuts, given = chosen_cuts(module, cuts, given)
             forward = piped(module, cuts, given)
             vars(self).update(_runtime=forward.runtime, forward=forward)
         else:
             checks.verify_module(module)
             assert isinstance(module, nn.Sequential)
             if balance is None:
-                rest = given["devices"], given["schedule"], given["sample"]
-                balance, given["devices"] = chosen_balance(module, *rest)
-            self._balance = checks.verify_balance(balance, len(module))
-            self._runtime = chained(module, self._balance, given)
+                balance, given = chosen_balance(module, given)
+            self._runtime = chained(module, checks.verify_balance(balance, len(module)), given)
         self._places = self._runtime.options.places
         self._wrap(module)
 
@@ -132,7 +126,7 @@ class SplitPipe(Resident):
     @property
     def balance(self) -> list[int]:
         """The number of layers of each stage; empty for a module with cuts."""
-        return list(self._balance)
+        return list(self._runtime.options.balance)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -175,35 +169,28 @@ class SplitPipe(Resident):
             BaseException: whatever a layer raises, with a note that names stage, layer and microbatch. The model stays
                 usable.
         """
-        refuse_export(input)
-        if "torch._dynamo" in sys.modules:
-            return outside_of_compilers(self._run, input, target)
-        return self._run(input, target)
+        return guarded(self._run, input, target)
 
     def _run(self, input: Any, target: Any) -> Any:
-        refuse_transforms()
         checks.verify_ungathered(self)
         if target is not None and self._runtime.options.loss_fn is None:
             raise ValueError(
                 "a target was given, but the model has no loss_fn to pass it to. For a second input, expected "
                 "model((x, mask)), one tuple, which the layers take; for a target, SplitPipe(..., loss_fn=criterion)."
             )
-        return self._runtime.run(Batch(self, (input,), {}, target))
+        return self._runtime.run(self._runtime.batch(self, (input,), {}, target))
 
     def extra_repr(self) -> str:
-        parts = f"balance={self._balance}" if self._balance else f"cuts={self.cuts}"
-        return described(self._runtime.options, parts)
+        return described(self._runtime.options)
 
 
 def chained(module: nn.Sequential, balance: list[int], given: Arguments) -> Runtime:
     """What runs an nn.Sequential, with all arguments checked and all layers moved."""
-    options = options_of(given, len(balance), batched=verify_batched(given["batched"]))
+    options = options_of(given, balance, batched=verify_batched(given["batched"]))
     verify_skippables(module)
-    spans, layers = placing.spans(balance), [*module._modules.values()]
-    stages = [layers[start:end] for start, end in spans]
+    stages = by_stage(module._modules.values(), balance)
     devices = [place.device for place, stage in zip(options.places, stages) for _ in stage]
-    placing.verify_stages(stages, options.places)
     move_stages(stages, options.places)
     defer(module, options.chunks, given["deferred_batch_norm"])
     vars(module)["hf_device_map"] = dict(zip(module._modules, devices))  # For accelerate, as of other modules.
-    return Runtime(options, spans)
+    return Runtime(options)

@@ -4,9 +4,8 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
@@ -16,16 +15,15 @@ from torch import nn
 from splitpipe import checks
 from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint, verify_options
-from splitpipe.compiled.options import verify_compile
+from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device
-from splitpipe.loss.reducing import Reduce, verify_reduction
+from splitpipe.loss.reduction import Reduce, verify_reduction
 from splitpipe.microbatch.chunk_spec import verify_named
 from splitpipe.microbatch.divider import Split, verify_split
 from splitpipe.partition.blocks import verify_cuts
 from splitpipe.partition.device_map import Hooks, put_back, take_off
 from splitpipe.partition.placement import verify_filled
-from splitpipe.partition.resident import Resident, is_pipeline
-from splitpipe.runtime.guards import outside_of_compilers, refuse_export, refuse_transforms
+from splitpipe.partition.resident import Resident, guarded, is_pipeline
 from splitpipe.runtime.module import ModuleRuntime
 from splitpipe.runtime.runtime import Options, Runtime
 from splitpipe.schedule.construct.library import build
@@ -51,10 +49,7 @@ class Piped:
         self.__signature__ = runtime.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_export()
-        if "torch._dynamo" in sys.modules:
-            return outside_of_compilers(self._run, args, kwargs)
-        return self._run(args, kwargs)
+        return guarded(self._run, args, kwargs)
 
     @property
     def __code__(self) -> CodeType:
@@ -62,21 +57,19 @@ class Piped:
         return Piped.__call__.__code__
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        refuse_transforms()
         runtime = self.runtime
         checks.verify_ungathered(runtime.module)
         # The call's keyword arguments are a separate dict.
         target = kwargs.pop("target", None) if runtime.options.loss_fn is not None else None
-        value = runtime.call(args, kwargs, target)
+        value = runtime.run(runtime.batch(runtime.module, args, kwargs, target))
         if runtime.mapped != len(runtime.stage_of):
             self.write_map()
         return value
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the attached module, besides its layers."""
-        module, options = self.runtime.module, self.runtime.options
-        own = type(module).extra_repr(module)
-        return f"{own}{', ' if own else ''}{described(options, f'cuts={[*options.cuts]}')}"
+        own = type(self.runtime.module).extra_repr(self.runtime.module)
+        return f"{own}{', ' if own else ''}{described(self.runtime.options)}"
 
     def write_map(self) -> None:
         """Writes ``hf_device_map``: accelerate and Trainer don't move a model that has one."""
@@ -85,8 +78,9 @@ class Piped:
         vars(runtime.module)["hf_device_map"] = runtime.device_map()
 
 
-def described(options: Options, parts: str) -> str:
+def described(options: Options) -> str:
     """The stages and how they run, for ``print``."""
+    parts = f"balance={[*options.balance]}" if options.balance else f"cuts={[*options.cuts]}"
     named = "" if options.schedule is None else f", schedule={options.schedule.name or 'custom'!r}"
     devices = ", ".join(map(str, options.places))
     return f"{parts}, devices=[{devices}], chunks={options.chunks}, checkpoint={options.checkpoint!r}{named}"
@@ -135,13 +129,14 @@ def with_arguments(function: F) -> F:
 
 
 def options_of(
-    given: Arguments, stages: int, cuts: Iterable[str] | None = None, batched: Any = None
+    given: Arguments, balance: Sequence[int] = (), cuts: Sequence[str] = (), batched: Any = None
 ) -> Options:
-    """Checks these arguments, and returns the options of a run; without cuts, of an nn.Sequential's."""
+    """Checks these arguments, and returns the options of a run; with a balance, of an nn.Sequential's."""
+    stages = len(balance) or len(cuts) + 1
     schedule, loss_fn, checkpoint = given["schedule"], given["loss_fn"], given["checkpoint"]
     if isinstance(schedule, str) and schedule == "gpipe" and loss_fn is None:
         schedule = None  # Backward of both comes after all forwards.
-    verify_options(**{**given, "schedule": schedule}, own_loss=cuts is not None, chosen=True)
+    verify_options(**{**given, "schedule": schedule}, own_loss=not balance, chosen=True)
     verify_reduction(given["reduction"])
     verify_split(given["split"])
     compiling = verify_compile(given["compile"])
@@ -171,7 +166,7 @@ def options_of(
         checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
     limit = given["stash_limit"]
     return Options(
-        tuple(cuts or ()), tuple(places), chunks, checkpoint, given["backward"] == "split",
+        tuple(balance), tuple(cuts), tuple(places), chunks, checkpoint, given["backward"] == "split",
         None if limit is None else operator.index(limit), plan, batched, given["reduction"], loss_fn,
         given["grad_scaler"], compiling, given["split"],
     )
@@ -186,7 +181,7 @@ def piped(module: nn.Module, cuts: Iterable[str], given: Arguments) -> Piped:
     checks.verify_supported(module)
     names = verify_cuts(module, cuts)
     verify_filled(module)
-    options = options_of(given, len(names) + 1, names, verify_named(given["batched"]))
+    options = options_of(given, cuts=names, batched=verify_named(given["batched"]))
     own = vars(module)
     before = own.get("forward")
     if isinstance(before, Piped):

@@ -182,6 +182,20 @@ def test_it_is_quiet_where_rows_are_independent(how: dict[str, Any]) -> None:
     assert {each.kind for each in found.comparisons} == {"outputs", "loss", "gradients"}
 
 
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_a_mean_of_two_losses_is_not_taken_for_one_of_two_rows(schedule: str | None) -> None:
+    class Answers(Net):
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            first, last = super().forward(x).chunk(2, 1)
+            assert len(labels.shape) == 1
+            return {"loss": (F.cross_entropy(first, labels) + F.cross_entropy(last, labels)) / 2}
+
+    labels = torch.randint(WIDTH // 2, (ROWS,))
+    labels[[0, 4, 5]] = -100
+    model = SplitPipe(Answers(), cuts=["last"], devices=CPUS, chunks=4, schedule=schedule)
+    assert check(model, torch.randn(ROWS, WIDTH), labels)
+
+
 @pytest.mark.draws
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("numbers", [None, torch.Generator()], ids=["the default", "a generator of its own"])

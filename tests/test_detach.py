@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe, detach
-from splitpipe.partition import moving
+from splitpipe.partition import placement
 from tests.helpers.twin import assert_same
 
 GIVEN: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 2}
@@ -191,7 +191,7 @@ def test_what_a_pipeline_refuses_the_plain_module_does(way: str, use: str) -> No
 def test_after_a_move_that_fails_detach_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     model, x, calls = SplitPipe(layers, [1, 1], devices=["cpu"] * 2), torch.randn(3, 4), list[Tensor]()
-    expected, real = model(x), moving.moved
+    expected, real = model(x), placement.moved
 
     def failing(value: Tensor, device: torch.device) -> Tensor:
         calls.append(value)
@@ -199,7 +199,7 @@ def test_after_a_move_that_fails_detach_can_be_called_again(monkeypatch: pytest.
             raise torch.OutOfMemoryError("no memory")
         return real(value, device)
 
-    monkeypatch.setattr(moving, "moved", failing)
+    monkeypatch.setattr(placement, "moved", failing)
     with pytest.raises(torch.OutOfMemoryError):
         detach(model, device="cpu")
     torch.testing.assert_close(model(x), expected)

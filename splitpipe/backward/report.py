@@ -13,7 +13,8 @@ from torch.autograd.graph import GradientEdge
 
 from splitpipe.backward.graph_walk import Walk
 from splitpipe.backward.rules import RULES, leaf_of
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.draw.measures import aligned
+from splitpipe.schedule.op import counted
 
 #: What is said of each use of one parameter, and whether its gradient is deferred.
 Uses = dict[str, bool]
@@ -72,9 +73,7 @@ class DeferralReport:
     def __str__(self) -> str:
         cells = [("parameter", "stage", "deferred", "why")]
         cells += [(row.parameter, str(row.stage), "yes" if row.deferred else "no", row.why) for row in self.rows]
-        widths = [max(map(len, column)) for column in list(zip(*cells))[:3]]
-        lines = ["  ".join([*map(str.ljust, line[:3], widths), line[3]]) for line in cells]
-        deferred = [row for row in self.rows if row.deferred]
+        lines, deferred = aligned(cells, "<<<<"), [row for row in self.rows if row.deferred]
         part, total = sum(row.elements for row in deferred), sum(row.elements for row in self.rows)
         share = f", {part / total:.1%} of the elements" if total else ""
         return "\n".join([*lines, f"deferred: {len(deferred)} of {counted(len(self.rows), 'parameter')}{share}"])

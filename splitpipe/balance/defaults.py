@@ -14,12 +14,12 @@ from splitpipe.balance.balances import balance_by_time
 from splitpipe.checks import accelerators, is_layered, resolve_devices, verify_supported
 from splitpipe.core.stream import Device, Place
 from splitpipe.partition.blocks import Blocks, called, no_blocks, repeated
-from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of, share
+from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of
 from splitpipe.partition.device_map import device_map as map_of
-from splitpipe.partition.placement import verify_filled
+from splitpipe.partition.placement import by_stage, verify_filled
+from splitpipe.piped import Arguments
 from splitpipe.schedule.construct.library import build
-from splitpipe.schedule.op import Schedule, listed
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Schedule, counted, listed
 
 _log = logging.getLogger("splitpipe")
 
@@ -27,42 +27,39 @@ _log = logging.getLogger("splitpipe")
 _ANY_NUMBER = None, "gpipe"
 
 
-def chosen_cuts(
-    module: Any, cuts: Iterable[str] | None, devices: Iterable[Device] | None, schedule: str | Schedule | None,
-    sample: Any,
-) -> tuple[Iterable[str], Iterable[Any] | None]:
-    """The cuts and devices of a module, as given, or chosen where they are None."""
+def chosen_cuts(module: Any, cuts: Iterable[str] | None, given: Arguments) -> tuple[Iterable[str], Arguments]:
+    """The cuts of a module and all arguments, with cuts and devices chosen where they are None."""
+    devices, schedule, sample = given["devices"], given["schedule"], given["sample"]
     if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
-        return () if cuts is None else cuts, devices  # Faults are reported where all arguments are checked.
+        return () if cuts is None else cuts, given  # Faults are reported where all arguments are checked.
     verify_supported(module)
     verify_filled(module)
     names, homes = cuts_of_map(module) if devices is None else ([], [])
     if cuts is not None:
         wanted = None if isinstance(cuts, str) else listed(cuts)
         same = wanted is not None and len(homes) == len(wanted) + 1
-        return cuts if wanted is None else wanted, homes if same else None
-    rows = _rows(devices, homes, schedule)
+        return cuts if wanted is None else wanted, {**given, "devices": homes if same else None}
+    rows: list[Any] = _rows(devices, homes, schedule)
     is_placed = homes and len(_stages(rows, schedule)) == len(homes) and sample is None
     found, places = (names, rows) if is_placed else _chosen(module, rows, schedule, sample)
     _log.info("chosen: cuts=%s, devices=%s", found, [str(place.device) for place in places])
-    return found, places
+    return found, {**given, "devices": places}
 
 
-def chosen_balance(
-    module: nn.Sequential, devices: Iterable[Device] | None, schedule: str | Schedule | None, sample: Any
-) -> tuple[list[int], Iterable[Any]]:
-    """The balance and devices of an nn.Sequential, as given, or chosen where they are None."""
-    cuts, places = _chosen(module, _rows(devices, [], schedule), schedule, sample)
+def chosen_balance(module: nn.Sequential, given: Arguments) -> tuple[list[int], Arguments]:
+    """The balance that is chosen for an nn.Sequential, and all arguments, with devices chosen if they are None."""
+    schedule = given["schedule"]
+    cuts, places = _chosen(module, _rows(given["devices"], [], schedule), schedule, given["sample"])
     names = [*module._modules]
     ends = [*map(names.index, cuts), len(names)]
     found = [end - start for start, end in zip([0, *ends], ends)]
     _log.info("chosen: balance=%s, devices=%s", found, [str(place.device) for place in places])
-    return found, places
+    return found, {**given, "devices": places}
 
 
 def _chosen(
     module: nn.Module, rows: list[Place], schedule: str | Schedule | None, sample: Any
-) -> tuple[list[str], list[Place]]:
+) -> tuple[list[str], list[Any]]:
     """The names of the modules that start stages 1, 2, ..., and the devices: by time, or without a sample by bytes."""
     places, layered = _stages(rows, schedule), is_layered(module)
     where = [*module._modules] if layered else [*repeated(module)]
@@ -156,7 +153,7 @@ def _by_bytes(module: nn.Module, places: list[Place], where: Sequence[str]) -> t
     known = None not in memory.values()
     rooms = [(memory[device] or 0) / devices.count(device) if known else 1.0 for device in devices]
     numbers = divide([part.trained for part in parts], rooms)
-    weights = [own for own, _ in share(parts, numbers)]
+    weights = [sum([part.weights for part in own]) for own in by_stage(parts, numbers)]
     if known and any(own > room for own, room in zip(weights, rooms)):
         there = ", ".join(f"{device} {room / 2**30:.1f}" for device, room in zip(devices, rooms))
         raise ValueError(

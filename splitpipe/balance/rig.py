@@ -29,13 +29,11 @@ from splitpipe.core.torch_private import is_traceable_wrapper_subclass, tree_lea
 from splitpipe.microbatch.divider import divide_target
 from splitpipe.microbatch.rows import cuts
 from splitpipe.microbatch.tree import flatten
-from splitpipe.partition.moving import move_stages
-from splitpipe.partition.placing import spans, verify_stages
+from splitpipe.partition.placement import move_stages
 from splitpipe.piped import Arguments, complete, options_of, piped
-from splitpipe.runtime.runtime import Batch, Runtime
-from splitpipe.schedule.op import Op, Schedule
-from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.recording.recording import Recording
+from splitpipe.runtime.runtime import Runtime
+from splitpipe.schedule.op import Op, Schedule, counted
+from splitpipe.schedule.recording import Recording
 from splitpipe.stage.segment import RunningStage
 
 #: Addresses and bytes.
@@ -147,11 +145,9 @@ class Rig:
         ))
         module = subject.module.train()
         if subject.layered:
-            resolved = options_of(options, count, batched=(None, None))
-            layers = [[layer] for layer in module._modules.values() if layer is not None]
-            verify_stages(layers, resolved.places)
-            move_stages(layers, resolved.places)
-            self._runtime: Any = Runtime(resolved, spans([1] * count))
+            resolved = options_of(options, [1] * count, batched=(None, None))
+            move_stages([[layer] for layer in module._modules.values() if layer is not None], resolved.places)
+            self._runtime: Any = Runtime(resolved)
         else:
             self._runtime = piped(module, subject.names[1:], options).runtime
         self._runtime.hand_over = None  # Losses are dropped.
@@ -159,10 +155,7 @@ class Rig:
     def run(self, microbatches: int = 1) -> None:
         self.call.microbatches = microbatches
         given = self.call.args, self.call.kwargs, self.call.target
-        if self._subject.layered:
-            self._runtime.run(Batch(self._subject.module, *given))
-        else:
-            self._runtime.call(*given)
+        self._runtime.run(self._runtime.batch(self._subject.module, *given))
 
     def record(self, go_on: Callable[[int], bool], microbatches: int = 1) -> Recording:
         """Records runs as long as ``go_on`` returns true for the number of microbatches."""

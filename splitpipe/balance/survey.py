@@ -22,7 +22,7 @@ from splitpipe.partition.call_hook import expose
 from splitpipe.partition.placement import arguments_of, rehearsal, verify_filled
 from splitpipe.partition.resident import Resident, is_pipeline
 from splitpipe.partition.restore import random_states
-from splitpipe.skip.layout import verify_skippables
+from splitpipe.skip.skippable import verify_skippables
 
 #: The name of the part before the first cut of a module that isn't an nn.Sequential.
 START = "(start)"

@@ -1,4 +1,4 @@
-"""The check: two runs, and what differs.
+"""The check: two runs, and by how much what they compute differs.
 
     some rows ──┬── in one microbatch, or through another module ── outputs, loss, gradients, state ──┐
                 └── in ``chunks`` microbatches ──────────────────── outputs, loss, gradients, state ──┴─ compared
@@ -8,24 +8,23 @@ No rule can tell whether the rows of a batch meet in a forward or in a loss; two
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from splitpipe.checking.comparison import Comparison, compare
 from splitpipe.checking.run import CheckedCall, Run, fresh, run
 from splitpipe.microbatch.division import Division, describe
-from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.resident import is_pipeline
 from splitpipe.piped import runtime_of
 from splitpipe.runtime.module import ModuleRuntime
-from splitpipe.runtime.runtime import Batch, Runtime
+from splitpipe.runtime.runtime import Runtime
 
 _ADVICE = {
     "outputs": (
@@ -43,6 +42,37 @@ _ADVICE = {
     ),
 }
 _DRAWING = "The forward draws random numbers there, too, so that nothing can be concluded."
+#: By how much values and gradients may differ: a part of their largest element, by the lowest dtype that occurs.
+#: Gradients are sums over more elements, which may cancel.
+TOLERANCES = {
+    torch.float64: (1e-9, 1e-8), torch.float32: (1e-4, 1e-3), torch.float16: (2e-2, 5e-2), torch.bfloat16: (5e-2, 1e-1),
+}
+#: A gradient whose largest element is below this part of the largest of all consists of rounding.
+_NOISE = 1e-3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The values of one kind in both runs.
+
+    Attributes:
+        kind: "outputs", "loss", "gradients", or "state": buffers, counters, and parameters that were written to.
+        errors: by how much each value differs, by name: a part of its largest element; infinite for another shape, or
+            where only one of them is there or is a number.
+        different: the names of those that differ by more than the tolerance, the worst one first.
+    """
+
+    kind: str
+    errors: Mapping[str, float]
+    different: tuple[str, ...]
+
+    def __str__(self) -> str:
+        worst, count = max(self.errors, key=lambda name: self.errors[name]), len(self.different)
+        by = {name: f" by {error:.2g}" if error < math.inf else "" for name, error in self.errors.items()}
+        shown = ", ".join([name + by[name] for name in self.different[:4]])
+        more = f" and {count - 4} others" if count > 4 else ""
+        text = f"different: {shown}{more}" if count else f"worst {self.errors[worst]:.1g} at {worst}"
+        return f"{self.kind + ':':11}{len(self.errors) - count} of {len(self.errors)} equal, {text}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +123,7 @@ def check(
         loss: a function of the output that returns the loss, if it is computed outside. Default: the loss in the
             model's output, or else a fixed function of all outputs.
         against: a module with the same weights to compare with, such as an unwrapped copy.
-        rows: how many rows of the batch are used, from the first. Default: two for each microbatch; with ``loss``, all.
+        rows: how many rows of the batch are used, from the first. Default: four for each microbatch, all with ``loss``.
         tolerance: by how much values may differ: a part of the largest element of each. Default: what their dtypes
             need, such as 1e-4 for outputs and 1e-3 for gradients in float32.
         kwargs: the arguments of a call that have names.
@@ -161,22 +191,13 @@ def _verify(model: nn.Module, target: Any, loss: Any, against: Any) -> None:
         raise ValueError(f"{lazy[0]!r} has no values yet: expected a model that was called, or loaded, before.")
 
 
-def _divided(runtime: Runtime, model: nn.Module, call: CheckedCall) -> tuple[Division, Division | None]:
-    """The arguments of a call in microbatches, and its target."""
-    batch = Batch(model, call.args, call.kwargs, call.target)
-    if isinstance(runtime, ModuleRuntime):
-        batch = batch._replace(module=runtime.module, blocks=Blocks(runtime.module, runtime.options.cuts))
-    input, target, _ = runtime.prepare(batch)
-    return input, target
-
-
 def _chosen(runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | None) -> tuple[Division, CheckedCall]:
     """The division of the rows that are used, and the call with them."""
-    division, targets = _divided(runtime, model, call)
+    division, targets, _ = runtime.prepare(runtime.batch(model, *call[:3]))
     total, splitting = sum([count for _, count in division.rows]), runtime.options.splitting
     if rows is not None and (not isinstance(rows, Integral) or rows < 1 or splitting is not None):
         raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
-    least = (2 * runtime.options.chunks if call.loss is None else total) if rows is None else rows
+    least = (4 * runtime.options.chunks if call.loss is None else total) if rows is None else rows
     if splitting is not None or total <= least:
         return division, call
     input, target = division.some(least), None if targets is None else targets.some(least)
@@ -184,7 +205,7 @@ def _chosen(runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | N
     smaller = call._replace(args=args, kwargs=kwargs, target=target)
     # With fewer rows, another argument may happen to have as many, or a part of them.
     with suppress(ValueError):
-        part, _ = _divided(runtime, model, smaller)
+        part, *_ = runtime.prepare(runtime.batch(model, *smaller[:3]))
         if part.dims == division.dims:
             return part, smaller
     return division, call
@@ -201,3 +222,45 @@ def _compared(one: Run, several: Run, pieces: int, tolerance: float | None) -> t
     }
     state = Comparison("state", {**state.errors, **counted}, (*counted, *state.different))
     return tuple([each for each in (*others, state) if each.errors])
+
+
+def compare(
+    kind: str, first: Mapping[str, Any], second: Mapping[str, Any], dtypes: set[torch.dtype], tolerance: float | None
+) -> Comparison:
+    """Compares the values of two runs by name; without a tolerance, with that of these dtypes."""
+    floor, gradients = 0.0, kind == "gradients"
+    if tolerance is None:
+        tolerance = max([TOLERANCES.get(dtype, (1e-4, 1e-3))[gradients] for dtype in dtypes], default=0.0)
+    if gradients:
+        tensors = [x for x in (*first.values(), *second.values()) if x is not None and x.numel()]
+        floor = _NOISE * max([x.abs().nan_to_num(0.0, 0.0).max().item() for x in tensors], default=0.0)
+    errors = {name: error_of(first.get(name), second.get(name), floor) for name in {**first, **second}}
+    different = sorted([name for name, error in errors.items() if error > tolerance], key=lambda name: -errors[name])
+    return Comparison(kind, errors, tuple(different))
+
+
+def error_of(x: Any, y: Any, floor: float = 0.0) -> float:
+    """The largest difference of two values, as a part of the largest element among those that differ."""
+    if type(x) is float and type(y) is float:
+        x, y = torch.tensor([x, y], dtype=torch.float64)
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return 0.0 if type(x) is type(y) and x == y else math.inf
+    if x.is_complex() and y.is_complex():
+        x, y = torch.view_as_real(x), torch.view_as_real(y)
+    if x.shape != y.shape or x.is_complex() or y.is_complex():
+        return math.inf
+    if not x.is_floating_point():
+        return 0.0 if torch.equal(x, y) else math.inf
+    x, y = x.to(torch.float64).flatten(), y.to(torch.float64).flatten()
+    finite = x.isfinite() & y.isfinite()
+    odd = (x != y) & ~(x.isnan() & y.isnan()) & ~finite
+    if odd.any() or x.numel() and not finite.any():
+        return math.inf  # Where nothing is finite, nothing can be compared.
+    x, y = x[finite], y[finite]
+    differences, magnitudes = (x - y).abs(), torch.maximum(x.abs(), y.abs())
+    if not differences.any():
+        return 0.0
+    # Not of all: a fill such as -1e9 would hide the rest. Nor of those that differ alone: they may be next to zero.
+    present = magnitudes[magnitudes > 0]
+    typical = present.kthvalue(1 + len(present) // 10).values
+    return float(differences.max()) / max(float(magnitudes[differences > 0].max()), float(typical), floor)

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.compiled.backend import Backend
+from splitpipe.compiled.backend import Backend, CompileOptions
 from splitpipe.compiled.layer_call import call_layer
-from splitpipe.compiled.options import CompileOptions
 from splitpipe.core.torch_private import _has_any_global_hook
 
 #: Each is a single op, whose weight gradient is deferred anyway.

@@ -43,19 +43,6 @@ class Route:
     out: Stream
     into: Stream
 
-    @classmethod
-    def between(
-        cls, devices: Sequence[torch.device], computes: Sequence[Stream], named: Callable[[torch.device, str], Stream],
-        source: int, target: int,
-    ) -> Route | None:
-        """The route from a stage to another; None if both compute on one stream, so that nothing is copied."""
-        here, there = devices[source], devices[target]
-        if here == there and stream.same(computes[source], computes[target]):
-            return None
-        # One stream per link: on a common one, a copy would wait for copies from stages that aren't ready.
-        out, into = named(here, "out"), named(there, f"in from {source}")
-        return cls(here, there, (computes[source], computes[target]), out, into)
-
     def carry(
         self, leaves: Sequence[Any], timed: Callable[[Stream], None] | None = None,
         after: torch.Event | None = None,

@@ -1,6 +1,6 @@
-"""Persistent threads of one model: each takes calls from a separate queue, in order.
+"""The threads and streams of one model, which last as long as the model, and the locks that threads take.
 
-Guarantees, and what would break them:
+Each thread takes calls from a separate queue, in order. Guarantees, and what would break them:
 
 * Every wait ends: who waits looks whether the workers are alive. After a fork, none is.
 * When ``Pool.run`` raises, its calls have ended, and so have the threads. The owner creates another pool.
@@ -17,16 +17,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
+from splitpipe.core import stream
+from splitpipe.core.stream import Place, Stream
+from splitpipe.core.transfer import Route
+
 Call = Callable[[], object]
 
 _GRACE = 30.0  # Seconds for which the interpreter's exit waits for running calls.
 _LOOK = 0.1  # Seconds between two checks of threads whose calls are waited for.
+#: Seconds after which a thread goes on without the launch lock, as after the interpreter's own switch interval.
+_PATIENCE = 0.005
 
 
 class WorkerDiedError(RuntimeError):
@@ -45,6 +51,30 @@ class ProcessLock:
         pid = os.getpid()
         lock = self._of.get(pid)
         return self._of.setdefault(pid, threading.RLock()) if lock is None else lock  # Atomic: both get one.
+
+
+class LaunchLock:
+    """The lock of one call: one thread at a time runs the host's part of an op on an accelerator, if that is short.
+
+    torch releases the GIL in each of its functions. If another thread waits for the GIL then, both are woken for each
+    kernel: two stages that launch side by side take longer than one after the other. So a thread waits for this lock,
+    and not for the GIL; but for a few milliseconds only, since one that waits for its device (``.item()``, a full
+    queue) would keep the others from theirs. While autograd runs nodes, which need no GIL, the lock is free.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._owner = threading.Lock(), 0
+
+    def take(self) -> None:
+        """Takes the lock, if it is free soon."""
+        if self._lock.acquire(timeout=_PATIENCE):
+            self._owner = threading.get_ident()
+
+    def give(self) -> None:
+        """Lets go of the lock, if this thread has it."""
+        if self._owner == threading.get_ident():
+            self._owner = 0
+            self._lock.release()
 
 
 class _Worker(threading.Thread):
@@ -156,3 +186,49 @@ class Pool:
 def _compute_on(threads: int) -> None:
     torch.get_num_threads()  # A thread takes the process's number when it first asks, and would lose its own.
     torch.set_num_threads(threads)
+
+
+class Resources:
+    """The threads and streams of one model, which it has only in its own process: each is created when first needed."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.devices = [place.device for place in places]
+        self._pool: Pool | None = None
+        self.named = cache(stream.new)
+
+    def pool(self, workers: Sequence[int], waiting: int = 0) -> Pool:
+        """The threads, in working order: one for each worker of a stage, and one for each forward that waits there."""
+        size, pool = max(workers) + 1 + waiting, self._pool
+        if pool is None or not pool.usable or pool.size < size:
+            self._pool = None  # First, since an interrupt may come in between.
+            pool = Pool([f"splitpipe worker {number}" for number in range(size)])
+            homes = dict(zip(reversed(workers), reversed(self.devices)))  # The device of each worker's first stage.
+            binds = [partial(stream.bind, homes.get(number, self.devices[0])) for number in range(size)]
+            pool.run([*enumerate(binds)])
+            self._pool = pool
+        computing = {worker for worker, device in zip(workers, self.devices) if device.type == "cpu"}
+        if computing:
+            pool.share_threads(len(computing))
+        return pool
+
+    def refuse_own_threads(self) -> None:
+        """Raises in the model's own worker threads, where waiting for a call of the model would be a deadlock."""
+        if self._pool is not None and self._pool.has_this_thread():
+            raise RuntimeError(
+                "a SplitPipe was called by one of its layers, inside its own forward, and would wait for itself. "
+                "(A checkpoint around a model whose layers differentiate in their forward does so: expected the "
+                "model's own checkpoint='always'.)"
+            )
+
+    def routes(self, computes: Sequence[Stream]) -> Callable[[int, int], Route | None]:
+        """The routes between stages that compute on these streams; None where both compute on the same one."""
+        @cache
+        def route(source: int, target: int) -> Route | None:
+            here, there = self.devices[source], self.devices[target]
+            if here == there and stream.same(computes[source], computes[target]):
+                return None
+            # One stream per link: on a common one, a copy would wait for copies from stages that aren't ready.
+            out, into = self.named(here, "out"), self.named(there, f"in from {source}")
+            return Route(here, there, (computes[source], computes[target]), out, into)
+
+        return route

@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from splitpipe import checks
 from splitpipe.core.torch_private import tree_map_only
 from splitpipe.distributed.stage import StageModule, runtime, verify_stages
-from splitpipe.loss import terms
+from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.loss.objective import Objective
-from splitpipe.loss.reducing import LossWarnings
-from splitpipe.loss.terms import Number
-from splitpipe.partition.placing import spans
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
-from splitpipe.skip.layout import verify_skippables
-
-_DIFFERENT = "microbatches' losses have different terms: expected the same ones. Or use splitpipe.SplitPipe."
+from splitpipe.loss.reduction import LossWarnings
+from splitpipe.partition.placement import by_stage
+from splitpipe.schedule.op import Schedule, counted
+from splitpipe.skip.skippable import verify_skippables
 
 
 class Pipeline(nn.Module):
@@ -90,8 +86,7 @@ class Pipeline(nn.Module):
         world = dist.get_world_size(group)
         self.schedule = checks.resolve_schedule(schedule, len(numbers), world, operator.index(chunks))
         verify_skippables(module)
-        layers = list(module._modules.items())
-        stages: Any = [layers[start:end] for start, end in spans(numbers)]
+        stages: Any = by_stage(module._modules.items(), numbers)
         verify_stages(module, stages, self.schedule)
         mine = [stage for stage, row in enumerate(self.schedule.placement) if row == rank]
         self._first, self._last = 0 in mine, len(stages) - 1 in mine
@@ -156,7 +151,7 @@ class Pipeline(nn.Module):
         except BaseException as error:
             self._failed = repr(error.__cause__ or error)
             raise
-        return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
+        return self._loss.batch_loss.result(None)[0] if self._last else None
 
     def _verify(self, trains: bool, inputs: tuple[Any, ...], target: Any) -> None:
         """Raises for tensors that can't be divided, or that differ from those that the processes have agreed on."""
@@ -217,39 +212,22 @@ class Loss:
 
     def begin(self, target: Any) -> None:
         """Begins a step with the target of the whole batch."""
-        self._objective.begin([1] * self._chunks)
-        self._target, self._kinds, self._whole = target, list[Any](), list[Any]()
+        self._parts = [] if target is None else target.chunk(self._chunks)
+        self._objective.begin([len(part) for part in self._parts] or [1] * self._chunks)
+        self.batch_loss = self._objective.batch_loss
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         output = output[0] if len(output) == 1 else output  # Of the last stage, a tuple of all tensors.
-        losses = self._objective.loss(output, target)
-        number = losses.number
-        assert losses.given is not None
-        if not isinstance(number, Number):
-            return losses.given / self._chunks
-        if not self._kinds:
-            self._kinds, self._whole = _kinds(number), self._divisors(number, output)
-        if _kinds(number) != self._kinds:
-            raise ValueError(_DIFFERENT)
-        columns = [[term] for term in number.terms]  # Those of this microbatch only.
-        return terms.combined(columns, losses.given, self._whole)
+        # Before the first step, torch calls it once more, to learn what backward needs.
+        i = next((i for i, part in enumerate(self._parts) if part.data_ptr() == target.data_ptr()), 0)
+        self.batch_loss.count = partial(self._count, output)
+        return self.batch_loss.part(i, *self._objective.loss(i, output, target))
 
-    def _divisors(self, number: Number, output: Any) -> list[Any]:
-        """The terms' divisors for the whole batch: counts may only depend on targets."""
-        each = [number] * self._chunks
-        if any(term.count is not None and isinstance(term.count.value, Tensor) for term in number.terms):
-            with torch.no_grad():
-                empty = tree_map_only(Tensor, torch.zeros_like, output)
-                found = [self._objective.loss(empty, part).number for part in self._target.chunk(self._chunks)]
-            each = [one for one in found if isinstance(one, Number) and _kinds(one) == _kinds(number)]
-            if len(each) < len(found):
-                raise ValueError(_DIFFERENT)
-        return [terms.whole([one.terms[k] for one in each]) for k in range(len(number.terms))]
-
-
-def _kinds(number: Number) -> list[Any]:
-    """What has to be the same in all microbatches."""
-    return [(term.kind, term.function, term.factor, term.count is None) for term in number.terms]
+    def _count(self, output: Any) -> list[Number | Unknown]:
+        """Numbers like those of all microbatches in their counts, which may only depend on targets."""
+        with torch.no_grad():
+            empty = tree_map_only(Tensor, torch.zeros_like, output)
+            return [self._objective.loss(i, empty, part)[1] for i, part in enumerate(self._parts)]
 
 
 def _without(names: set[str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -21,15 +21,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import pipelining
 
 from splitpipe.backward.graph_walk import walk
-from splitpipe.backward.input_backward import backward_input
-from splitpipe.backward.leaf_hooks import LeafHooks
+from splitpipe.backward.input_backward import LeafHooks, backward_input
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core.stream import Place
 from splitpipe.core.torch_private import RemovableHandle, _DisableAutocast
 from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime
-from splitpipe.partition import placing
+from splitpipe.partition import placement
 from splitpipe.schedule.op import Schedule, torch_name
-from splitpipe.skip.layout import crossing
+from splitpipe.skip.skippable import crossing
 from splitpipe.skip.tracker import Key, opened
 
 Named = tuple[str, nn.Module]
@@ -109,8 +108,8 @@ def verify_stages(module: nn.Sequential, stages: Sequence[Sequence[Named]], sche
     idle = [str(device) for device, row in enumerate(schedule.rows) if not row]
     if idle:
         raise ValueError(f"the schedule has no ops on device {', '.join(idle)}: expected ops in every process.")
-    placement, last = schedule.placement, len(stages) - 1
-    order = [op.microbatch for op in schedule.rows[placement[last]] if op.kind == "F" and op.stage == last]
+    homes, last = schedule.placement, len(stages) - 1
+    order = [op.microbatch for op in schedule.rows[homes[last]] if op.kind == "F" and op.stage == last]
     if order != sorted(order):
         raise ValueError(f"the last stage runs microbatches in the order {order}: expected {sorted(order)}.")
     own = [name.strip("_") for name in _OWN if vars(module)[name]]
@@ -120,8 +119,8 @@ def verify_stages(module: nn.Sequential, stages: Sequence[Sequence[Named]], sche
     far = [f"{key[1]!r} from stage {source} to stage {target}" for key, (source, target) in ends if target > source + 1]
     if far:
         raise ValueError(f"skips go too far: {', '.join(far)}. Expected both ends in one stage, or in neighbours.")
-    processes: Any = [Place(f"process {row}") for row in placement]  # type: ignore[arg-type]
-    placing.verify_stages([[layer for _, layer in layers] for layers in stages], processes)
+    processes: Any = [Place(f"process {row}") for row in homes]  # type: ignore[arg-type]
+    placement.verify_stages([[layer for _, layer in layers] for layers in stages], processes)
 
 
 class Stage(pipelining.PipelineStage):

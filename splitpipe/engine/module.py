@@ -55,6 +55,7 @@ class ModuleCall(NamedTuple):
     attributes: Attributes
     tracing: Tracing | None
     modules: dict[nn.Module, Modules]  #: Those of blocks, to be recomputed.
+    labels: bool  #: Whether there are any.
     new_chains: type[BlockChains]
     finish: Callable[[ModuleForward, Any], None]  #: Called with the output, on the last stage.
 
@@ -190,7 +191,7 @@ class ModuleForward:
             self.advance(cut)
         local = placement.settle(block, whole, self.stage)
         if not whole:
-            return call(*args, **uncached(block, args, kwargs))
+            return call(*args, **uncached(block, args, kwargs, self._call.labels))
         modes = _get_current_function_mode_stack()
         set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
         token, self._block = taker.set(None), block

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.engine.crossing import changed
 from splitpipe.engine.drop_in import Left
-from splitpipe.loss.objective import Losses, Objective
-from splitpipe.loss.reducing import AS_FUNCTION, LossWarnings
-from splitpipe.loss.terms import SUM, Number, Term, Unknown, unknown_function
+from splitpipe.loss.batch_loss import linear
+from splitpipe.loss.numbers import SUM, Number, Unknown, simple
+from splitpipe.loss.objective import Objective
+from splitpipe.loss.reduction import AS_FUNCTION, LossWarnings
 from splitpipe.loss.tracing import numbers_of
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.microbatch.tree import flatten, unflatten
@@ -26,7 +28,7 @@ class Output(NamedTuple):
     nesting: Any
     numbers: Numbers  #: What numbers consist of, by the identity of the leaf.
     left: dict[int, Left]  #: Tensors that have left the graph, by identity.
-    loss: tuple[Losses, Sequence[Origin | None]] | None = None  #: And where its terms have left the graph.
+    loss: tuple[Tensor, Origin | None] | None = None  #: Its part, and where that has left the graph.
     place: int = 0  #: Which leaf is the module's own loss.
 
     def attached(self, tensors: dict[int, Tensor]) -> Output:
@@ -39,10 +41,10 @@ class Output(NamedTuple):
         return Output(leaves, self.nesting, numbers, {})
 
 
-def chain_output(i: int, value: Activation) -> Output:
-    """That of an nn.Sequential, from what has left its last stage; with a schedule, the last leaf is the loss."""
-    if value.leaves and isinstance(value.leaves[-1], Losses):
-        return Output([], None, {}, {}, loss=(value.leaves[-1], value.origins[:-1]))
+def chain_output(i: int, value: Activation, is_loss: bool) -> Output:
+    """That of an nn.Sequential, from what has left its last stage."""
+    if is_loss:
+        return Output([], None, {}, {}, loss=(value.leaves[0], value.origins[0]))
     left = {
         id(x): Left(x, i, *origin) for x, origin in zip(value.leaves, value.origins) if origin is not None  # type: ignore
     }
@@ -53,7 +55,7 @@ def keep_output(forward: Any, output: Any) -> None:
     """Drop-in: keeps what the caller's backward can start from: the output, and the terms of its numbers."""
     kept, step, i = kept_output(forward, output, forward.crossing.latest), forward.step, forward.i
     numbers = [number for number in kept.numbers.values() if isinstance(number, Number)]
-    for x in (*kept.leaves, *[term.value for number in numbers for term in number.terms]):
+    for x in (*kept.leaves, *[x for number in numbers for x in number.values]):
         if isinstance(x, Tensor) and x.grad_fn is not None and step.call.state.grad and id(x) not in kept.left:
             j = forward.crossing.stage_of(x)
             kept.left[id(x)] = Left(x.detach(), i, j, step.stages[j].fwd_cache[i].leave(x))
@@ -64,32 +66,32 @@ def keep_loss(objective: Objective, targets: Sequence[Any], forward: Any, output
     """With a schedule: keeps the loss of a microbatch."""
     target = targets[forward.i]
     value = unflatten(forward.carrier.enter(target, forward.stage), target.nesting)
-    loss = objective.loss(changed(output, forward.crossing.here), value, forward.trace)
-    _keep(forward, loss, Output([], None, {}, {}))
+    value, number = objective.loss(forward.i, changed(output, forward.crossing.here), value, forward.trace)
+    _keep(forward, value, number, Output([], None, {}, {}))
 
 
 def keep_own_loss(reduction: Any, warnings: LossWarnings, forward: Any, output: Any) -> None:
     """With a schedule and no ``loss_fn``: keeps the module's own loss, with ``reduction``, and its output."""
     crossing, trace, (place, value) = forward.crossing, forward.trace, find_loss(output)
     number: Any = None if trace is None else trace.number(value)
-    value = crossing.here(value)
+    number, value = number and linear(number), crossing.here(value)
     if number is None and value.dim() and trace is not None and trace.ledger.rows == 1:
         number = Unknown("a loss with a dimension, which may be that of the rows")
     value = value.reshape(()) if value.dim() else value
     if reduction == "sum":
-        number = Number((Term(value, SUM),))
-    if number is not None and (where := unknown_function(number)):
-        warnings.warn(where, AS_FUNCTION)
+        number = simple(value, SUM)
+    if isinstance(number, Unknown):
+        warnings.warn(number.function, AS_FUNCTION)
     kept = kept_output(forward, output, lambda x: crossing.latest(x).detach())
-    _keep(forward, Losses(value, number or Unknown("")), kept._replace(place=place))
+    _keep(forward, value, number or Unknown(""), kept._replace(place=place))
 
 
-def _keep(forward: Any, losses: Losses, kept: Output) -> None:
-    roots, losses = losses.apart()
-    segment = forward.step.stages[forward.stage].fwd_cache.get(forward.i)
-    here = forward.crossing.here
-    origins = [None if segment is None else (forward.stage, segment.leave(here(x))) for x in roots]
-    forward.output = kept._replace(loss=(losses, origins))
+def _keep(forward: Any, value: Tensor, number: Number | Unknown, kept: Output) -> None:
+    here, segment = forward.crossing.here, forward.step.stages[forward.stage].fwd_cache.get(forward.i)
+    with DisableTorchFunction():
+        part = forward.step.loss.batch_loss.part(forward.i, here(value), _changed(number, here))
+    origin = None if segment is None or not part.requires_grad else (forward.stage, segment.leave(part))
+    forward.output = kept._replace(loss=(part.detach(), origin))
 
 
 def kept_output(forward: Any, output: Any, change: Callable[[Tensor], Tensor]) -> Output:

@@ -24,8 +24,8 @@ from splitpipe.core.transfer import brought
 from splitpipe.engine.drop_in import input_gradients
 from splitpipe.engine.rows import Rows
 from splitpipe.engine.step import StepRun
+from splitpipe.loss.batch_loss import BatchLoss
 from splitpipe.loss.objective import TARGET
-from splitpipe.loss.reduction import Reduction
 from splitpipe.microbatch.division import Division
 from splitpipe.stage.call import Origin, hand
 from splitpipe.stage.segment import RunningStage
@@ -51,22 +51,23 @@ class HandOver:
 class ScheduledStep:
     """The loss of a step."""
 
-    def __init__(self, step: StepRun, target: Division, scale: Tensor | None) -> None:
+    def __init__(self, step: StepRun, target: Division, scale: Tensor | None, batch_loss: BatchLoss | None) -> None:
         self._step, self._target, self.hand_over = step, target, HandOver()
-        self._reduction = Reduction([count for _, count in step.call.rows], scale)
-        self._roots: dict[int, list[Origin]] = {}  #: Where the terms of a microbatch's loss have left the graph.
+        self.batch_loss, self._scale = batch_loss or BatchLoss([count for _, count in step.call.rows]), scale
+        self._roots: dict[int, tuple[Origin, Tensor]] = {}  #: Where a microbatch's part has left the graph, and what.
         step.loss = self
 
     def add(self, i: int) -> None:
-        """Adds the loss of a microbatch to the batch's. Called at the end of its last F."""
-        losses, origins = self._step.forwards[i].output.loss
-        self._reduction.add(i, losses)
-        self._roots[i] = [origin for origin in origins if origin is not None]
+        """Keeps a microbatch's part of the loss, if it has a graph. Called at the end of its last F."""
+        part, origin = self._step.forwards[i].output.loss
+        if origin is not None:
+            self._roots[i] = origin, part
 
     def begin_backward(self, i: int) -> None:
-        """Gives B of a microbatch the gradients of the loss's terms. Called at the beginning of its first B."""
-        roots = self._roots[i]
-        for (stage, number), seed in zip(roots, self._reduction.seeds(i) if roots else ()):
+        """Gives B of a microbatch the gradient of its part. Called at the beginning of its first B."""
+        if i in self._roots:
+            (stage, number), part = self._roots[i]
+            seed = torch.ones_like(part) if self._scale is None else torch.ones_like(part) * self._scale
             self._step.stages[stage].fwd_cache[i].arrived.append((number, seed, None))  # type: ignore[index]
 
     def run(self, rows: Rows, shared: SharedParameters) -> Tensor:
@@ -77,9 +78,9 @@ class ScheduledStep:
         finally:
             step.hooks.restore()
         with stream.use(call.computes[-1]):
-            loss, unit = self._reduction.result()
+            loss, unit = self.batch_loss.result(self._scale)
         hand([loss, unit], call.computes[-1], call.callers[-1])
-        if not any(self._roots.values()):
+        if not self._roots:
             call.rejoin()
             return loss
         sums: Sums = {}

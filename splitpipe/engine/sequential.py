@@ -27,7 +27,7 @@ from splitpipe.core.tensors import sharing, version_of
 from splitpipe.core.thread_state import Bound
 from splitpipe.engine.module_output import Output, chain_output
 from splitpipe.engine.step import StepRun
-from splitpipe.loss.objective import TARGET
+from splitpipe.loss.objective import MICROBATCH, TARGET
 from splitpipe.microbatch.tree import flatten, unflatten, verify_open
 from splitpipe.skip.tracker import Key, opened
 from splitpipe.stage.call import Activation
@@ -60,11 +60,11 @@ class SequentialForward:
             stream.wait_for(stage.compute, value.event)
             stream.spent(value.event)
         if last and self._target is not None:
-            given[TARGET] = self._target
+            given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(self._i))
         with thread_state.entered(step.call.state):
             values = self._run(stage, given)
         if last:
-            self.output = chain_output(self._i, values[None])
+            self.output = chain_output(self._i, values[None], self._target is not None)
             return
         for key, target in ((None, j + 1), *own.leaving):
             if key in values:

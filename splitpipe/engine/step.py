@@ -16,14 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from splitpipe.backward.graph_walk import Walk
-from splitpipe.backward.input_backward import InputGradients, backward_input
-from splitpipe.backward.leaf_hooks import LeafHooks
+from splitpipe.backward.input_backward import InputGradients, LeafHooks, backward_input
 from splitpipe.core import stream
-from splitpipe.core.launch_lock import LaunchLock
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream
 from splitpipe.core.transfer import Route
-from splitpipe.core.worker import Pool
+from splitpipe.core.worker import LaunchLock, Pool
 from splitpipe.engine.executor import Executor
 from splitpipe.engine.record import Recorder
 from splitpipe.engine.rows import OpRun, Rows

@@ -3,57 +3,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from splitpipe.loss.ledger import Constant, Ledger, Meaning, Rows, tensors
+from splitpipe.loss.ledger import GIVEN, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.numbers import tensors
 
 
-@dataclass
 class FunctionCall:
-    """The function's name, its arguments, and what it has returned."""
+    """The function's name, its arguments, and what it has returned or written to."""
 
-    ledger: Ledger
-    name: str
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    out: Any
+    def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        self.ledger, self.name, self.args, self.kwargs, self.out = ledger, name, args, kwargs, out
+        #: The tensors among the arguments, and what they are.
+        self.operands = list(tensors([args, kwargs]))
+        self._meanings = {id(x): ledger.of(x) for x in self.operands}
 
-    def __post_init__(self) -> None:
-        #: The tensors among the arguments.
-        self.operands = list(tensors([self.args, self.kwargs]))
+    def of(self, x: Any) -> Meaning:
+        """What an argument is."""
+        return self._meanings.get(id(x), GIVEN)
 
     @property
     def meaning(self) -> Meaning:
         """What the first argument is."""
-        return self.ledger.of(self.args[0])
+        return self.of(self.args[0])
+
+    @property
+    def meanings(self) -> list[Meaning]:
+        """What the tensors among the arguments are."""
+        return [*self._meanings.values()]
 
     def argument(self, at: int, name: str, default: Any = None) -> Any:
         """An argument by its position or name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    def dims(self, at: int = 1, default: Any = None) -> list[int]:
-        """The dimensions that an argument names; None: all."""
-        return dims_of(self.args[0], self.argument(at, "dim", self.kwargs.get("axis", default)))
-
-    def joined(self) -> Rows | Constant | None:
-        """The result of a function of entries; None: unknown."""
-        return self.ledger.joined(self.operands, self.out.shape)
-
-    def entries(self) -> Rows | Constant | None:
-        """``joined`` for a function that isn't linear: it keeps no share."""
-        rows = self.joined()
-        return None if isinstance(rows, Rows) and rows.share is not None else rows
-
     def number(self, x: Any) -> float | None:
-        """A number of Python or NumPy, or the one that a tensor was made of; None for anything else."""
+        """A number of Python or NumPy, or the one of which all of a tensor is made; None for anything else."""
         if isinstance(x, Tensor):
-            meaning = self.ledger.of(x)
-            return meaning.value if isinstance(meaning, Constant) and x.numel() == 1 else None
+            meaning = self.of(x)
+            return meaning.value if isinstance(meaning, Constant) else None
         value = x.item() if getattr(x, "shape", None) == () and hasattr(x, "item") else x
         return value if isinstance(value, (int, float)) else None
+
+    @property
+    def numbers(self) -> list[float]:
+        """The arguments that are numbers."""
+        each = map(self.number, (*self.args, *self.kwargs.values()))
+        return [x for x in each if x is not None]
+
+    def joined(
+        self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
+    ) -> Rows | Constant | None:
+        """The result, of this shape, of a function of entries that broadcasting brings together; None: unknown."""
+        operands, shape = operands or self.operands, self.out.shape if shape is None else shape
+        pairs = [(x, self.of(x)) for x in operands]
+        rows = [(x, each) for x, each in pairs if isinstance(each, Rows)]
+        constants = [(x, each) for x, each in pairs if isinstance(each, Constant)]
+        if len(rows) + len(constants) < len(pairs):
+            return None
+        if not rows:
+            if constants and all([each.uniform for _, each in constants]):
+                return UNIFORM
+            return VARIED if any([each.made and not each.uniform for _, each in constants]) else GIVEN
+        x, first = rows[0]
+        if not x.dim():  # Of a single row.
+            return first if all([not y.dim() for y in operands]) else None
+        if any([y.dim() != x.dim() or len(y) != len(x) or not each.alike(first) for y, each in rows]):
+            return None  # Rows meet other rows: x[:, None] - x[None].
+        for y, constant in constants:
+            if y.dim() >= x.dim() and not constant.uniform:
+                if len(y) > 1 and y.stride(0) or constant.made and self.ledger.most == 1:
+                    return None  # Numbers of positions begin again in each microbatch.
+        shares = [each.share for _, each in rows if each.share is not None]
+        if len(shape) != x.dim() or shape[0] != len(x) or len(shares) > 1:
+            return None
+        return replace(first, share=next(iter(shares), None), counting=any([each.counting for _, each in rows]))
 
 
 #: What a call's result is, or several of them; None: not recognised.

@@ -10,34 +10,17 @@ from torch import Tensor, nn
 
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.ledger import Ledger, tensors
-from splitpipe.loss.reducing import AS_PAIR, LossWarnings
-from splitpipe.loss.terms import MEAN, SUM, Amount, Count, Number, Term, Unknown, unknown_function
+from splitpipe.loss.batch_loss import BatchLoss, linear
+from splitpipe.loss.ledger import Ledger
+from splitpipe.loss.numbers import MEAN, SUM, Amount, Number, Unknown, simple, tensors
+from splitpipe.loss.reduction import AS_PAIR, LossWarnings
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, current
 
-#: A microbatch's target is passed as a skip, from the caller to the last stage.
-TARGET: Key = (Namespace(), "target")
-
-
-class Losses:
-    """The loss of a microbatch: its value, what it consists of, and the terms from which B starts."""
-
-    def __init__(self, value: Tensor, number: Number | Unknown) -> None:
-        self.value = value.detach()
-        #: The value with its graph.
-        self.given: Tensor | None = value
-        self.number = number
-        roots = [term.value for term in number.terms] if isinstance(number, Number) else [value]
-        live = [(k, x) for k, x in enumerate(roots) if isinstance(x, Tensor) and x.requires_grad]
-        #: The tensors that B starts from, and the places of their terms.
-        self.places, self.roots = [k for k, _ in live], [x for _, x in live]
-
-    def apart(self) -> tuple[list[Tensor], Losses]:
-        """The roots, and the rest, which has no graph."""
-        roots, self.roots, self.given = self.roots, [], None
-        self.number = self.number.mapped(Tensor.detach) if isinstance(self.number, Number) else self.number
-        return roots, self
+_NAMESPACE = Namespace()
+#: A microbatch's target and number are passed as skips, from the caller to the last stage.
+TARGET: Key = (_NAMESPACE, "target")
+MICROBATCH: Key = (_NAMESPACE, "microbatch")
 
 
 class Objective(nn.Module):
@@ -60,55 +43,51 @@ class Objective(nn.Module):
             input: the dimensions of the batch in the input's tensors, which the output may have too.
             target: those in the target's tensors.
         """
-        self._rows = rows
+        self._rows, self.batch_loss = rows, BatchLoss(rows)
         self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (input, target))
-        self._listed = all(dim is None for dim in target)
+        self._listed = all([dim is None for dim in target])
         self.compiled = is_compiled(self.loss_fn)
-        self._traces = self.reduction is None and len(rows) > 1 and not self.compiled
 
     def forward(self, output: Any) -> Any:
-        """The loss; the target is passed as a skip."""
-        return self.loss(output, current().pop(TARGET)).apart()
-
-    def loss(self, output: Any, target: Any, trace: Trace | None = None) -> Losses:
-        """The loss of a microbatch; ``trace`` has seen how the output was computed."""
+        """The part of a microbatch in the batch's loss."""
+        i: Any = current().pop(MICROBATCH)
+        value, number = self.loss(i, output, current().pop(TARGET))
         with DisableTorchFunction():
-            trace = self._begun(trace, output, target) if self._traces else None
+            return self.batch_loss.part(i, value, number)
+
+    def loss(self, i: int, output: Any, target: Any, trace: Trace | None = None) -> tuple[Tensor, Number | Unknown]:
+        """The loss of a microbatch, and what it consists of; ``trace`` has seen how the output was computed."""
+        with DisableTorchFunction():
+            traces = self.reduction is None and len(self._rows) > 1 and not self.compiled
+            trace = self._begun(trace, i, output, target) if traces else None
         with trace or nullcontext():
             value = self.loss_fn(output, target)
         with DisableTorchFunction():  # The user's function modes don't see these checks.
             if self._pairs and isinstance(value, (tuple, list)) and len(value) == 2:
                 total, count = _verified_pair(value)
-                return Losses(total, Number((Term(total, MEAN, Count(count), function="loss_fn", divided=False),)))
+                return total, simple(total, MEAN, count, divided=False)
             loss = _verified(value, "the loss", self._pairs)
             if self.reduction == "sum":
-                return Losses(loss, Number((Term(loss, SUM),)))
+                return loss, simple(loss, SUM)
             number: Number | Unknown = Unknown("a compiled function" if self.compiled and not self.reduction else "")
             if trace is not None:
-                number = trace.number(value) or Unknown("loss_fn")
-            if where := unknown_function(number):
-                self._warnings.warn(where, AS_PAIR if self._pairs else "another loss_fn")
-            return Losses(loss, number)
+                number = linear(trace.number(value) or Unknown("loss_fn"))
+            if isinstance(number, Unknown) and number.function:
+                self._warnings.warn(number.function, AS_PAIR if self._pairs else "another loss_fn")
+            return loss, number
 
-    def _begun(self, trace: Trace | None, output: Any, target: Any) -> Trace:
+    def _begun(self, trace: Trace | None, i: int, output: Any, target: Any) -> Trace:
         """A trace that knows where the rows are in the output and in the target."""
         if trace is None:
-            trace = Trace(Ledger(self._rows_of(output, target), max(self._rows), self._output))
+            trace = Trace(Ledger(self._rows[i], max(self._rows), self._output))
             trace.ledger.returned([x for x in tensors((output,)) if not x.dim()], "a layer")
             trace.ledger.note_numbers(output, "a layer")
         trace.ledger.begin(output, self._output)
         trace.ledger.begin(target, self._target)
         if isinstance(target, (list, tuple)) and len(target) == trace.ledger.rows:
-            if self._listed or not any(x.dim() and x.shape[0] == len(target) for x in tensors(target)):
+            if self._listed or not any([x.dim() and x.shape[0] == len(target) for x in tensors(target)]):
                 trace.ledger.begin_entries(target)
         return trace
-
-    def _rows_of(self, output: Any, target: Any) -> int:
-        sizes = [
-            x.shape[dim if dim < x.dim() and x.shape[dim] in self._rows else 0]
-            for value, dim in ((output, self._output), (target, self._target)) for x in tensors((value,)) if x.dim()
-        ]
-        return next((size for size in sizes if size in self._rows), sizes[0] if sizes else 1)
 
 
 def is_compiled(loss_fn: object) -> bool:

@@ -1,149 +1,103 @@
-"""The batch's loss with a schedule, where B starts before the counts of later microbatches are known.
-
-    term     gradient that microbatch i starts from    of the batch
-    a sum    1                                         1
-    a mean   count_i / n                               count_i / sum of counts
-
-n is an estimate of the sum, from the first microbatch that runs backward. The gradients are also multiplied by a
-gradient scaler's scale. In the end, they are multiplied by the correction of both. There is only one correction, so
-several terms must have proportional counts.
-"""
+"""The numbers of microbatches become those of the batch: according to their trace, or to ``reduction=``."""
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from splitpipe.loss import terms
-from splitpipe.loss.objective import Losses
-from splitpipe.loss.terms import NOTHING, Amount, Count, Number, Term, Unknown, wide
+from splitpipe.loss.numbers import MEAN, Number, Unknown, combined, simple
 
-_WAYS = (
-    "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts, pass "
-    "reduction='mean' (by rows) or 'sum', or use schedule=None and compute the loss from model(x)."
+Reduce = Callable[[list[Tensor], list[int]], Tensor]
+Numbers = Mapping[int, "Number | Unknown"]
+#: What else a user can do.
+AS_FUNCTION = "reduction= as a function of the microbatches' values and row counts"
+AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
+NO_FUNCTION = (
+    "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
+    "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
 )
 
 
-class Reduction:
-    """Makes the loss of the batch from the losses of microbatches with these numbers of rows.
+class LossWarnings:
+    """The functions about which a model's user has been warned, since one warning each is enough."""
 
-    The gradients of B are scaled by a gradient scaler's scale, if there is one.
-    """
+    def __init__(self) -> None:
+        self._said: set[str] = set()
 
-    def __init__(self, rows: Sequence[int], scale: Tensor | None) -> None:
-        self._rows, self._scale = rows, scale
-        self._losses: dict[int, Losses] = {}
-        self._numbers: dict[int, Number] = {}
-        self._first: tuple[int, Number | Unknown] | None = None  #: The rows and loss of the first one with terms.
-        self._estimates: list[Amount | None] = []  #: Of the terms' counts for the whole batch.
-
-    def add(self, microbatch: int, losses: Losses) -> None:
-        """Records the loss of a microbatch; if the first one isn't recognised, all count as means over rows."""
-        number, rows = losses.number, self._rows[microbatch] if len(self._rows) > 1 else 1  # A batch may have no rows.
-        first_rows, first = self._first or (rows, number)
-        if isinstance(first, Unknown):
-            number = terms.by_rows(losses.value, rows)
-        elif isinstance(number, Unknown):  # It counts as many as the first one, by rows.
-            many = rows / max(1, first_rows)
-            each = [
-                replace(t, value=0.0, divided=True, count=t.count and Count(t.count.here * many)) for t in first.live]
-            number = Number((replace(each[0], value=losses.value / each[0].factor), *each[1:]))
-        if self._first is None and number.live:
-            self._first = rows, losses.number
-            self._estimates = [self._estimate(term, microbatch) for term in number.live]
-        self._losses[microbatch], self._numbers[microbatch] = losses, number
-
-    def _estimate(self, term: Term, microbatch: int) -> Amount | None:
-        if term.count is None:
-            return None
-        value, rows = term.count.value, sum(self._rows)
-        many = value * (rows / max(1, self._rows[microbatch]))
-        if isinstance(value, Tensor):
-            return term.count.of(torch.where(value <= NOTHING, rows, many))
-        return term.count.of(rows or 1.0 if value <= NOTHING else many)
-
-    def seeds(self, microbatch: int) -> list[Tensor]:
-        """The gradients that a microbatch's backward starts from, one per root."""
-        losses, number = self._losses[microbatch], self._numbers[microbatch]
-        if number is losses.number:
-            return [self._seed(number.terms[k], k, losses.value) for k in losses.places]
-        seed = self._seed(replace(number.terms[0], factor=1.0), 0, losses.value)  # Of the loss.
-        if isinstance(losses.number, Unknown):  # Its only root.
-            return [seed] * len(losses.places)
-        roots = [losses.number.terms[k] for k in losses.places]
-        each = [1.0 if t.count is None or t.divided else terms.divided_by(wide(t.count.here, seed)) for t in roots]
-        return [torch.ones_like(t.value) * (seed / count * t.factor) for t, count in zip(roots, each)]  # type: ignore
-
-    def _seed(self, term: Term, k: int, value: Tensor) -> Tensor:
-        like = term.value if isinstance(term.value, Tensor) else value
-        factor, estimate = term.weight, self._estimates[k] if k < len(self._estimates) else None
-        factor = (factor if estimate is None else wide(factor, like) / wide(estimate, like)) * term.factor
-        if isinstance(factor, Tensor):
-            seed = factor.to(like.device, like.dtype)
-            if type(like) is not Tensor or seed.shape != like.shape:  # A DTensor's seed is one too.
-                seed = torch.ones_like(like) * seed
-        else:
-            seed = torch.full_like(like, factor)
-        return seed if self._scale is None else seed * self._scale.to(seed.dtype)
-
-    def result(self) -> tuple[Tensor, Tensor | None]:
-        """The loss of the batch, and the factor for the gradients (None: 1)."""
-        order = sorted(self._numbers)
-        like, columns = self._losses[order[0]].value, terms.aligned([self._numbers[i] for i in order])
-        if columns is None:  # B has run backward term by term.
-            raise ValueError(
-                f"microbatches have losses of different kinds: {self._listed(order)}. Expected the same terms in each: "
-                f"{_WAYS}"
+    def warn(self, function: str, ways: str) -> None:
+        """Warns that a number is taken as a mean over rows."""
+        if function not in self._said:
+            self._said.add(function)
+            warnings.warn(
+                f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
+                "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). "
+                "Pass reduction='mean' if that is right (it silences this warning), reduction='sum' if it is a sum, or "
+                f"{ways}. For a loss over the whole batch, leave out the schedule, and compute it from model(x).",
+                stacklevel=2,
             )
-        counts = [terms.whole(column) for column in columns]
-        unit = self._correction(columns, counts, order, like)
-        scale = None if self._scale is None else self._scale.reciprocal()
-        if unit is not None and scale is not None:
-            unit = unit * scale
-        return terms.combined(columns, like, counts), scale if unit is None else unit
 
-    def _correction(
-        self, columns: Sequence[Sequence[Term]], counts: Sequence[Amount | None], order: list[int], like: Tensor
-    ) -> Tensor | None:
-        units = [
-            1.0 if count is None or estimate is None else _quotient(wide(estimate, like), wide(count, like))
-            for count, estimate in zip(counts, self._estimates)
-        ]
-        if len(units) > 1 and not _equal(units):
+
+class Reducer:
+    """Combines numbers of microbatches. ``numbers``: what each microbatch's consist of, by their identity."""
+
+    def __init__(self, reduction: str | Reduce | None, numbers: Sequence[Numbers], warnings: LossWarnings) -> None:
+        self._reduction, self._numbers, self._warnings = reduction, numbers, warnings
+
+    def gives(self, column: Sequence[Any]) -> bool:
+        """True for numbers, with or without dimensions, from which the batch's number is made."""
+        if not all([isinstance(x, Tensor) for x in column]):
+            return False
+        return not any([x.dim() for x in column]) or self._reduction is None and bool(self._numbers) and all([
+            isinstance(each.get(id(x)), Number) for x, each in zip(column, self._numbers)
+        ])
+
+    def reduced(self, column: Sequence[Tensor], rows: list[int]) -> Tensor:
+        """The number of the batch."""
+        # A microbatch may have skipped the last stages, so that its values are on another device.
+        values = [x.to(column[0].device) for x in column]
+        like = values[0]
+        if callable(self._reduction):
+            return _by_function(self._reduction, values, rows)
+        if self._reduction == "sum":
+            return torch.stack(values).sum()
+        if self._reduction is None:
+            unseen, other = Unknown("a block that returned no number before"), "code that differs between microbatches"
+            each = [known.get(id(x), unseen) for x, known in zip(column, self._numbers)]
+            numbers = [number for number in each if isinstance(number, Number)]
+            whole = combined(numbers) if len(numbers) == len(values) else None
+            if whole is None and like.is_floating_point():
+                self._warnings.warn(next((x.function for x in each if isinstance(x, Unknown)), other), AS_FUNCTION)
+            if whole is not None:
+                return whole if any([value.requires_grad for value in values]) else whole.detach()
+        if not like.is_floating_point():
             raise ValueError(
-                f"the loss has several terms whose counts aren't proportional: {self._listed(order)}. A schedule "
-                "runs backward before all counts are known, and corrects all gradients by one factor. Expected terms "
-                f"with one count: {_WAYS}"
+                f"the output has a number of type {like.dtype}, which is different for every microbatch: expected a "
+                "floating-point number, or a sum. Give reduction= as a function of the list of values and the list "
+                "of row counts, or return float(...)."
             )
-        if not units or not isinstance(units[0], Tensor) and math.isclose(units[0], 1, rel_tol=1e-9):
-            return None
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        if isinstance(units[0], Tensor):
-            return units[0].to(like.device, dtype)
-        return torch.full((), units[0], dtype=dtype, device=like.device)  # The host doesn't wait for it.
-
-    def _listed(self, order: Sequence[int]) -> str:
-        """The terms of the loss, with their counts in each microbatch."""
-        counts: dict[str, list[str]] = {}
-        for i in order:
-            for k, term in enumerate(self._numbers[i].terms):
-                count = "a sum" if term.count is None else f"{float(term.count.here):g}"
-                counts.setdefault(f"term {k} ({term.function or 'a sum'})", []).append(count)
-        return "; ".join(f"{name} has the counts {', '.join(each)}" for name, each in counts.items())
+        mean = combined([simple(value, MEAN, float(count)) for value, count in zip(values, rows)])
+        assert mean is not None
+        return mean
 
 
-def _quotient(above: Amount, below: Amount) -> Amount:
-    if isinstance(below, Tensor):
-        return torch.where(below == 0, 1, above / terms.divided_by(below))
-    return above / below if below else 1.0
+def _by_function(reduction: Reduce, values: list[Tensor], rows: list[int]) -> Tensor:
+    result = reduction(values, rows)
+    if not isinstance(result, Tensor) or result.dim():
+        raise TypeError(
+            f"reduction returned {type(result).__name__}: expected a tensor without dimensions, computed from the list "
+            "of microbatches' values and the list of their row counts."
+        )
+    return result
 
 
-def _equal(units: Sequence[Amount]) -> bool:
-    """True if all are equal. If some are tensors, the host waits for them, which only happens for several terms."""
-    if all(unit is units[0] for unit in units):
-        return True
-    numbers = [float(unit) for unit in units]
-    return all(math.isclose(number, numbers[0], rel_tol=1e-4) for number in numbers)
+def verify_reduction(reduction: object) -> None:
+    """Raises unless ``reduction`` is valid."""
+    if reduction is not None and not callable(reduction) and reduction not in ("mean", "sum"):
+        wrong = ValueError if isinstance(reduction, str) else TypeError
+        raise wrong(
+            f"reduction is {reduction!r}: expected None (from the trace), 'mean' (weighted by rows), 'sum', or a "
+            "function of the list of microbatches' values and the list of their row counts."
+        )

@@ -8,34 +8,56 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss import views
-from splitpipe.loss.arithmetic import add, count_of, divide, multiply, reduce
-from splitpipe.loss.function_call import FunctionCall, Rule, dims_of
-from splitpipe.loss.ledger import GIVEN, UNIFORM, VARIED, Constant, Meaning, Quotient, Rows, tensors
-from splitpipe.loss.terms import Number, Unknown
+from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, size_along
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Aggregate, Constant, Meaning, Rows
+from splitpipe.loss.numbers import SCALING, Atom, Instruction, Unknown, tensors, weighted
 
 
 def each_entry(call: FunctionCall) -> Meaning | None:
     """A function of entries, which broadcasting brings together."""
     rows = call.joined()
-    if not isinstance(rows, Rows) or call.name not in _FILLING:
-        return call.entries()
-    values = [x for x in map(call.number, (*call.args, *call.kwargs.values())) if x is not None]
-    if rows.share is not None and any(values):
-        return None
-    return replace(rows, doubt=max([rows.doubt, *map(call.ledger.doubt, values)]))
+    if isinstance(rows, Rows) and call.name in ("where", "masked_fill", "fill"):
+        return replace(rows, counting=rows.counting or call.ledger.counts(*call.numbers))
+    return rows
 
 
-_FILLING = frozenset(["where", "masked_fill", "fill"])
+def multiply(call: FunctionCall) -> Meaning | None:
+    """A product or quotient of entries, of which some may be numbers that count rows."""
+    joined, values = call.joined(), [x for x in map(call.number, call.args) if x is not None]
+    if isinstance(joined, Rows):
+        return replace(joined, counting=joined.counting or call.ledger.counts(*values))
+    if joined == UNIFORM and len(values) == 2:
+        x, y = values[::-1] if call.name in ("rdiv", "rtruediv") else values
+        return replace(UNIFORM, value=x * y if call.name in SCALING else x / y)
+    return Unknown(MAY_COUNT) if joined is not None and call.ledger.has_size(*values) else joined
 
 
-def compare(call: FunctionCall) -> Meaning | None:
-    """A comparison; that of a count with 0 asks whether anything counts."""
-    plain = isinstance(call.meaning, Number) and call.number(call.args[1]) == 0
-    found = {"gt": _SOME, "ne": _SOME, "eq": _NONE, "le": _NONE}.get(call.name) if plain else None
-    return call.joined() if found is None else found
+def divide(call: FunctionCall) -> Meaning | None:
+    """As ``multiply``; or entries divided by a count, such as weights by their sum."""
+    above, below = call.meaning, call.of(call.args[-1])
+    if not isinstance(above, Rows) or not isinstance(below, Aggregate) or call.kwargs:
+        return multiply(call)
+    plain = not below.tensor.requires_grad and below.tensor.numel() == 1
+    return replace(above, share=below) if plain and above.share is None and not above.counting else None
 
 
-_SOME, _NONE = Unknown("any"), Unknown("all")  # That all are ignored.
+def reduce(call: FunctionCall) -> Meaning | None:
+    """Sums and means, over some dimensions or all."""
+    x, meaning, mean = call.args[0], call.meaning, "mean" in call.name
+    dims = dims_of(x, call.argument(1, "dim", call.kwargs.get("axis"))) or [0]  # Of a single row.
+    if isinstance(meaning, Constant):
+        if not mean and meaning.made and 0 in dims and meaning.value != 0 and x.dim() and not len(x) % call.ledger.rows:
+            return Unknown(MAY_COUNT)  # torch.ones_like(output).sum()
+        return replace(meaning, value=meaning.value if mean else None, positions=None)
+    if not isinstance(meaning, Rows) or 0 not in dims:
+        return meaning if isinstance(meaning, Rows) else None
+    if meaning.counting and not mean:
+        return Unknown(MAY_COUNT)
+    if meaning.share is not None:
+        total = call.ledger.atom(weighted(call.out, meaning.share.tensor), call.name, meaning)
+        step = Instruction("div", torch.div, (total, meaning.share), {}, False, call.out.requires_grad, 0)
+        return None if mean else Aggregate(step, call.out, True)
+    return call.ledger.atom(call.out, call.name, meaning, size_along(x, dims) if mean else None)
 
 
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
@@ -51,37 +73,24 @@ _ALONG: dict[str, tuple[int, Any]] = {
 def along(call: FunctionCall) -> Meaning | None:
     """A function along dimensions: if the batch's is one of them, rows meet."""
     at, default = _ALONG[call.name]
-    dims = call.argument(at, "dim", call.kwargs.get("dims", default))
+    dims = call.argument(at, "dim", call.kwargs.get("dims", call.kwargs.get("other", default)))
     if isinstance(dims, Tensor):  # torch.max(x, y)
         return each_entry(call)
     if isinstance(dims, bool) or call.name == "flip" and len(call.args) > 2:  # std(unbiased), flip(0, 1)
         return None
     whole = torch.broadcast_tensors(*call.operands)[0]
-    rows = call.ledger.joined(call.operands, whole.shape)
+    rows = call.joined(shape=whole.shape)
     if isinstance(rows, Rows):
-        return None if rows.share is not None or 0 in dims_of(whole, dims) else rows
+        return None if 0 in dims_of(whole, dims) else rows
     return VARIED if rows is not None and rows.made else rows
-
-
-def bound(call: FunctionCall) -> Meaning | None:
-    """Entries within bounds; or a count with a minimum."""
-    given = [*call.args, *call.kwargs.values()]
-    if call.name in ("max", "min") and (len(given) < 2 or not isinstance(given[1], Tensor)):
-        return along(call)
-    x, *bounds = given[::-1] if isinstance(call.ledger.of(given[0]), Constant) else given
-    if call.name in ("clamp", "clamp_min", "clip", "max", "maximum") and len(bounds) == 1 and "max" not in call.kwargs:
-        least, count = call.number(bounds[0]), count_of(call.ledger.of(x))
-        if least is not None and count is not None:
-            return Quotient(None, replace(count, least=max(float(least), count.least or float(least))))
-    return each_entry(call)
 
 
 def matmul(call: FunctionCall) -> Meaning | None:
     """Products of rows with constant weights."""
     x, rows, others = call.args[0], call.meaning, call.operands[1:]
     if not isinstance(rows, Rows):
-        return call.joined() if all(isinstance(call.ledger.of(y), Constant) for y in others) else None
-    return rows if x.dim() > 1 and all(y.dim() < 3 and call.ledger.of(y) == GIVEN for y in others) else None
+        return call.joined() if all([isinstance(call.of(y), Constant) for y in others]) else None
+    return rows if x.dim() > 1 and all([y.dim() < 3 and call.of(y) == GIVEN for y in others]) else None
 
 
 def pad(call: FunctionCall) -> Meaning | None:
@@ -99,12 +108,12 @@ def create(call: FunctionCall) -> Meaning | None:
     one = one[0] if name in (*_COPIES, "new_tensor") and type(one) in (list, tuple) and len(one) == 1 else one
     value = 0.0 if "zeros" in name else 1.0 if "ones" in name else None
     if value is None and "empty" not in name:
-        if "like" not in name and not all(isinstance(call.ledger.of(x), Constant) for x in tensors((one,))):
+        if "like" not in name and not all([isinstance(call.of(x), Constant) for x in tensors((one,))]):
             return None  # torch.tensor([mask.sum()])
         value = None if isinstance(one, Tensor) else call.number(call.kwargs.get("fill_value", one))
-        if value is None or call.ledger.may_be_read(value):
+        if value is None or call.ledger.is_read(value):
             return Unknown(read) if read else None if "full" in name else VARIED
-    return Number() if value == 0 and call.out.numel() == 1 else replace(UNIFORM, value=value)
+    return replace(UNIFORM, value=value)
 
 
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
@@ -117,11 +126,16 @@ def vary(call: FunctionCall) -> Meaning:
 
 
 def ask(call: FunctionCall) -> Meaning:
-    """A condition, which Python asks for each microbatch."""
+    """A condition, which Python asks for each microbatch; it may be whether anything counts."""
     reading, meaning = call.ledger.reading, call.meaning
     reading.asked += not isinstance(meaning, Constant)
-    some = meaning == _SOME or isinstance(meaning, Number)  # if mask.sum():
-    reading.empty |= some and not call.out or meaning == _NONE and bool(call.out)
+    some, none = meaning == Unknown("any"), meaning == Unknown("all")  # mask.any(); that all are ignored.
+    if isinstance(meaning, Aggregate):
+        name, args = getattr(meaning.entry, "name", ""), [*getattr(meaning.entry, "args", ()), None, None]
+        zero = not isinstance(args[1], Tensor) and args[1] == 0
+        none = zero and name in ("eq", "le")
+        some = zero and name in ("gt", "ne") or isinstance(meaning.entry, Atom)  # if mask.sum():
+    reading.empty |= some and not call.out or none and bool(call.out)
     return GIVEN
 
 
@@ -145,10 +159,14 @@ def size(call: FunctionCall) -> Meaning:
 #: Where recognition ended at values whose number depends on the batch.
 _RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique",
                      "unique_consecutive", "where", "index_select", "bincount"])
+#: Rules that answer Python.
+ASKING = frozenset([ask, read, size])
 #: Rules that say themselves what Unknown arguments mean.
-_OF_ANYTHING = frozenset([ask, read, size, create, vary, add, views.index])
+_OF_ANYTHING = frozenset([*ASKING, create, vary, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
-_BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary])
+BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary])
+#: Rules that are linear in entries, so that these may have been divided by a count.
+_LINEAR = frozenset([multiply, divide, reduce, views.view, views.keep, views.index, views.gather, views.choose, size])
 _GROUPS: list[tuple[Rule, str]] = [
     (each_entry, "abs absolute acos asin atan atan2 bitwise_and bitwise_or bitwise_xor ceil celu cos cosh digamma elu "
                  "erf erfc erfinv exp exp2 expit expm1 fill floor floor_divide floordiv fmod frac gelu hardsigmoid "
@@ -156,12 +174,12 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "logsigmoid logaddexp logical_and logical_or logical_xor logit masked_fill mish mod positive pow "
                  "remainder relu relu6 rpow rsqrt round sgn sigmoid sign silu sin sinh softplus softshrink softsign "
                  "sqrt square tan tanh threshold trunc xlogy and rand or ror xor invert logical_not bitwise_not "
-                 "isfinite isinf isnan where"),
-    (compare, "eq ne lt gt le ge less greater less_equal greater_equal not_equal"),
-    (add, "add radd iadd sub subtract isub rsub"), (multiply, "mul multiply rmul imul neg negative"),
-    (divide, "div divide true_divide truediv itruediv idiv rdiv rtruediv reciprocal"),
+                 "isfinite isinf isnan where neg negative "
+                 "eq ne lt gt le ge less greater less_equal greater_equal not_equal "
+                 "add radd iadd sub subtract isub rsub clamp clamp_min clip clamp_max maximum minimum"),
+    (multiply, "mul multiply rmul imul rdiv rtruediv reciprocal"),
+    (divide, "div divide true_divide truediv itruediv idiv"),
     (reduce, "sum mean nansum count_nonzero"), (along, " ".join(_ALONG)),
-    (bound, "clamp clamp_min clip clamp_max maximum minimum max min"),
     (matmul, "matmul mm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
@@ -183,28 +201,19 @@ RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in name
 _ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError
 
 
-def meanings(call: FunctionCall, count: int) -> list[Meaning]:
-    """What each of the ``count`` tensors is that a call has returned, or written to."""
-    ledger, rule = call.ledger, RULES.get(call.name)
-    operands = [ledger.of(x) for x in call.operands]
+def meaning_of(call: FunctionCall) -> Any:
+    """What a call's result is, or several of them, by a rule for its arguments: numbers aren't among them."""
+    rule, operands = RULES.get(call.name), call.meanings
     unknown = next((each for each in operands if isinstance(each, Unknown)), None)
-    found: Any = unknown
-    if rule is None or call.kwargs.get("out") is not None:
-        if all(isinstance(each, Constant) for each in operands):
-            found = GIVEN if operands and all(each == GIVEN for each in operands) else VARIED
-    elif ledger.reading.values and rule not in _BY_PLACE and _has_read(call):
-        found = Unknown(ledger.reading.values)
-    elif unknown is None or rule in _OF_ANYTHING:
-        try:
-            found = rule(call)
-        except _ODD:
-            found = None
-    each = found if isinstance(found, list) else [found] * count
-    return [Unknown(call.name) if meaning is None else meaning for meaning in each]
-
-
-def _has_read(call: FunctionCall) -> bool:
-    """True if an argument may be computed from values of the batch."""
-    numbers = [call.number(x) for x in (*call.args, *call.kwargs.values())]
-    whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
-    return any((whole or isinstance(x, float)) and call.ledger.may_be_read(x) for x in numbers if x is not None)
+    if rule is None:
+        if not all([isinstance(each, Constant) for each in operands]):
+            return unknown
+        return GIVEN if operands and all([each == GIVEN for each in operands]) else VARIED
+    if rule not in _LINEAR and any([isinstance(each, Rows) and each.share is not None for each in operands]):
+        return None
+    if unknown is not None and rule not in _OF_ANYTHING:
+        return unknown
+    try:
+        return rule(call)
+    except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError):
+        return None  # Odd arguments.

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.torch_private import DisableTorchFunction
+from splitpipe.loss.function_call import FunctionCall
 from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows, Turned
-from splitpipe.loss.terms import MEAN, SUM, Count, Number, Unknown
+from splitpipe.loss.numbers import Amount, Unknown
 
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
 _SAMPLES = frozenset(
@@ -44,85 +45,76 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Calls a loss, and records what it is."""
     given = {**dict(zip(_parameters(function), args)), **kwargs}
-    average, reduce, how = given.get("size_average"), given.get("reduce"), given.get("reduction", "mean")
-    if average is not None or reduce is not None:  # torch's deprecated options.
-        how = "none" if reduce is False else "sum" if average is False else "mean"
+    how = given.get("reduction", "mean")
+    count: Amount | None = None
     with DisableTorchFunction():
-        meaning, count = _unknown(ledger, given), None
+        call = FunctionCall(ledger, name, (), given, None)
+        meaning = _unknown(call)
         try:
             kind = _counted if name in _COUNTED else _of_elements if name in _ELEMENTS else _of_samples
-            meaning = meaning or kind(ledger, name, given)
-            if how == "sum" and isinstance(meaning, Rows) and any(_counts(ledger, x) for x in given.values()):
-                meaning = Unknown(MAY_COUNT)
+            meaning = meaning or kind(call)
+            if isinstance(meaning, Rows):
+                meaning = Unknown(MAY_COUNT) if how == "sum" and _may_count(call) else replace(meaning, counting=False)
             if how not in ("none", "sum") and isinstance(meaning, Rows):
-                count = Count(_count(name, given, how))
+                count = _count(name, given, how)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             meaning = None  # Odd arguments, of which the loss may raise its own error.
-    if count is None or not isinstance(count.value, Tensor) or given.get("weight") is None:
+    if not isinstance(count, Tensor) or given.get("weight") is None:
         out, total = function(*args, **kwargs), None
     else:  # If all targets' classes have weight 0, the gradients of torch's mean are 0 / 0.
         total = function(**{**given, "reduction": "sum"})
-        out = total / count.value
+        out = total / count
     with DisableTorchFunction():
         if isinstance(meaning, Rows) and how != "none":
-            term = ledger.term(out if total is None else total, SUM if count is None else MEAN, count, name, meaning)
-            meaning = Number((replace(term, divided=total is None),))
+            meaning = ledger.atom(out if total is None else total, name, meaning, count, divided=total is None)
         ledger.put(out, Unknown(name) if meaning is None else meaning)
     return out
 
 
-def _unknown(ledger: Ledger, given: dict[str, Any]) -> Meaning | None:
-    """An argument that isn't known, or is computed from values of the batch: delta=errors.median().item()."""
-    for x in given.values():
-        meaning = ledger.of(x)
-        if isinstance(meaning, Unknown):
-            return meaning
-        if isinstance(meaning, Rows) and meaning.share is not None:
-            return Unknown("a loss of quotients")
-        if isinstance(x, float) and ledger.may_be_read(x):
-            return Unknown(ledger.reading.values)
-    return None
+def _unknown(call: FunctionCall) -> Meaning | None:
+    """What isn't known of the arguments; Python may have computed them: delta=errors.median().item()."""
+    unknown = next((each for each in call.meanings if isinstance(each, Unknown)), None)
+    if any([isinstance(x, float) and call.ledger.is_read(x) for x in call.kwargs.values()]):
+        return Unknown(call.ledger.reading.values)
+    odd = any([isinstance(each, Rows) and each.share is not None for each in call.meanings]) or any(
+        [call.kwargs.get(old) is not None for old in ("size_average", "reduce")])  # torch's deprecated options.
+    return unknown or (Unknown(call.name) if odd else None)
 
 
-def _counts(ledger: Ledger, x: Any) -> bool:
+def _may_count(call: FunctionCall) -> bool:
     """True for an argument that was divided by, or consists of, a number that may count rows."""
-    meaning = ledger.of(x)
-    return isinstance(meaning, Rows) and meaning.doubt > 0 or (
-        isinstance(meaning, Constant) and meaning.value is not None and ledger.doubt(meaning.value) > 0)
+    values = [call.number(x) for x in call.operands]
+    return call.ledger.counts(*values) or any([isinstance(each, Rows) and each.counting for each in call.meanings])
 
 
-def _counted(ledger: Ledger, name: str, given: dict[str, Any]) -> Rows | None:
+def _counted(call: FunctionCall) -> Rows | None:
     """Losses of rows of classes."""
-    x, target = given["input"], given["target"]
-    rows, by = ledger.of(x), ledger.of(target)
-    others = [y for y in given.values() if isinstance(y, Tensor) and y is not x and y is not target]
-    if x.dim() < 2 or not isinstance(rows, Rows) or not isinstance(by, Rows) or not rows.alike(by):
+    x, target = call.kwargs["input"], call.kwargs["target"]
+    rows, by = call.of(x), call.of(target)
+    others = [call.of(y) for y in call.operands if y is not x and y is not target]
+    if not isinstance(rows, Rows) or not isinstance(by, Rows) or x.dim() < 2 or not rows.alike(by):
         return None
-    return replace(rows, doubt=0) if all(isinstance(ledger.of(y), Constant) for y in others) else None
+    return rows if all([isinstance(each, Constant) for each in others]) else None
 
 
-def _of_elements(ledger: Ledger, name: str, given: dict[str, Any]) -> Meaning | None:
+def _of_elements(call: FunctionCall) -> Meaning | None:
     """Losses of elements."""
-    values = [value for value in given.values() if isinstance(value, Tensor)]
-    if given.get("weight") is not None and not name.startswith("binary"):
+    if call.kwargs.get("weight") is not None and not call.name.startswith("binary"):
         return None  # Its mean divides by their sum.
-    rows = ledger.joined(values, torch.broadcast_shapes(*[x.shape for x in values]))
-    return replace(rows, doubt=0) if isinstance(rows, Rows) else rows
+    return call.joined(shape=torch.broadcast_shapes(*[x.shape for x in call.operands]))
 
 
-def _of_samples(ledger: Ledger, name: str, given: dict[str, Any]) -> Rows | None:
+def _of_samples(call: FunctionCall) -> Rows | None:
     """Losses of samples."""
-    values = [value for value in given.values() if isinstance(value, Tensor)]
-    first, *others = [ledger.of(x) for x in values if x is not given.get("weight")]
-    turned = isinstance(first, Turned) and name == "ctc_loss"
+    values = [x for x in call.operands if x is not call.kwargs.get("weight")]
+    first, *others = map(call.of, values)
+    turned = isinstance(first, Turned) and call.name == "ctc_loss"
     rows: Any = first.rows if isinstance(first, Turned) else first
-    if not turned and (not isinstance(first, Rows) or values[0].dim() != 2):
-        return None
-    plain = all(
+    plain = turned or isinstance(first, Rows) and values[0].dim() == 2
+    return Rows(rows.chosen) if plain and all([
         isinstance(each, Constant) and each.uniform or isinstance(each, Rows) and (turned or each.alike(rows))
         for each in others
-    )
-    return Rows(rows.chosen) if plain else None
+    ]) else None
 
 
 def _count(name: str, given: dict[str, Any], how: str) -> Tensor | float:

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
-from splitpipe.loss.arithmetic import keep_value
 from splitpipe.loss.function_call import FunctionCall
-from splitpipe.loss.ledger import Ledger, Quotient, Stack, tensors
-from splitpipe.loss.rules import RULES, meanings
-from splitpipe.loss.terms import Number, Unknown
+from splitpipe.loss.instructions import record
+from splitpipe.loss.ledger import Aggregate, Ledger, Meaning, Rows, Turned
+from splitpipe.loss.numbers import Number, Unknown, tensors
+from splitpipe.loss.rules import ASKING, BY_PLACE, RULES, meaning_of
 
 
 class Trace(TorchFunctionMode):
@@ -32,13 +32,12 @@ class Trace(TorchFunctionMode):
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows consists of; None for one with rows."""
         with DisableTorchFunction():
-            number = self.ledger.number(x)
-            return number.counted(self.ledger.rows) if isinstance(number, Number) else number
+            return self.ledger.number(x)
 
     def has_number(self, values: Sequence[Tensor]) -> bool:
-        """True if numbers of the batch are among the values, whose terms have a graph."""
+        """True if numbers of the batch are among the values, whose atoms have a graph."""
         with DisableTorchFunction():
-            return any([isinstance(self.ledger.of(x), (Number, Stack, Quotient)) for x in values])
+            return any([isinstance(self.ledger.of(x), Aggregate) for x in values])
 
     @uncompiled
     def __torch_function__(
@@ -47,25 +46,53 @@ class Trace(TorchFunctionMode):
         kwargs, (name, in_place), ledger = kwargs or {}, _name_of(func), self.ledger
         if name in torch_losses.NAMES and getattr(F, name, None) is func:
             return torch_losses.loss(ledger, name, func, args, kwargs)  # type: ignore[arg-type]
-        before = None
-        if in_place:
+        written = before = None
+        if in_place and args:
             with DisableTorchFunction():
-                keep_value(ledger, args[0])
-                before = ledger.of(args[0])
-        out = func(*args, **kwargs)
+                written, before = args[0], ledger.of(args[0])
+                args = (self._value_before(args, kwargs), *args[1:])
+        out = func(*(args if written is None else (written, *args[1:])), **kwargs)
         with DisableTorchFunction():
             if before is not None:
                 ledger.put(args[0], before)
-            written = args[0] if name == "__setitem__" else out
             for key in ("input", "tensors", "data", "other"):  # torch.stack(tensors=...)
                 if key in kwargs and (key == "other" or not args):
                     args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
-            found = [*tensors((written,))]
-            for x, meaning in zip(found, meanings(FunctionCall(ledger, name, args, kwargs, written), len(found))):
+            results = [*tensors((out if written is None else written,))]
+            call = FunctionCall(ledger, name, args, kwargs, out if written is None else written)
+            for x, meaning in zip(results, _meanings(call, func, written is not None, results)):
                 ledger.put(x, meaning)
-            if in_place:
-                ledger.note_write(args[0])
         return out
+
+    def _value_before(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """What a function will write to, or if that is to become a number of the batch, a copy."""
+        x, ledger = args[0], self.ledger
+        meaning = ledger.of(x)
+        if not any([isinstance(ledger.of(y), Aggregate) for y in tensors([args, kwargs])]):
+            return x  # type: ignore[no-any-return]
+        kept: Tensor = x.clone()
+        if isinstance(meaning, Aggregate):
+            meaning.tensor, meaning.version = kept, None
+        return kept
+
+
+def _meanings(call: FunctionCall, function: Any, in_place: bool, results: Sequence[Tensor]) -> list[Meaning]:
+    """What each of the results is of a function, which may have written to its first argument."""
+    rule, read = RULES.get(call.name), call.ledger.reading.values
+    whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
+    found: Any = None
+    if read and rule is not None and rule not in BY_PLACE and any([
+        (whole or isinstance(x, float)) and call.ledger.is_read(x) for x in call.numbers
+    ]):
+        found = Unknown(read)
+    elif rule not in ASKING and any([isinstance(each, Aggregate) for each in call.meanings]) and not any(
+        [isinstance(each, (Rows, Turned)) for each in call.meanings]
+    ):
+        return record(call, function, in_place, results)
+    elif call.kwargs.get("out") is None:
+        found = meaning_of(call)
+    each = found if isinstance(found, list) else [found] * len(results)
+    return [Unknown(call.name) if meaning is None else meaning for meaning in each]
 
 
 @lru_cache(1024)

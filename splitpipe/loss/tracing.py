@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.ledger import Constant, HostReads, Ledger, Rows, tensors
-from splitpipe.loss.terms import Unknown
+from splitpipe.loss.ledger import Aggregate, HostReads, Ledger
+from splitpipe.loss.numbers import Number, Unknown, tensors
 from splitpipe.loss.trace import Trace
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
@@ -69,7 +69,7 @@ class Tracing:
         with DisableTorchFunction():
             numbers = ledger.note_numbers(value, "" if traced else described)
             for x in tensors((value,)):
-                if traced and _is_number(ledger, x):
+                if traced and (x.numel() < ledger.rows or isinstance(ledger.of(x), Aggregate)):
                     ledger.put(x, ledger.of(x))  # Its graph may be another one now.
                     numbers = True
                 else:
@@ -78,11 +78,7 @@ class Tracing:
                 ledger.reading = before
 
 
-def _is_number(ledger: Ledger, x: Tensor) -> bool:
-    return not x.dim() or x.numel() < ledger.rows or not isinstance(ledger.of(x), (Rows, Constant, Unknown))
-
-
-def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Any]:
+def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:
     """What the numbers among an output's leaves consist of, by position."""
     found = {k: trace.number(x) for k, x in enumerate(leaves) if isinstance(x, Tensor)} if trace is not None else {}
     return {k: number for k, number in found.items() if number is not None}

@@ -101,8 +101,7 @@ class ArgumentDivider(Divider):
         """The arguments, and the target; with a cache, which can't be split or joined, as a single microbatch."""
         given = dict(name_arguments(self._signature, args, kwargs))
         cache, takes = given.get("use_cache"), "use_cache" in self._signature.parameters
-        # In an evaluation, there are labels.
-        needless = training and torch.is_grad_enabled() or any([given[x] is not None for x in given if "label" in x])
+        needless = training and torch.is_grad_enabled() or labelled(given)
         if needless and takes and "use_cache" not in given:
             kwargs = {**kwargs, "use_cache": False}
         cache = cache or takes and cache is None and not needless
@@ -140,6 +139,11 @@ def name_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: di
     return [*zip(names, args), *kwargs.items()]
 
 
+def labelled(given: Mapping[str, Any]) -> bool:
+    """True if there are labels: a call, of an evaluation, too, needs no cache then."""
+    return any([x is not None for name, x in given.items() if "label" in name])
+
+
 def divide_target(target: Any, flags: Any, rows: Rows) -> Division:
     """The division of a target into the microbatches of an input."""
     root = _verified(input_node(target, flags, "the target"), "the target")
@@ -170,12 +174,13 @@ def holds_objects(value: Any) -> bool:
 _signature = lru_cache(signature_of)  # Of functions of classes: a bound method would be kept.
 
 
-def uncached(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a module inside, in training with ``use_cache=False`` if only its configuration says otherwise.
+def uncached(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], labels: bool) -> dict[str, Any]:
+    """The keywords of a module inside, with ``use_cache=False`` if only its configuration says otherwise.
 
-    Microbatches' caches can't be joined, and a wrapper such as PEFT's doesn't show that it takes the word.
+    That is in training, and in calls with labels. Microbatches' caches can't be joined, and a wrapper such as PEFT's
+    doesn't show that it takes the word.
     """
-    if not part.training or not torch.is_grad_enabled() or kwargs.get("use_cache") is not None:
+    if not labels and not (part.training and torch.is_grad_enabled()) or kwargs.get("use_cache") is not None:
         return kwargs
     parameters = _signature(type(part).forward).parameters
     decides = "use_cache" in parameters and parameters["use_cache"].default is None

@@ -1,17 +1,19 @@
-"""The values of a call, flattened, and which part of them each microbatch gets."""
+"""The values of a call, flattened: their moves to the stages that take them, and the part that each microbatch gets."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from splitpipe.core import stream
 from splitpipe.core.note import add_note
+from splitpipe.core.tensors import is_plain
 from splitpipe.microbatch.rows import Node, Rows
 from splitpipe.microbatch.tree import Nesting, flatten, unflatten
 
@@ -103,6 +105,44 @@ def collect(parts: Sequence[Any], sizes: Sequence[int]) -> Division:
     owners: list[int | None] = [i for i, (own, _) in enumerate(flat) for _ in own]
     rows = [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
     return Division(leaves, [None] * len(leaves), rows, [nesting for _, nesting in flat], owners)
+
+
+class Moves:
+    """Moves of one call's input and target, as the caller's ``x.to(device)`` would move them.
+
+    The copies belong to the caller: they are made on its streams, for which the stages wait, and in its graph, which
+    returns gradients to the tensors' devices. For a copy from the CPU, the host waits; if the memory is pinned, it
+    waits only at the end of the call, because a training loop may refill that memory as soon as the call has returned.
+    """
+
+    def __init__(self) -> None:
+        self._unread: list[torch.Event] = []
+
+    def input(self, input: Division, devices: Sequence[torch.device]) -> Division:
+        """The input on the devices, the first stage's first; tensors on none of them are moved to that."""
+        known, found = {*devices}, {leaf.device for leaf in input.leaves if isinstance(leaf, Tensor)}
+        # Next to tensors elsewhere, a tensor on the CPU may belong there, such as lengths of sequences.
+        known |= {torch.device("cpu")} if found - {torch.device("cpu")} else set()
+        return self.move(input, devices[0], known)
+
+    def settle(self) -> None:
+        """Waits until pinned memory has been read."""
+        while self._unread:
+            event = self._unread.pop()
+            event.synchronize()
+            stream.spent(event)
+
+    def move(self, division: Division, device: torch.device, known: Collection[torch.device] = ()) -> Division:
+        """The values on a device, but for tensors on those ``known``."""
+        found, pinned = dict[int, Tensor](), False  # Tensors that microbatches share are copied once.
+        for x in division.leaves:
+            if isinstance(x, Tensor) and id(x) not in found and x.device not in (device, *known):
+                pins = x.device.type == "cpu" and is_plain(x) and x.is_pinned()
+                found[id(x)] = x.to(device, non_blocking=pins or "cpu" not in (x.device.type, device.type))
+                pinned = pinned or pins
+        if pinned and (event := stream.mark(stream.current(device))) is not None:
+            self._unread.append(event)
+        return replace(division, leaves=[found.get(id(x), x) for x in division.leaves]) if found else division
 
 
 def absent(input: Division) -> Division:

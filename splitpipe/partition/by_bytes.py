@@ -91,10 +91,3 @@ def cuts_of_map(module: nn.Module) -> tuple[list[str], list[torch.device]]:
             if first is not None:
                 starts[devices[name]] = first
     return [*starts.values()][1:], [*starts]
-
-
-def share(parts: Sequence[Section], numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """For each stage, the bytes of its weights, and those that training keeps."""
-    rest = iter(parts)
-    stages = [[next(rest) for _ in range(number)] for number in numbers]
-    return [(sum([part.weights for part in own]), sum([part.trained for part in own])) for own in stages]

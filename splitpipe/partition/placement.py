@@ -1,25 +1,96 @@
-"""Which stage a module belongs to, and thus where its parameters and buffers are: the first stage that calls it.
+"""Which stage a module belongs to, and moves of its parameters and buffers to that stage's device, as the same objects.
 
-The first call finds that out, microbatch by microbatch in one thread: before a stage calls a module, it moves the
+Layers of an nn.Sequential belong to stages by balance. Any other module's part belongs to the first stage that calls
+it. The first call finds that out, microbatch by microbatch in one thread: before a stage calls a module, it moves the
 module to its device. So nothing is run twice, and a model that is too large for any device goes from the CPU to the
 devices piece by piece. With a sample, a rehearsal on one row finds it before.
 """
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils import swap_tensors
 
 from splitpipe.core.stream import Place
-from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.partition.moving import moved
+from splitpipe.core.torch_private import DisableTorchFunction, is_traceable_wrapper_subclass
+from splitpipe.partition.resident import is_pipeline
 from splitpipe.partition.restore import restore_after
+
+T = TypeVar("T")
+
+
+def by_stage(layers: Iterable[T], balance: Sequence[int]) -> list[list[T]]:
+    """The layers of each stage, by the number of them."""
+    rest = iter(layers)
+    return [[*islice(rest, number)] for number in balance]
+
+
+def verify_stages(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
+    """Raises for a parameter or buffer that stages on different devices share."""
+    first: dict[int, int] = {}  # The first stage of each tensor, by identity.
+    for stage, layer in [(stage, layer) for stage, layers in enumerate(stages) for layer in layers]:
+        for name, x in (*layer.named_parameters(), *layer.named_buffers()):
+            home = first.setdefault(id(x), stage)
+            if places[home].device != places[stage].device:
+                raise ValueError(
+                    f"{type(layer).__name__}.{name} of stage {stage} ({places[stage]}) is also in stage {home} "
+                    f"({places[home]}): expected layers that share a tensor in one stage, or in stages on one device. "
+                    "Choose another balance, or give each layer a separate copy (copy.deepcopy)."
+                )
+
+
+def move_stages(stages: Sequence[Sequence[nn.Module]], places: Sequence[Place]) -> None:
+    """Moves each stage's layers to its device. Raises for a parameter or buffer that several devices' stages share."""
+    verify_stages(stages, places)
+    for stage, place in zip(stages, places):
+        for layer in stage:
+            move(layer, place.device)
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Moves a module, but no pipelines inside it, to a device."""
+    # Not module.to(device), which may raise if a part places its tensors itself.
+    module._apply(lambda x: moved(x, device), recurse=False)
+    for child in module.children():
+        if not is_pipeline(child):
+            move(child, device)
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor itself, on another device."""
+    if x.device == device or not x.is_leaf:
+        return x
+    with torch.inference_mode(False), torch.no_grad():  # The first call may be in inference mode, others not.
+        y, grad = x.to(device), None if x.grad is None else x.grad.to(device)
+        _replace(x, y)
+        x.grad = grad
+    return x
+
+
+def _replace(x: Tensor, y: Tensor) -> None:
+    """Gives a tensor another one's contents, and keeps its hooks."""
+    # Of a tensor that contains others, such as a quantised weight and its scales, these aren't part of its .data.
+    if type(x).to is Tensor.to and not is_traceable_wrapper_subclass(x):
+        try:
+            x.data = y
+            return
+        except RuntimeError:  # Some devices' tensors are of another kind.
+            pass
+    if y is x:  # A weight may be quantised in place when it is moved.
+        return
+    hooks, later = x._backward_hooks, x._post_accumulate_grad_hooks
+    if isinstance(x, Parameter) and not isinstance(y, Parameter):
+        y = Parameter(y, x.requires_grad)
+    swap_tensors(x, y)
+    x._backward_hooks, x._post_accumulate_grad_hooks = hooks, later
 
 
 class Placement:

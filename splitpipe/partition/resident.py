@@ -1,18 +1,25 @@
-"""A wrapper around a module, with the module's state and attributes, that stays on the devices of the stages."""
+"""A pipeline as a module: the wrapper, with the module's state, on the devices of stages; and calls that are errors."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx import Proxy
 from typing_extensions import Self
 
 from splitpipe.core.stream import Place
-from splitpipe.core.torch_private import _parse_to
+from splitpipe.core.torch_private import _disable_dynamo, _parse_to, peek_interpreter_stack
 
 #: The tables of a module, of parameters, buffers, children and hooks, which both modules share.
 _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
+_REFUSED = (
+    "SplitPipe was called {}, which doesn't reach its worker threads and copies: expected the plain module there, "
+    "which splitpipe.detach(model) returns."
+)
 
 
 class Resident(nn.Module):
@@ -110,3 +117,24 @@ class Resident(nn.Module):
 def is_pipeline(module: nn.Module) -> bool:
     """True for a SplitPipe and an attached module."""
     return isinstance(module, Resident) or hasattr(vars(module).get("forward"), "runtime")
+
+
+def guarded(run: Callable[..., Any], *given: Any) -> Any:
+    """Calls ``run`` with what a pipeline was given; raises where that can't be followed."""
+    if torch.compiler.is_exporting() or isinstance(given[0], Proxy):  # Now, while code that is traced can still raise.
+        raise RuntimeError(_REFUSED.format("by torch.export, torch.onnx.export or torch.fx"))
+    return (_untraced if "torch._dynamo" in sys.modules else _outside_transforms)(run, *given)
+
+
+def _outside_transforms(run: Callable[..., Any], *given: Any) -> Any:
+    if peek_interpreter_stack() is not None:
+        raise RuntimeError(_REFUSED.format("inside a torch.func transform (grad, vmap, jvp ...)"))
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise RuntimeError(_REFUSED.format("by torch.jit.trace (or torch.onnx.export with dynamo=False)"))
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(_REFUSED.format("inside forward-mode AD (forward_ad.dual_level)"))
+    return run(*given)
+
+
+#: Not traced by torch.compile, which can't because of the threads; code around it and its layers are.
+_untraced: Callable[..., Any] = _disable_dynamo(_outside_transforms)

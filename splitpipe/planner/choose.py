@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from splitpipe.planner.costs import Candidate, Cut, LayerSums, StageBytes, candidates, costs, memory, span
-from splitpipe.planner.profile import Device, Profile
+from splitpipe.planner.measure import Device, Profile
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Schedule
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitpipe.schedule.draw.measures import aligned, size
-from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.op import counted
+from splitpipe.schedule.recording import Recording
 from splitpipe.schedule.timeline import Timeline
 
 

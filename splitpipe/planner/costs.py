@@ -7,12 +7,11 @@ from functools import cached_property
 from itertools import accumulate
 
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
-from splitpipe.planner.profile import Profile
+from splitpipe.planner.measure import Profile
 from splitpipe.schedule.construct.library import SCHEDULES, build, variants
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.op import Schedule, counted
 from splitpipe.schedule.play import OpOrder
-from splitpipe.schedule.plurals import counted
 
 # Possible numbers of stages per device, if the schedule leaves it open.
 COUNTS = (1, 2, 3, 4)
@@ -80,15 +79,10 @@ def _schedules(
             if name.microbatches == chunks:
                 yield name.name or "a custom schedule", name
             continue
-        for options in variants(name, devices, COUNTS):
-            try:
-                schedule = build(name, devices, chunks, **options)
-            except ValueError:
-                continue  # The schedule doesn't support these numbers.
+        for options, schedule in variants(name, devices, chunks, COUNTS):
             if schedule not in seen:  # With few microbatches or devices, many are equal.
                 seen.add(schedule)
-                default = {"stages_per_device": 2, "group": devices, "split": False}
-                given = ", ".join(f"{option}={value}" for option, value in options.items() if value != default[option])
+                given = ", ".join(f"{option}={value}" for option, value in options.items())
                 yield f"{name} ({given})" if given else name, schedule
 
 

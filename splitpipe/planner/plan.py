@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from os import PathLike, fspath
@@ -13,12 +12,11 @@ from typing import Any
 
 from splitpipe.pipe import SplitPipe
 from splitpipe.planner.comparison import PlanComparison, compare
-from splitpipe.schedule.construct.library import build, variants
+from splitpipe.schedule.construct.library import variants
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw.measures import aligned, percent, size
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.recording.recording import Recording
+from splitpipe.schedule.op import Schedule, counted
+from splitpipe.schedule.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
 
 _FORM = 4  # The version of the JSON format, which readers check.
@@ -229,12 +227,10 @@ class Plan:
     def _options(self) -> dict[str, Any] | None:
         """The options with which ``schedule.build`` makes the schedule from its name; None if no options do."""
         name, devices = self.schedule.name, len(self.devices)
-        for options in ({}, *variants(name, devices, [self.schedule.stages // devices])):
-            with suppress(ValueError):
-                if build(name, devices, self.chunks, **options) == self.schedule:
-                    # Without a loss_fn, "gpipe" alone would be drop-in.
-                    return {"split": False} if self.own_loss and name == "gpipe" and not options else options
-        return None
+        built = variants(name, devices, self.chunks, [self.schedule.stages // devices])
+        options = min([options for options, schedule in built if schedule == self.schedule], key=len, default=None)
+        # Without a loss_fn, "gpipe" alone would be drop-in.
+        return {"split": False} if self.own_loss and name == "gpipe" and options == {} else options
 
     def _code(self) -> str:
         """The call that makes the model, to paste where ``module`` and ``loss_fn`` are those that were planned for.

@@ -16,10 +16,10 @@ from splitpipe.engine.crossing import Detaching
 from splitpipe.engine.module import ModuleCall, ModuleForward
 from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
-from splitpipe.engine.stitched.module import CheckpointedBlocks, Stitching, keep_stitched_output
+from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.tracing import Kinds
-from splitpipe.microbatch.divider import ArgumentDivider, name_arguments, signature_of
+from splitpipe.microbatch.divider import ArgumentDivider, labelled, name_arguments, signature_of
 from splitpipe.microbatch.division import Division
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
@@ -75,14 +75,16 @@ class ModuleRuntime(Runtime):
         """Places parameters by a call with one row of a sample, which leaves no other trace."""
         args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), self._divider.sample(*arguments_of(sample)))
         with rehearsal(self.module, self._resources.devices):
-            self.call(args, kwargs, whole=True)
+            self.run(self.batch(self.module, args, kwargs, whole=True))
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, whole: bool = False) -> Any:
-        """The module's output for a batch, or its loss; see ``run``."""
+    def batch(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, whole: bool = False
+    ) -> Batch:
+        """A call of the module, or of what wraps it."""
         module, given = self.module, name_arguments(self.signature, args, kwargs)
         names = tuple([name for name, value in given if value is not None])
         kind = module.training, torch.is_grad_enabled(), target is not None, names
-        return self.run(Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), whole, kind))
+        return Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), whole, kind)
 
     def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
         """If modules or parameters have changed, it looks at all of them again."""
@@ -125,8 +127,9 @@ class ModuleRuntime(Runtime):
             finish = partial(keep_loss, objective, targets)
         elif not step.outer:
             finish = partial(keep_own_loss, options.reduction, self._loss_warnings)
+        labels = labelled(dict(name_arguments(self.signature, batch.args, batch.kwargs)))
         own = ModuleCall(
-            step, self._forward, batch.blocks, placement, shared, attributes, tracing, self._modules,
+            step, self._forward, batch.blocks, placement, shared, attributes, tracing, self._modules, labels,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
         parts = call.cut(call.input, 0, detached=not stitched)

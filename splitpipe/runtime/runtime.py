@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from splitpipe.backward.leaf_hooks import LeafHooks
+from splitpipe.backward.input_backward import LeafHooks
 from splitpipe.backward.report import DeferralReport, report
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
+from splitpipe.compiled.backend import CompileOptions
 from splitpipe.compiled.layers import Compiler
-from splitpipe.compiled.options import CompileOptions
 from splitpipe.core import thread_state
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
-from splitpipe.core.worker import ProcessLock
+from splitpipe.core.worker import ProcessLock, Resources
 from splitpipe.engine.drop_in import attach_outputs
 from splitpipe.engine.module_output import Output
 from splitpipe.engine.record import Recordings
@@ -34,20 +34,18 @@ from splitpipe.engine.rows import Rows, forward_rows, schedule_rows
 from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
-from splitpipe.engine.stitched.sequential import StitchedForward
+from splitpipe.engine.stitched.forward import StitchedForward
 from splitpipe.loss.objective import TARGET, Objective, scale_of
-from splitpipe.loss.reducing import NO_FUNCTION, LossWarnings, Reducer
+from splitpipe.loss.reduction import NO_FUNCTION, LossWarnings, Reducer
 from splitpipe.microbatch.divider import Divider, Split
 from splitpipe.microbatch.division import Division, absent, noted
 from splitpipe.microbatch.gather import gather
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
-from splitpipe.partition.placement import Placement
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
+from splitpipe.partition.placement import Placement, by_stage
+from splitpipe.schedule.op import Schedule, counted
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.layers import ModelLayers, Named, StageLayers
-from splitpipe.stage.resources import Resources
 from splitpipe.stage.segment import RunningStage
 from splitpipe.stage.shared_parameters import SharedParameters
 
@@ -55,6 +53,7 @@ from splitpipe.stage.shared_parameters import SharedParameters
 class Options(NamedTuple):
     """How a module is run, as SplitPipe and attach resolve their arguments."""
 
+    balance: tuple[int, ...]  #: Of an nn.Sequential. Any other module has cuts.
     cuts: tuple[str, ...]
     places: tuple[Place, ...]
     chunks: int
@@ -87,7 +86,7 @@ class Runtime:
 
     own_forward = False  #: Whether a microbatch runs through the module's own forward, rather than layer by layer.
 
-    def __init__(self, options: Options, spans: Sequence[tuple[int, int]] = (), divider: Any = Divider) -> None:
+    def __init__(self, options: Options, divider: Any = Divider) -> None:
         self.options = options
         self._resources, self._placement = Resources(options.places), Placement(options.places)
         self._lock, self.recordings = ProcessLock(), Recordings(options.schedule, options.places)
@@ -101,11 +100,15 @@ class Runtime:
         self.draws: dict[bool, bool] = {}
         self._known: tuple[Any, ModelLayers] | None = None  # The layers for a key, if they may be used again.
         self._last: list[StageLayers] = []  # Those of the last call with grad mode.
-        self._spans, self._looked = spans, False  # Whether a step has shown what layers keep.
+        self._looked = False  # Whether a step has shown what layers keep.
         self._divider = divider(options.batched, options.splitting, options.chunks, options.schedule is not None)
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
-        return Runtime, (self.options, self._spans)
+        return Runtime, (self.options,)
+
+    def batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
+        """A call of the module."""
+        return Batch(module, args, kwargs, target)
 
     def run(self, batch: Batch) -> Any:
         """The output; given a target, the loss; with a schedule and the module's own loss, the output with it."""
@@ -150,7 +153,7 @@ class Runtime:
         shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
         ops = self._rows(step.workers, len(call.rows), state.grad, 0 if self.own_forward else call.checkpointed)
         with noted(call.input, target):
-            scheduled = ScheduledStep(step, target, scale)
+            scheduled = ScheduledStep(step, target, scale, None if objective is None else objective.batch_loss)
             loss: Any = scheduled.run(ops, shared)
         shared.verify()
         outputs = [forward.output for forward in forwards]
@@ -206,7 +209,7 @@ class Runtime:
         odd = odd or objective is not None and objective.compiled
         # Forwards that stay on their threads' stacks need one each.
         pool = None if odd else resources.pool(layers.workers, len(call.rows) - 1 if self.own_forward else 0)
-        sides = resources.named if outer and not resources.on_cpu else None
+        sides = resources.named if outer else None
         stages = [RunningStage(own, call, outer, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
         recorder = self.recordings.current if state.grad and not outer else None
@@ -229,13 +232,13 @@ class Runtime:
 
     def _stages(self, module: nn.Module) -> list[list[Named]]:
         layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
-        if len(layers) != self._spans[-1][1]:
-            balance = [end - start for start, end in self._spans]
+        balance = [*self.options.balance]
+        if len(layers) != sum(balance):
             raise RuntimeError(
                 f"the model has {counted(len(layers), 'layer')} now, but balance {balance} was given for "
                 f"{sum(balance)}. Layers may be replaced; to add or remove some, build a new SplitPipe."
             )
-        return [layers[start:end] for start, end in self._spans]
+        return by_stage(layers, balance)
 
     def _begin_forwards(
         self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]

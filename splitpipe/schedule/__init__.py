@@ -5,10 +5,10 @@ from splitpipe.schedule.check import check
 from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
 from splitpipe.schedule.construct.library import build, names
 from splitpipe.schedule.construct.reorder import reorder
+from splitpipe.schedule.construct.search import search
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Op, Schedule
-from splitpipe.schedule.recording.recording import Recording
-from splitpipe.schedule.search.search import search
+from splitpipe.schedule.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
 from splitpipe.schedule.torch_csv import from_csv
 

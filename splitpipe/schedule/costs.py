@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from splitpipe.schedule.op import Kind, Op, Schedule, listed, verify
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Kind, Op, Schedule, counted, listed, verify
 
 Each = float | Sequence[float]
 _OPS = "forward", "backward_input", "backward_weight"

@@ -140,6 +140,11 @@ def listed(value: object) -> list[Any] | None:
     return list(value) if getattr(value, "ndim", None) != 0 else None  # An array without dimensions is a number.
 
 
+def counted(number: int, what: str) -> str:
+    """A number with its noun, for messages: 1 stage, 2 stages, 3 microbatches."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
+
+
 def placed(placement: object) -> tuple[int, ...]:
     devices = listed(placement)
     if devices is None or not all(hasattr(device, "__index__") and not isinstance(device, bool) for device in devices):

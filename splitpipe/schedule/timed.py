@@ -67,6 +67,11 @@ class TimedSchedule:
         )
 
     @property
+    def utilisation(self) -> tuple[float, ...]:
+        """The fraction of the makespan in which each device computes."""
+        return tuple(work / self.makespan if self.makespan else 0.0 for work in self.work)
+
+    @property
     def idle(self) -> tuple[float, ...]:
         """The time of the makespan in which each device doesn't compute."""
         return tuple(self.makespan - work for work in self.work)

@@ -20,8 +20,7 @@ from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State
-from splitpipe.microbatch.division import Division
-from splitpipe.microbatch.moving import Moves
+from splitpipe.microbatch.division import Division, Moves
 from splitpipe.microbatch.tree import Nesting
 from splitpipe.skip.tracker import Key
 

@@ -6,7 +6,7 @@ parameter that ``torch.func.functional_call`` swaps for one call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, combinations
 from operator import attrgetter, is_
 from typing import Any
 
@@ -16,10 +16,8 @@ from splitpipe.backward.report import Uses
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.stream import Place
-from splitpipe.partition import placing
 from splitpipe.schedule.op import Schedule
-from splitpipe.skip.layout import crossing
-from splitpipe.skip.skippable import Skippable
+from splitpipe.skip.skippable import Skippable, crossing
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.recomputation import Modules
 
@@ -81,7 +79,7 @@ class ModelLayers:
         skips = crossing(parts)
         self.stages = [StageLayers(j, place, part, skips) for j, (place, part) in enumerate(zip(places, parts))]
         rows = None if schedule is None else schedule.placement
-        self.workers = (*placing.workers([stage.calls for stage in self.stages], places, rows),)
+        self.workers = (*workers([stage.calls for stage in self.stages], places, rows),)
         self._modules = list(dict.fromkeys(chain.from_iterable(root.modules() for _, root in roots)))
         self._tables: list[Any] = [table for m in (module, *self._modules) for table in (m._modules, m._parameters)]
         self._found = self._look()
@@ -100,3 +98,26 @@ class ModelLayers:
 
     def _look(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self._tables)), *map(_compiled_call, self._modules)]
+
+
+def workers(
+    stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
+) -> list[int]:
+    """The worker of each stage: one per accelerator; on the CPU one per row, or per set of stages that share state."""
+    # Two threads that update one buffer lose updates, and two that call one layer could clash in what it keeps (such as
+    # the weight that a hook of weight_norm sets). One thread runs its stages in the order of the clock.
+    keys = [_keys(*each) for each in zip(stages, places, range(len(stages)) if rows is None else rows)]
+    first = list(range(len(stages)))  # For each stage, the first one with the same worker.
+    for stage, other in combinations(range(len(stages)), 2):
+        if keys[stage] & keys[other]:  # A stage that shares with several merges their workers.
+            into, joined = sorted([first[stage], first[other]])
+            first = [into if found == joined else found for found in first]
+    return [sorted({*first}).index(found) for found in first]
+
+
+def _keys(layers: Sequence[nn.Module], place: Place, row: int) -> set[object]:
+    if place.device.type != "cpu":
+        return {f"row {row}", place.device}
+    parts = {part for layer in layers for part in layer.modules()}
+    state = [part for part in parts if next(part.parameters(), None) is not None]  # Others keep little.
+    return {f"row {row}", *state, *[id(buffer) for layer in layers for buffer in layer.buffers()]}

@@ -4,7 +4,9 @@
              <── gradient for that number <── copy ── captured at the guard's edge
 
 Values enter through guard nodes, the layers run as they are, outputs leave detached. A value that leaves gets a
-number. The stage that takes it remembers where its gradient must go: its *origin*.
+number. The stage that takes it remembers where its gradient must go: its *origin*. B captures the gradients that arrive
+at the guard's outputs, and never runs the guard itself. If it does run, a gradient came on a path that the pipeline
+doesn't know, and the stage before would lose it.
 """
 from __future__ import annotations
 
@@ -15,17 +17,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.backward.graph_walk import Walk, fused, walk
 from splitpipe.backward.report import uses
 from splitpipe.backward.weight_grad_store import WeightGradStore
-from splitpipe.core.guard import guard
 from splitpipe.core.stream import Stream
 from splitpipe.core.torch_private import RemovableHandle
 from splitpipe.core.transfer import Route
 from splitpipe.stage.call import Activation, Call, Origin, Origins
 from splitpipe.stage.layers import StageLayers
+
+
+class Guard(Function):
+    """The tensors, as outputs of one node. That leads to a phony: it would hold the tensors as long as the graph is."""
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([x.detach() for x in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        if any([grad is not None for grad in grads]):
+            raise RuntimeError(
+                "a gradient arrived at a stage's input on a path that the pipeline doesn't know, such as a loss "
+                "that a layer keeps, and earlier stages would lose it. Expected every term of the loss in the model's "
+                "output or in loss_fn(output, target), or, without a schedule, SplitPipe(..., backward='autograd')."
+            )
+        return None, *[None for _ in grads]
+
+
+#: Without the check whether torch.func is active, which takes longer: no pipeline runs inside it.
+_guard: Any = super(Function, Guard).apply
 
 
 class Segment:
@@ -48,7 +73,7 @@ class Segment:
     def enter(self, tensors: Sequence[Tensor], origins: Sequence[Origin]) -> list[Tensor]:
         """Tensors without a graph, as they enter this one."""
         with torch.enable_grad():
-            entered = guard(tensors)
+            entered = [*_guard(torch.empty(0, device="cpu", requires_grad=True), *tensors)] if tensors else []
         # Like get_gradient_edge, which makes a view to keep the node alive. The tensor does so, too.
         self.entries += [GradientEdge(x.grad_fn, x.output_nr, x) for x in entered]
         self.origins += origins

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from splitpipe.core import stream
 from splitpipe.core.tensors import version_of
 from splitpipe.core.transfer import brought
-from splitpipe.partition.moving import moved
-from splitpipe.partition.placement import Placement
+from splitpipe.partition.placement import Placement, moved
 from splitpipe.stage.segment import RunningStage
 
 

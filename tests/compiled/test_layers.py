@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import splitpipe
 from splitpipe import SplitPipe
+from splitpipe.compiled.backend import verify_compile
 from splitpipe.compiled.layers import CompiledCall, fit
-from splitpipe.compiled.options import verify_compile
 from tests.helpers.compiling import EAGER
 from tests.helpers.compiling import graphs as graphs
 from tests.helpers.compiling import nothing_compiled as nothing_compiled

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from splitpipe.core.launch_lock import LaunchLock
-from splitpipe.core.worker import Pool
+from splitpipe.core.worker import LaunchLock, Pool
 
 T = TypeVar("T")
 

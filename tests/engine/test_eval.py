@@ -81,18 +81,18 @@ def test_a_cache_that_training_asks_for_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("inside", "default", "expected"), [
-    (False, True, [False, True, True]), (True, True, [True, True, True]), (True, None, [False, True, None])])
-def test_a_module_that_keeps_a_cache_by_default_or_decides_itself_is_told_to_keep_none_in_training(
+    (False, True, [False, True, True, False]), (True, True, [True] * 4), (True, None, [False, True, None, False])])
+def test_a_module_that_keeps_a_cache_by_default_or_decides_itself_is_told_to_keep_none_in_training_or_with_labels(
     inside: bool, default: bool | None, expected: list[Any]
 ) -> None:
-    def telling(self: Any, x: Tensor, use_cache: bool | None = default) -> tuple[Tensor, bool | None]:
+    def telling(self: Any, x: Tensor, use_cache: Any = default, labels: Any = None) -> tuple[Tensor, bool | None]:
         return self.two(self.one(x)), use_cache
 
     net, cuts = module_of(telling, **linears("one", "two")), ["two"]
     if inside:
-        net, cuts = module_of(lambda self, x, *given: self.model(x, *given), model=net), ["model.two"]
+        net, cuts = module_of(lambda self, x, *given, labels=None: self.model(x, *given), model=net), ["model.two"]
     model, x = piped(net, cuts, chunks=2), torch.randn(4, 4)
-    assert [model(x)[1], model(x, True)[1], model.eval()(x)[1]] == expected
+    assert [model(x)[1], model(x, True)[1], model.eval()(x)[1], model(x, labels=x)[1]] == expected
 
 
 @pytest.mark.parametrize(("given", "batched", "calls"), [

@@ -43,15 +43,6 @@ def test_a_count_is_any_number(kind: Any) -> None:
 # Of torch's own
 
 
-@pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
-@pytest.mark.filterwarnings("ignore:reduction='elementwise_mean':UserWarning")
-def test_a_function_with_old_arguments_is_understood() -> None:
-    for old in ({"size_average": False}, {"size_average": True}, {"reduce": True}, {"reduction": "elementwise_mean"}):
-        loss_fn = partial(F.mse_loss, **old)
-        plain, model = twins(mlp(4), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
-        assert_equal(plain, model, torch.randn(7, 4), torch.randn(7, 4), loss_fn)
-
-
 def test_a_list_of_targets_has_one_for_each_row_whatever_their_sizes() -> None:
     def loss_fn(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
         return torch.stack([F.mse_loss(o[:2], own["y"][torch.tensor([1, 0])]) for o, own in zip(output, target)]).mean()

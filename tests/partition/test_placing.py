@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from splitpipe.core.stream import Place
-from splitpipe.partition import placing
-from splitpipe.partition.moving import move_stages, moved
-from splitpipe.partition.placing import verify_stages
+from splitpipe.partition.placement import move_stages, moved, verify_stages
+from splitpipe.stage import layers
 
 CPU = Place(torch.device("cpu"))
 META = Place(torch.device("meta"))
@@ -36,7 +35,7 @@ def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_state_and_an_acc
     other.weight = tied.weight
 
     def workers(*stages: list[nn.Module]) -> list[int]:
-        return placing.workers(stages, [CPU] * 9)
+        return layers.workers(stages, [CPU] * 9)
 
     assert workers([a], [b], [c]) == [0, 1, 2]
     assert workers([tied], [other]) == [0, 1]
@@ -46,7 +45,7 @@ def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_state_and_an_acc
     relu, empty = nn.ReLU(), nn.Sequential()
     assert workers([relu, empty, c], [relu, empty]) == [0, 1]
     assert workers() == []
-    assert placing.workers([[nn.Tanh()] for _ in range(5)], [META, CPU, META, CPU, META]) == [0, 1, 0, 2, 0]
+    assert layers.workers([[nn.Tanh()] for _ in range(5)], [META, CPU, META, CPU, META]) == [0, 1, 0, 2, 0]
 
 
 @pytest.mark.cuda

@@ -16,8 +16,8 @@ from splitpipe.balance.survey import survey
 from splitpipe.checks import number_of
 from splitpipe.core.stream import Place
 from splitpipe.planner import measure
-from splitpipe.planner.arguments import chunks_of, places_of, room_of
-from splitpipe.planner.profile import Profile
+from splitpipe.planner.measure import Profile
+from splitpipe.planner.planning import chunks_of, places_of, room_of
 from splitpipe.schedule import build
 from tests.helpers.covering import few
 from tests.promise.layers import Apply

@@ -17,11 +17,11 @@ import splitpipe
 from splitpipe import DoesNotFitError, Plan, SplitPipe
 from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.costs import LayerSums, candidates, costs, span
+from splitpipe.planner.measure import Profile
 from splitpipe.planner.planning import chosen
-from splitpipe.planner.profile import Profile
 from splitpipe.schedule import Costs, Schedule, build
-from splitpipe.schedule.recording.recording import Recording
-from splitpipe.schedule.recording.step import Step
+from splitpipe.schedule.recording import Recording
+from splitpipe.schedule.verdict import Step
 from tests.helpers.recording import MIB, emulated
 
 

@@ -4,6 +4,7 @@
     SEVERAL    several terms: drop-in exact; scheduled exact if their counts are proportional, else an error
     MIXED      a mean over what is counted plus a sum: drop-in exact; scheduled exact, or said
     SAID       exact, or a warning or an error that says why not
+    COMPUTED   of sums and means by any functions: drop-in exact; scheduled as UNKNOWN
     UNKNOWN    one warning that names a function; taken as a mean over rows
     COUPLED    rows are compared with each other: a warning or an error, whatever the value
     PENALTIES  as EXACT; the function is given the module's parameters, too; SAID_PENALTIES as SAID
@@ -501,21 +502,18 @@ SAID: Table = {
     "by what NumPy counts": ("tokens", lambda o, t: each(o, t).sum() / (t.numpy() != IGNORED).sum()),
     "by what is not zero": ("tokens", lambda o, t: each(o, t).sum() / (t != IGNORED).nonzero().shape[0]),
     "by lengths of rows": ("tokens", lambda o, t: each(o, t).sum() / sum(len(row[row != IGNORED]) for row in t)),
-    "by a tensor of a count": ("tokens", lambda o, t: each(o, t).sum() / torch.tensor([counted(t).sum()])),
+    "by a tensor of a count": ("tokens", lambda o, t: (each(o, t).sum() / torch.tensor([counted(t).sum()])).sum()),
     "weights by rows": ("classes", lambda o, t: ((WEIGHT / len(o))[t] * F.cross_entropy(o, t, reduction="none")).sum()),
     "where of a share": ("flat", lambda o, t: (torch.where(t > 0, 1 / len(o), 0.0) * o.square()).sum()),
     "rounded": ("flat", lambda o, t: torch.div(o.square().sum(), 2, rounding_mode="floor") + F.mse_loss(o, t)),
     "written shares": ("classes", lambda o, t: (lambda w: (w.masked_fill(t == 0, 1.0) * F.cross_entropy(
         o, t, reduction="none")).sum())(WEIGHT[t] / WEIGHT[t].sum())),
     "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
-    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean()),
-    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum()),
     "tasks": ("tokens", tasks),
     "rows, and tokens if there are any": ("tokens", guarded),
     "ctc": ("letters", _ctc),
     "words first": ("values", lambda o, t: (o - t).square().transpose(0, 1).sum(0).mean()),
     "where guard": ("some", lambda o, t: torch.where((t != IGNORED).any(), F.cross_entropy(o, t), o.sum() * 0)),
-    "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num()),
     "masked_select": ("tokens", lambda o, t: each(o, t).masked_select(t != IGNORED).mean()),
     "stack times weights": ("flat", lambda o, t: (torch.stack([
         (o - t)[:, k].square().mean() for k in range(CLASSES)]) * WEIGHT).sum()),
@@ -546,12 +544,8 @@ SAID: Table = {
     "ppo in one mean": ("flat", lambda o, t: (
         -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t) + 0.5 * F.mse_loss(o, t) - 0.01 * o.softmax(1)).mean()),
     "a weight from a count": ("binary", balanced),
-    "written numbers": ("flat", written),
-    "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5)),
     "by class": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
         0, t, F.cross_entropy(o, t, reduction="none")).mean()),
-    "dice": ("binary", dice),
-    "learned weights": ("flat", lambda o, t: (o.sigmoid() * (o - t).square()).sum() / o.sigmoid().sum()),
     "plus one": ("tokens", lambda o, t: each(o, t).sum() / (counted(t).sum() + 1)),
     "largest": ("flat", lambda o, t: (o - t).square().max()),
     "hardest rows": ("flat", lambda o, t: (o - t).square().mean(1).topk(1).values.mean()),
@@ -625,13 +619,39 @@ class Half(torch.autograd.Function):
 
 UNKNOWN: dict[str, tuple[str, Loss, str]] = {
     "kernel": ("flat", Half.apply, "HalfBackward"),  # type: ignore[dict-item]
-    "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
-    "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, "pow"),
     "norm": ("values", lambda o, t: (o - t).norm(), "norm"),
     "rows and a number, summed": ("values", lambda o, t: ((o - t).square() + F.mse_loss(o, t)).sum(), "sum"),
     "rows and a number, squared": ("values", lambda o, t: ((o - t) + F.mse_loss(o, t)).square().mean(), "add"),
-    "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), "square"),
     "std": ("flat", lambda o, t: F.mse_loss(o, t) + (o - t).std(), "std"),
+}
+
+
+def two(o: Tensor, t: Tensor) -> Tensor:
+    """The losses of two tasks."""
+    return torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])
+
+
+def balanced_experts(o: Tensor, t: Tensor) -> Tensor:
+    """A load-balancing loss: the share of rows of each expert, and its mean probability."""
+    chosen = F.one_hot(o.argmax(1), CLASSES).double()
+    return F.mse_loss(o, t) + 0.1 * CLASSES * (chosen.mean(0) * o.softmax(1).mean(0)).sum()
+
+
+COMPUTED: dict[str, tuple[str, Loss, str]] = {
+    "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
+    "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, "pow"),
+    "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), "square"),
+    "dice": ("binary", dice, "div"),
+    "learned weights": ("flat", lambda o, t: (o.sigmoid() * (o - t).square()).sum() / o.sigmoid().sum(), "div"),
+    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean(), "sum"),
+    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum(), "mean"),
+    "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), "clamp"),
+    "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), "nan_to_num"),
+    "written numbers": ("flat", written, "setitem"),
+    "experts": ("flat", balanced_experts, "mean"),
+    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "detach"),
+    "smallest": ("flat", lambda o, t: torch.minimum(F.mse_loss(o, t), 2 * F.l1_loss(o, t)), "minimum"),
+    "stack times weights": ("flat", lambda o, t: (two(o, t) * WEIGHT[:2]).softmax(0).max(), "softmax"),
 }
 
 
@@ -690,11 +710,6 @@ def penalised(o: Tensor, t: Tensor, own: Any) -> Tensor:
     """A mean and a penalty, or neither if nothing counts."""
     has = t != IGNORED
     return F.cross_entropy(o[has], t[has]) + 0.01 * squares(own) if has.any() else o.new_zeros(())
-
-
-def two(o: Tensor, t: Tensor) -> Tensor:
-    """The losses of two tasks."""
-    return torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])
 
 
 PENALTIES: Table = {

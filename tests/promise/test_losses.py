@@ -24,6 +24,7 @@ from tests.helpers.twin import Looped
 from tests.promise.layers import Apply
 from tests.promise.losses import (
     BATCHES,
+    COMPUTED,
     COUPLED,
     EXACT,
     FLAT,
@@ -270,10 +271,19 @@ def by_rows(module: nn.Module, step: Step, x: Tensor, y: Tensor) -> tuple[Tensor
     return backward(module, torch.stack([step(a, b).nan_to_num() * (len(a) / len(x)) for a, b in parts]).sum())
 
 
-@ways
-@pytest.mark.parametrize("loss", UNKNOWN)
+@pytest.mark.parametrize("loss", COMPUTED)
+def test_drop_in_any_function_of_sums_and_means_is_exact(loss: str) -> None:
+    name, function, _ = COMPUTED[loss]
+    sides = made("own", function)
+    for rows in (EVEN, UNEVEN, *[CHUNKS] * (name == "flat")):
+        verify(name, rows, *sides)
+
+
+@pytest.mark.parametrize(("loss", "way"), [
+    *[(loss, way) for loss in UNKNOWN for way in WAYS], *[(loss, way) for loss in COMPUTED for way in SCHEDULED],
+])
 def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, way: str) -> None:
-    name, function, word = UNKNOWN[loss]
+    name, function, word = {**UNKNOWN, **COMPUTED}[loss]
     plain, model, expected, found = made(way, function)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -307,7 +317,7 @@ def test_rows_that_are_compared_with_each_other_are_not_claimed_to_be_exact(loss
 @ways
 @pytest.mark.parametrize("loss", ["mse", "rmse"])
 def test_reduction_sum_adds(loss: str, way: str) -> None:
-    name, function = EXACT["mse sum"] if loss == "mse" else UNKNOWN["rmse"][:2]
+    name, function = EXACT["mse sum"] if loss == "mse" else COMPUTED["rmse"][:2]
     plain, model, expected, found = made(way, function, reduction="sum")
     for rows in (EVEN, UNEVEN):
         x, y = batch(name, rows)

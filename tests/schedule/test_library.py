@@ -32,8 +32,8 @@ def test_a_split_schedule_has_weight_gradients_of_their_own(name: str) -> None:
 def test_each_option_is_described_and_among_the_variants(name: str) -> None:
     for option in options(name):
         assert f"``{option}" in (build.__doc__ or ""), f"{option}: describe it in the docstring of build"
-        tried = {variant.get(option) for variant in variants(name, 4, (1, 2, 3))}
-        assert len(tried) > 1, f"{option}: give it values in variants, and default in planner/costs.py"
+        tried = {variant.get(option) for variant, _ in variants(name, 4, 8, (1, 2, 3))}
+        assert len(tried) > 1, f"{option}: give it values, and its default, in variants"
 
 
 @pytest.mark.parametrize(("name", "options", "message"), [

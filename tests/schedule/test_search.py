@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitpipe.schedule import Costs, Op, Schedule, Timeline, build, check, names, reorder, search, simulate
+from splitpipe.schedule.construct.anneal import Graph, improve
+from splitpipe.schedule.construct.problem import Problem, Word, words_of
 from splitpipe.schedule.op import Kind
-from splitpipe.schedule.search.anneal import Graph, improve
-from splitpipe.schedule.search.problem import Problem, Word, words_of
 from tests.schedule.test_orders import MEASURED
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)

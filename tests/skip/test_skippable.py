@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from splitpipe.skip import Namespace, pop, skippable, stash
-from splitpipe.skip.layout import crossing
+from splitpipe.skip.skippable import crossing
 from splitpipe.skip.tracker import current, opened
 
 FOO = (None, "foo")

@@ -1,1 +1,1 @@
-"""Construction of schedules: building blocks, orders of ops, and the named schedules."""
+"""Construction of schedules: building blocks, orders of ops, the named schedules, and the search for others."""

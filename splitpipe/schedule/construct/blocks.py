@@ -16,8 +16,7 @@ from splitpipe.schedule.construct.block import BlockOp, BuildingBlock
 from splitpipe.schedule.construct.orders import v_placement
 from splitpipe.schedule.construct.reorder import reorder
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Kind, Schedule
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Kind, Schedule, counted
 
 #: Slots from one block to the next: for F, B and W of two stages, or of two microbatches.
 PERIOD = 6

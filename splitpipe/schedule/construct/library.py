@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
 from splitpipe.schedule.construct import blocks, orders
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Schedule, counted
 
 #: The most ops of the model that a schedule may have, which take gigabytes.
 MOST = 10_000_000
@@ -97,12 +97,20 @@ def verify_numbers(devices: int, chunks: int, stages_per_device: int = 1, **othe
         raise ValueError(f"{whole} make too many ops: expected at most {MOST:,} forward.")
 
 
-def variants(name: str, devices: int, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """All combinations of options that a schedule may be built with, each once."""
+def variants(
+    name: str, devices: int, chunks: int, counts: Sequence[int]
+) -> Iterator[tuple[dict[str, Any], Schedule]]:
+    """All combinations of options that a schedule can be built with, each once, without defaults, and what they build.
+
+    ``counts``: of stages per device.
+    """
     groups = range(-(-devices // 2), devices + 1)
     choices: dict[str, Sequence[object]] = {"split": (False, True), "stages_per_device": counts, "group": groups}
+    default = {"split": False, "stages_per_device": 2, "group": devices}
     own = options(name)
     for values in product(*(choices[option] for option in own)):
         chosen = dict(zip(own, values))
         if chosen.get("stages_per_device") != 1 or chosen.get("group", devices) == devices:  # One stage: all alike.
-            yield chosen
+            with suppress(ValueError):  # The schedule doesn't support these numbers.
+                schedule = build(name, devices, chunks, **chosen)
+                yield {option: value for option, value in chosen.items() if value != default[option]}, schedule

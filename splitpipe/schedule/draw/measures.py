@@ -4,8 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from splitpipe.schedule.op import Kind, Schedule
-from splitpipe.schedule.plurals import counted
+from splitpipe.schedule.op import Kind, Schedule, counted
 from splitpipe.schedule.timed import TimedSchedule
 
 _MANY = 16  # With more devices, only the least and the largest number are printed.

@@ -1,25 +1,36 @@
-"""A microbatch's way through the stages of an nn.Sequential in the one graph, which leads from the input to the output.
+"""A microbatch's way through the stages in the one graph: values reach later stages by Copy and Wait.
 
-    ══ Copy ══> Wait ── stage ── Recompute, or Wait ══ Copy ══>
+    ══ Copy ══> Wait ── stage ── Recompute, or Wait ══ Copy ══>         an nn.Sequential: layers, stage by stage
+    block on stage 0 ── Wait ══ Copy ══> Wait ── block on stage 1       any module's own forward, in a thread
+
+In a module's own forward, a value crosses when the code uses it, and each block is a separate checkpoint.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from splitpipe.core import thread_state
 from splitpipe.core.random_numbers import Numbers
 from splitpipe.core.stream import NamedStreams
-from splitpipe.engine.module_output import Output
+from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
+from splitpipe.engine.crossing import Detaching
+from splitpipe.engine.module_output import Output, kept_output
 from splitpipe.engine.sequential import Values, mark_shared, run_layers, verify_shared, versions_of
 from splitpipe.engine.step import StepRun
-from splitpipe.engine.stitched.checkpoint import Checkpoint
+from splitpipe.engine.stitched.checkpoint import Checkpoint, Inputs
 from splitpipe.engine.stitched.copy import Lane, Wait
+from splitpipe.loss.trace import Trace
+from splitpipe.microbatch.tree import flatten, unflatten
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.call import Activation
 from splitpipe.stage.layers import StageLayers
+from splitpipe.stage.segment import RunningStage
 
 
 class StitchedForward:
@@ -70,3 +81,53 @@ def _each(part: Activation, change: Callable[[Tensor], Tensor]) -> Activation:
     """A value with its tensors changed; one that occurs twice stays one: attention compares with ``is``."""
     changed = {id(x): change(x) for x in {id(x): x for x in part.leaves if isinstance(x, Tensor)}.values()}
     return part.holding([changed.get(id(x), x) for x in part.leaves])
+
+
+class Stitching(Detaching):
+    """How a microbatch's values reach later stages: in the same graph."""
+
+    one_graph = True
+
+    def __init__(self, step: StepRun, i: int, streams: NamedStreams) -> None:
+        super().__init__(step, i)
+        self._lane = Lane(step, i, streams)
+
+    def enter(self, given: Activation, stage: int) -> list[Any]:
+        """The leaves of what the caller has given, as outputs of this thread's nodes, whose numbers tell the stage."""
+        self._lane.begin()
+        known = {id(x): x for x in given.leaves if isinstance(x, Tensor) and x.requires_grad}
+        entered = {key: Wait.apply(x, None, None) for key, x in known.items()}
+        return [entered.get(id(x), x) for x in given.leaves]
+
+    def leave(self, x: Tensor, stage: int) -> Any:
+        """The tensor, as it ends a stage."""
+        return self._lane.leave(x, stage)
+
+    def carry(self, x: Tensor, source: int, stage: int) -> Tensor:
+        """A value of another stage, for this one."""
+        # The code may be in a block without grad, and use the value again afterwards.
+        with torch.set_grad_enabled(self._step.call.state.grad):
+            return self._lane.bring(self._lane.leave(x, source), source, stage)
+
+
+class CheckpointedBlocks(BlockChains):
+    """The checkpointed blocks of one microbatch, each by itself."""
+
+    def run(self, stage: RunningStage, block: BlockRun, args: Any, kwargs: dict[str, Any], trace: Trace | None) -> Any:
+        """The block's output."""
+        call, (leaves, nesting) = block.call, flatten((args, kwargs), fields=True)
+
+        def again(inputs: Inputs) -> None:
+            args, kwargs = unflatten(inputs[0], nesting)
+            call(*args, **kwargs)
+
+        numbers = Numbers(self.step.call.draws, stage.device)
+        checkpoint = Checkpoint(block.modules, numbers, block.described, stage.compute)
+        with trace or nullcontext():
+            return checkpoint.run(partial(call, *args, **kwargs), again, [leaves])
+
+
+def keep_stitched_output(forward: Any, output: Any) -> None:
+    """Keeps the output, with its graph."""
+    carrier, latest, stage = forward.carrier, forward.crossing.latest, forward.stage
+    forward.output = kept_output(forward, output, cache(lambda x: carrier.leave(latest(x), stage)))

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from operator import sub
 from random import Random
 
+from splitpipe.schedule.construct.problem import CHANGES, KINDS, F, Problem, W, Word, schedule_of
 from splitpipe.schedule.play import OpOrder
-from splitpipe.schedule.search.problem import CHANGES, KINDS, F, Problem, W, Word, schedule_of
 
 
 def improve(

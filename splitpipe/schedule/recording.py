@@ -7,14 +7,13 @@ from functools import cached_property
 from os import PathLike
 from statistics import fmean, median
 
+from splitpipe.schedule import verdict
 from splitpipe.schedule.construct.orders import first
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Schedule
-from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.recording import verdict
-from splitpipe.schedule.recording.step import Step, op_costs
+from splitpipe.schedule.op import Schedule, counted
 from splitpipe.schedule.timed import Span, TimedSchedule
 from splitpipe.schedule.timeline import Timeline, simulate
+from splitpipe.schedule.verdict import Step, op_costs
 
 
 class Recording(Timeline):
@@ -79,11 +78,6 @@ class Recording(Timeline):
         None is below 0: if a step took less time than its plan, there is less to divide.
         """
         return verdict.idle_by_reason(self, self.plan)
-
-    @property
-    def utilisation(self) -> tuple[float, ...]:
-        """The fraction of the step in which each device computes."""
-        return tuple(work / self.makespan if self.makespan else 0.0 for work in self.work)
 
     @property
     def memory(self) -> tuple[int | None, ...]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from random import Random
 from typing import Literal
 
+from splitpipe.schedule.construct.anneal import Graph, improve
 from splitpipe.schedule.construct.library import SCHEDULES, build, variants, verify_numbers
+from splitpipe.schedule.construct.problem import Problem, W, Word, lengthen, schedule_of, shorten, words_of
 from splitpipe.schedule.costs import Costs, real, verify_costs
-from splitpipe.schedule.op import Schedule, listed
-from splitpipe.schedule.plurals import counted
-from splitpipe.schedule.search.anneal import Graph, improve
-from splitpipe.schedule.search.initial import blocks
-from splitpipe.schedule.search.problem import Problem, Word, lengthen, schedule_of, shorten, words_of
+from splitpipe.schedule.op import Schedule, counted, listed
 
 _PACE = 10_000_000  # Roughly the number of ops that are looked at per second.
+_SLACK = 1e-9  # As a fraction of an interval; rounding errors are smaller.
 
 #: Span, words and problem.
 Found = tuple[float, list[Word], Problem]
@@ -109,14 +109,13 @@ def _named(problems: Sequence[Problem], cap: Sequence[float]) -> Iterator[Found]
     devices, chunks, costs = problems[0].devices, problems[0].chunks, problems[0].costs
     counts = {len(problem.placement) // devices for problem in problems}
     for name in SCHEDULES:
-        for options in variants(name, devices, sorted(counts)):
+        for options, one in variants(name, devices, 1, sorted(counts)):  # This is fast.
+            if one.stages % devices or one.stages // devices not in counts:
+                continue
             try:
-                stages = build(name, devices, 1, **options).stages  # This is fast.
-                if stages % devices or stages // devices not in counts:
-                    continue
                 schedule = build(name, devices, chunks, **options)
             except ValueError:
-                continue  # The schedule doesn't support these numbers.
+                continue  # They are too many ops.
             problem = _problem(schedule.placement, chunks, costs, cap, problems[0].longest)
             words = words_of(schedule)
             if problem.fits(words):
@@ -141,7 +140,7 @@ def _periods(problem: Problem, work: int) -> list[tuple[float, list[Word]]]:
     """The spans and words of schedules that repeat a period, which is shortened with fewer microbatches."""
     short, more = shorten(problem, 1)
     tries = max(1, min(30, work // (20 * short.chunks * len(problem.device_of))))
-    starts = sorted(((Graph(short, x, 1, more).span, x) for x in blocks(short, tries, seed=0)), key=itemgetter(0))
+    starts = sorted(((Graph(short, x, 1, more).span, x) for x in _blocks(short, tries)), key=itemgetter(0))
     candidates = [
         improve(short, words, work // 10, seed, heat * problem.chunks, size=1, more=more)
         for seed, ((_, words), heat) in enumerate(zip(starts, (0.03, 0.1, 0.1)))
@@ -156,3 +155,66 @@ def _periods(problem: Problem, work: int) -> list[tuple[float, list[Word]]]:
             span, words = improve(several, words, work * 7 // 20, 0, 0.02 * problem.chunks, size=size, more=more)
             found.append((span, lengthen(problem, words, more, size)))
     return found
+
+
+def _blocks(problem: Problem, tries: int) -> list[list[Word]]:
+    """The words of some repeated building blocks that fit into memory, those with the shortest interval first."""
+    random = Random(0)
+    interval, longest = problem.work or 1.0, math.inf
+    results: list[list[Word]] = []
+    while interval < longest:
+        for attempt in range(tries):
+            starts = _starts(problem, interval, random, 0.15 if attempt else 0.0)
+            words = None if starts is None else _repeat(problem, starts, interval)
+            if words is not None and words not in results and problem.fits(words):
+                results.append(words)
+                longest = min(longest, 1.3 * interval)
+        interval *= 1.02
+    return results
+
+
+def _starts(problem: Problem, interval: float, random: Random, late: float) -> list[float] | None:
+    """The starts of a microbatch's ops: each as early as possible without a collision, some randomly later."""
+    starts = [0.0] * len(problem.chain)
+    busy: list[list[tuple[float, float]]] = [[] for _ in problem.caps]
+    for letter in problem.chain:
+        device, time = problem.device_of[letter], problem.times[letter]
+        earliest = 0.0
+        for need in problem.needs[letter]:
+            hop = problem.costs.hop if problem.device_of[need] != device else 0.0
+            earliest = max(earliest, starts[need] + problem.times[need] + hop)
+        if letter % 3 != W and random.random() < late:
+            earliest += random.choice((0.5, 1.0, 1.5)) * time
+        start = _free(busy[device], earliest, time, interval)
+        if start is None:
+            return None
+        starts[letter] = start
+        busy[device].append((start % interval, time))
+    return starts
+
+
+def _free(busy: list[tuple[float, float]], start: float, time: float, interval: float) -> float | None:
+    """The first start, not before the given one, at which a device is free for ``time``, modulo the interval."""
+    last, slack = start + interval * (1 + _SLACK), interval * _SLACK
+    while start < last:
+        before = start
+        for began, length in busy:
+            since = (start - began) % interval
+            if interval - since < slack:
+                since = 0.0
+            if since < length - slack:
+                start += length - since
+            elif since + time > interval + slack:
+                start += interval - since + length
+        if start == before:
+            return start
+    return None
+
+
+def _repeat(problem: Problem, starts: list[float], interval: float) -> list[Word]:
+    words: list[Word] = [[] for _ in problem.caps]
+    # Ops without duration may start at the same time, so the chain's order decides. Rounded times repeat exactly.
+    chain, chunks = [*enumerate(problem.chain)], range(problem.chunks)
+    for *_, letter in sorted((round(starts[x] / interval + k, 6), rank, x) for rank, x in chain for k in chunks):
+        words[problem.device_of[letter]].append(letter)
+    return words

@@ -1,15 +1,20 @@
-"""A recorded step in words: the bottleneck, the reasons for idle time, and what would help."""
+"""What recorded steps show: the times of ops, the bottleneck, the reasons for idle time, and what would help."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, median
 
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw import measures
-from splitpipe.schedule.op import Schedule
+from splitpipe.schedule.op import Kind, Schedule
 from splitpipe.schedule.play import OpOrder
-from splitpipe.schedule.recording.step import Step, op_times
-from splitpipe.schedule.timed import TimedSchedule
+from splitpipe.schedule.timed import Span, TimedSchedule
+
+OpTimes = Mapping[tuple[Kind, int], Sequence[float]]
+Average = Callable[[Sequence[float]], float]
 
 STAGES, ORDER, COPIES, WAITING = "unbalanced stages", "the schedule's own bubble", "copies", "waiting beyond the plan"
 _STANDS_OUT = 1.05  # A bottleneck computes at least this many times as long as the others.
@@ -22,6 +27,46 @@ ADVICE = {
     COPIES: "Cut where activations are small, or use fewer stages per device",
     WAITING: "Longer ops outweigh the time that the host and the copies take: use fewer chunks, or a larger batch",
 }
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as it ran, with an op at least. Times are in milliseconds."""
+
+    spans: tuple[tuple[Span, ...], ...]  # One row per device, in order, with times from the step's start.
+    copies: tuple[tuple[int, float], ...]  # For each hop, the stage that it came from and how long it took.
+    memory: tuple[int | None, ...]  # For each device, the most bytes allocated there; None where it isn't counted.
+
+
+def op_times(steps: Sequence[Step]) -> dict[tuple[Kind, int], list[float]]:
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for step in steps:
+        for (kind, stage, _), start, end in chain.from_iterable(step.spans):
+            times[kind, stage].append(end - start)
+    return dict(times)
+
+
+def op_costs(schedule: Schedule, steps: Sequence[Step], average: Average) -> Costs:
+    """The costs that follow from ops and copies, on average: by mean or median. See ``Recording.costs``."""
+    times, copies = op_times(steps), [time for step in steps for _, time in step.copies]
+    forward = [_average(average, times.get(("F", stage), ())) for stage in range(schedule.stages)]
+    backward = [_backward(times, stage, average) for stage in range(schedule.stages)]
+    return Costs(forward, [b for b, _ in backward], [w for _, w in backward], _average(average, copies))
+
+
+def _average(average: Average, values: Sequence[float]) -> float:
+    """Clocks of two devices may differ a little, so negative times count as 0."""
+    return max(0.0, average(values)) if values else 0.0
+
+
+def _backward(times: OpTimes, stage: int, average: Average) -> tuple[float, float]:
+    split, _, fused = each = [times.get((kind, stage), ()) for kind in ("B", "W", "BW")]
+    b, w, both = (_average(average, values) for values in each)
+    if not fused:
+        return b, w
+    whole = (len(split) * (b + w) + len(fused) * both) / (len(split) + len(fused))
+    part = b / (b + w) if b + w else 0.5
+    return whole * part, whole * (1 - part)
 
 
 def idle_by_reason(step: TimedSchedule, plan: TimedSchedule) -> dict[str, float]:
@@ -61,8 +106,8 @@ def stages(schedule: Schedule, steps: Sequence[Step], names: Sequence[str]) -> l
 def devices(shown: TimedSchedule, memory: Sequence[int | None], names: Sequence[str]) -> list[str]:
     """A table with one line per device: how much of the step it computes, and its peak memory."""
     rows = [["device", "busy", "bubble", "peak memory"]]
-    for name, work, most in zip(names, shown.work, memory):
-        busy, size = _part(work, shown), "-" if most is None else measures.size(most)
+    for name, busy, most in zip(names, shown.utilisation, memory):
+        size = "-" if most is None else measures.size(most)
         rows.append([name, measures.percent(busy), measures.percent(1 - busy), size])
     return measures.aligned(rows, "<>>>")
 
@@ -82,7 +127,7 @@ def remarks(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str]) -> 
 
 
 def _bottleneck(shown: TimedSchedule, names: Sequence[str]) -> str:
-    busy = [_part(work, shown) for work in shown.work]
+    busy = shown.utilisation
     most, device = max(busy), busy.index(max(busy))
     others = busy[:device] + busy[device + 1:]
     if not others:
@@ -108,10 +153,7 @@ def _move(shown: TimedSchedule, plan: TimedSchedule, names: Sequence[str]) -> st
         for stage in range(last + 1) if placement[stage] == device
         for target in (stage - 1, stage + 1) if 0 <= target <= last and placement[target] != device
     ]
-    work, _, stage, target = min(ways)
-    where = names[placement[target]]
-    return f"Move a layer from stage {stage} to stage {target} on {where}, which computes {_part(work, shown):.0%}"
-
-
-def _part(work: float, shown: TimedSchedule) -> float:
-    return work / shown.makespan if shown.makespan else 0.0
+    *_, stage, target = min(ways)
+    home = placement[target]
+    computes = f"{shown.utilisation[home]:.0%}"
+    return f"Move a layer from stage {stage} to stage {target} on {names[home]}, which computes {computes}"

@@ -1,0 +1,208 @@
+"""The batch's loss with a schedule, where B starts before the counts of later microbatches are known.
+
+B starts from a microbatch's part of the loss, with estimates in place of the batch's counts. In the end, all gradients
+are multiplied by the quotient of what counts and estimates make of the loss, and divided by a gradient scaler's scale.
+There is only one such correction, so several sums and means must have proportional counts. What is added to them, such
+as a penalty, is in the part of the last microbatch, where the correction is known.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitpipe.loss import numbers, views
+from splitpipe.loss.numbers import (
+    ADDING,
+    CONSTANT,
+    DIVIDING,
+    MEAN,
+    SCALING,
+    SUM,
+    Amount,
+    Atom,
+    Number,
+    Ref,
+    Unknown,
+    as_amount,
+)
+from splitpipe.loss.rules import RULES, reduce
+
+_WAYS = (
+    "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts, pass "
+    "reduction='mean' (by rows) or 'sum', or use schedule=None and compute the loss from model(x)."
+)
+_SAME = views.keep, views.view
+_LINEAR = *_SAME, views.index, views.join, reduce
+_PRODUCTS = SCALING | {"neg", "negative", "dot"}
+
+
+def linear(number: Number | Unknown) -> Number | Unknown:
+    """The number, if it is linear in sums and means with a graph: then it is a sum of microbatches' parts."""
+    live = set[int]()
+    if isinstance(number, Unknown):
+        return number
+    for place, entry in enumerate(number.entries):
+        if isinstance(entry, Atom):
+            if entry.grad and entry.kind is not CONSTANT:
+                live.add(place)
+            continue
+        of = [x for x in entry.leaves() if isinstance(x, Ref) and x.place in live]
+        one = len(of) == 1 and (entry.name in _PRODUCTS or entry.name in DIVIDING and entry.args[0] is of[0])
+        if of and not (entry.grad and (one or entry.name in ADDING or RULES.get(entry.name) in _LINEAR)):
+            return Unknown(entry.name)
+        if of:
+            live.add(place)
+    many = [atom.function for atom, x in zip(number.atoms, number.values) if x.numel() > 1] if live else []
+    return Unknown(many[0]) if many else number
+
+
+class BatchLoss:
+    """Makes the loss of the batch from those of microbatches with these numbers of rows."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._rows = rows if len(rows) > 1 else [1]  # A batch may have no rows.
+        #: Returns numbers like those of all microbatches in their counts. Default: these are estimated.
+        self.count: Callable[[], list[Number | Unknown]] | None = None
+        self._numbers: dict[int, Number] = {}
+        self._by_rows: bool | None = None  #: Whether all are means over rows, since the first one isn't recognised.
+        self._live: list[bool] = []  #: Whether each atom is a sum or mean with a graph.
+        self._amounts: list[Any] = []  #: For the batch: the counts of what is live, and the values of other atoms.
+        self._last: int | None = None  #: The last microbatch, when all are known.
+        self._like: Any = None
+
+    def part(self, i: int, value: Tensor, number: Number | Unknown) -> Tensor:
+        """The part of a microbatch with this loss. Called in each F, and again in a recomputation."""
+        if self._by_rows is None and not getattr(number, "nothing", False):
+            self._by_rows = isinstance(number, Unknown)
+        if isinstance(number, Unknown) or self._by_rows:
+            number = numbers.simple(value, MEAN, float(self._rows[i]))
+        self._numbers[i], self._like = number.mapped(Tensor.detach), value.detach()
+        if not self._amounts and not number.nothing:
+            self._live = [atom.grad and atom.kind is not CONSTANT for atom in number.atoms]
+            self._amounts = self._expected(number, self._rows[i])
+        if self._last is None and len(self._numbers) == len(self._rows):
+            self._last = i
+        if number.nothing:
+            return value
+        if i == self._last or len(number.values) != len(self._amounts):
+            self._aligned([*self._numbers.values()])
+        own = [
+            _share(atom, x, amount) if live else x if atom.kind is CONSTANT else amount
+            for atom, x, live, amount in zip(number.atoms, number.values, self._live, self._amounts)
+        ]
+        part, names = number.evaluate(own), [getattr(entry, "name", "neg") for entry in number.entries]
+        if all([name in _PRODUCTS | DIVIDING or RULES.get(name) in _SAME for name in names]):
+            return part
+        rest = number.evaluate([torch.zeros_like(x) if live else x for x, live in zip(own, self._live)])
+        if i != self._last:
+            return part - rest
+        unit = self._unit()
+        return part if unit is None else part - rest + rest / unit
+
+    def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The loss of the batch, and the factor for gradients from B that started with this scale (None: 1)."""
+        unit, like = self._unit(), self._like
+        loss: Any = numbers.combined(self._aligned([self._numbers[i] for i in sorted(self._numbers)]))
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if unit is not None:  # The host doesn't wait for it.
+            unit = torch.full((), unit, dtype=dtype, device=like.device) if isinstance(unit, float) else unit.to(
+                like.device, dtype)
+        if scale is not None:
+            unit = scale.reciprocal() if unit is None else unit / scale
+        return loss.to(like.device, like.dtype).reshape(()), unit
+
+    def _expected(self, number: Number, rows: int) -> list[Any]:
+        """What atoms of the batch count, or are, from those of one microbatch."""
+        pairs = [*zip(number.atoms, number.values, self._live)]
+        if self.count is not None and any([
+            isinstance(atom.count, Tensor) if live else atom.kind is SUM for atom, _, live in pairs
+        ]):
+            return self._totals(self._aligned([number, *self.count()])[1:])
+        all_rows, amounts = sum(self._rows), []
+        for atom, x, live in pairs:
+            amount: Any = x.detach() if not live else atom.count if atom.kind is MEAN else None
+            if amount is not None and (live or atom.kind is SUM):
+                many = amount * (all_rows / max(1, rows))
+                amount = torch.where(amount <= 0, all_rows, many) if isinstance(amount, Tensor) else many or 1.0
+            amounts.append(amount)
+        return amounts
+
+    def _aligned(self, each: Sequence[Number | Unknown]) -> list[Number]:
+        """Those that count anything."""
+        known = [number for number in each if isinstance(number, Number)]
+        same = numbers.aligned(known) if len(known) == len(each) else []
+        if not same:
+            raise ValueError(
+                f"microbatches have losses of different kinds: {self._listed()}. Expected the same terms in each: "
+                f"{_WAYS}"
+            )
+        return same
+
+    def _totals(self, each: Sequence[Number]) -> list[Any]:
+        """What the batch's atoms count, or are."""
+        columns = [*zip(*[zip(number.atoms, number.values) for number in each])]
+        return [
+            None if live and column[0][0].kind is SUM else
+            sum([as_amount(atom.count, self._like) for atom, _ in column]) if live else numbers.whole(*zip(*column))
+            for live, column in zip(self._live, columns)
+        ]
+
+    def _unit(self) -> Any:
+        """What gradients are to be multiplied by; None: 1."""
+        same = self._aligned([*self._numbers.values()])
+        totals = self._totals(same)
+        units = [self._unit_of(k, same[0], totals) for k, live in enumerate(self._live) if live]
+        # If some are tensors, the host waits for them, which only happens for several sums or means.
+        if not all([unit is units[0] or math.isclose(float(unit), float(units[0]), rel_tol=1e-4) for unit in units]):
+            raise ValueError(
+                f"the loss has several terms whose counts aren't proportional: {self._listed()}. A schedule "
+                "runs backward before all counts are known, and corrects all gradients by one factor. Expected terms "
+                f"with one count: {_WAYS}"
+            )
+        return None if not units or isinstance(units[0], float) and math.isclose(units[0], 1) else units[0]
+
+    def _unit_of(self, k: int, number: Number, totals: Sequence[Any]) -> Any:
+        """The unit for an atom."""
+        unit: Any = 1.0
+        if totals[k] is not None:
+            unit = _quotient(as_amount(self._amounts[k], self._like), as_amount(totals[k], self._like))
+        if any([not live and atom.kind is not CONSTANT for live, atom in zip(self._live, number.atoms)]):
+            unit = unit * _quotient(self._slope(k, number, totals), self._slope(k, number, self._amounts))
+        return unit
+
+    def _slope(self, k: int, number: Number, amounts: Sequence[Any]) -> Tensor:
+        """How the loss grows with an atom."""
+        zero = [
+            torch.zeros_like(x) if live else x if atom.kind is CONSTANT else amount
+            for atom, x, live, amount in zip(number.atoms, number.values, self._live, amounts)
+        ]
+        one = [torch.ones_like(x) if at == k else x for at, x in enumerate(zero)]
+        return number.evaluate(one) - number.evaluate(zero)
+
+    def _listed(self) -> str:
+        """What the loss consists of, with the counts in each microbatch."""
+        counts: dict[str, list[str]] = {}
+        for i in sorted(self._numbers):
+            for k, (atom, x) in enumerate(zip(self._numbers[i].atoms, self._numbers[i].values)):
+                counted = f"{float(x.sum()):g}" if atom.kind is SUM and not atom.grad else "a sum"
+                counted = f"{float(atom.count):g}" if atom.kind is MEAN else counted
+                counts.setdefault(f"term {k} ({atom.function})", []).append(counted)
+        return "; ".join([f"{name} has the counts {', '.join(each)}" for name, each in counts.items()])
+
+
+def _share(atom: Atom, x: Tensor, whole: Amount | None) -> Tensor:
+    """A microbatch's part of a sum or mean, of which this is the count of the batch."""
+    if whole is None:
+        return x
+    whole = as_amount(whole, x)
+    return numbers.weighted(x, as_amount(atom.count, x), whole) if atom.divided else x / whole
+
+
+def _quotient(above: Any, below: Any) -> Any:
+    if isinstance(below, Tensor):
+        return torch.where(below == 0, 1, above / torch.where(below == 0, 1, below))
+    return above / below if below else 1.0

@@ -1,1 +1,0 @@
-"""Recorded training steps: their times, and the reasons for idle time."""

@@ -1,1 +1,0 @@
-"""Search for schedules: from words and periods to whole schedules."""
