@@ -50,6 +50,7 @@ def test_a_stage_begins_where_the_map_has_a_new_device(
 
 
 def two_devices(test: Any) -> Any:
+    """Marks a test that needs two CUDA devices."""
     return pytest.mark.cuda(pytest.mark.devices(2)(test))
 
 
