@@ -220,6 +220,9 @@ def test_a_schedule_of_a_name_is_built_for_stages_devices_and_chunks(name: str) 
     assert resolve_schedule(name, 4, None, 8).devices == 4 // each, "as many as the stages take"
     for stages in (2, 4, 6, 8) if name == "interleaved-1f1b" else ():
         assert resolve_schedule(name, stages, 2, 8).stages == stages, "as many as the balance has"
+    if name == "interleaved-1f1b":
+        with pytest.raises(ValueError, match="3 stages for 2 devices.*a multiple of the number of devices"):
+            resolve_schedule(name, 3, 2, 8)
 
 
 def test_a_schedule_of_the_users_own_is_taken_as_it_is() -> None:
