@@ -28,7 +28,7 @@ class Rows(nn.Module):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.first, self.last, self.function = nn.Linear(6, 8), nn.Linear(8, 4), function
+        self.first, self.last, self.function = nn.Linear(6, 8), nn.Linear(8, 5), function
 
     def features(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).tanh())  # type: ignore[no-any-return]

@@ -41,7 +41,7 @@ def verify(function: Callable[..., Any], given: tuple[Any, ...], how: dict[str, 
 def ranked(net: Rows, questions: Tensor, passages: Tensor, names: list[str], labels: Tensor) -> dict[str, Tensor]:
     """Two passages, with names, for each question."""
     sizes = torch.tensor([float(len(name)) for name in names], dtype=passages.dtype)
-    found = (net.features(passages) * sizes[:, None]).view(len(questions), -1, 4)
+    found = (net.features(passages) * sizes[:, None]).view(len(questions), -1, 5)
     scores = (net.features(questions).unsqueeze(1) * found).sum(-1)
     return {"loss": F.cross_entropy(scores, labels), "scores": scores}
 

@@ -28,7 +28,7 @@ SILENT: dict[str, tuple[str, Callable[..., Any], Callable[[int], tuple[Any, ...]
     "an index of rows": ("an index of rows of the whole batch",
                          lambda net, a, i: net.features(a)[i % len(a)], lambda n: (x(n), torch.arange(n).roll(1))),
     "nodes of several graphs": ("the nodes or tokens of packed graphs or texts",
-                                lambda net, a, i: net.features(a).new_zeros(8, 4).index_add(0, i, net.features(a)),
+                                lambda net, a, i: net.features(a).new_zeros(8, 5).index_add(0, i, net.features(a)),
                                 lambda n: (x(2 * n), torch.arange(n).repeat_interleave(2))),
     "the length first": ("are computed within each microbatch",
                          lambda net, a: net.features(a.softmax(0)), lambda n: (x(n, 5),)),
