@@ -92,9 +92,11 @@ def compiled_call(layer: nn.Module) -> Any:
     return getattr(slot, "compiled", slot)  # A block's call hook may be in the slot, with the compiled call inside.
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """True for a module that is compiled, by torch.compile(module), module.compile() or a pipeline."""
-    return compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
+def is_compiled(code: object) -> bool:
+    """True for a module or function that is compiled, by torch.compile, module.compile() or a pipeline."""
+    inner = getattr(code, "func", code)  # Of a partial.
+    whole = hasattr(inner, "_torchdynamo_orig_callable") or type(inner).__name__ == "OptimizedModule"
+    return whole or isinstance(inner, nn.Module) and compiled_call(inner) is not None
 
 
 def _set_compiled_call(layer: nn.Module, call: CompiledCall | None) -> None:

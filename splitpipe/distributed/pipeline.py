@@ -218,7 +218,7 @@ class Loss:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         output = output[0] if len(output) == 1 else output  # Of the last stage, a tuple of all tensors.
-        # Before the first step, torch calls it once more, to learn what backward needs.
+        # Before the first step, torch also calls it to learn what backward needs.
         i = next((i for i, part in enumerate(self._parts) if part.data_ptr() == target.data_ptr()), 0)
         self.batch_loss.count = partial(self._count, output)
         return self.batch_loss.part(i, *self._objective.loss(i, output, target))

@@ -86,7 +86,7 @@ class BatchLoss:
             self._amounts = self._expected(number, self._rows[i])
         if self._last is None and len(self._numbers) == len(self._rows):
             self._last = i
-        if number.nothing:
+        if number.nothing or not value.requires_grad:
             return value
         if i == self._last or len(number.values) != len(self._amounts):
             self._aligned([*self._numbers.values()])
@@ -95,8 +95,8 @@ class BatchLoss:
             for atom, x, live, amount in zip(number.atoms, number.values, self._live, self._amounts)
         ]
         part, names = number.evaluate(own), [getattr(entry, "name", "neg") for entry in number.entries]
-        if all([name in _PRODUCTS | DIVIDING or RULES.get(name) in _SAME for name in names]):
-            return part
+        if any(self._live) and all([name in _PRODUCTS | DIVIDING or RULES.get(name) in _SAME for name in names]):
+            return part  # Nothing is added to it.
         rest = number.evaluate([torch.zeros_like(x) if live else x for x, live in zip(own, self._live)])
         if i != self._last:
             return part - rest

@@ -68,18 +68,20 @@ class FunctionCall:
                 return UNIFORM
             return VARIED if any([each.made and not each.uniform for _, each in constants]) else GIVEN
         x, first = rows[0]
-        if not x.dim():  # Of a single row.
+        if not (dims := x.dim()):  # Of a single row.
             return first if all([not y.dim() for y in operands]) else None
-        if any([y.dim() != x.dim() or len(y) != len(x) or not each.alike(first) for y, each in rows]):
+        size = x.shape[0]
+        if any([y.dim() != dims or y.shape[0] != size or not each.alike(first) for y, each in rows[1:]]):
             return None  # Rows meet other rows: x[:, None] - x[None].
         for y, constant in constants:
-            if y.dim() >= x.dim() and not constant.uniform:
-                if len(y) > 1 and y.stride(0) or constant.made and self.ledger.most == 1:
+            if not constant.uniform and y.dim() >= dims:
+                if y.shape[0] > 1 and y.stride(0) or constant.made and self.ledger.most == 1:
                     return None  # Numbers of positions begin again in each microbatch.
         shares = [each.share for _, each in rows if each.share is not None]
-        if len(shape) != x.dim() or shape[0] != len(x) or len(shares) > 1:
+        if len(shape) != dims or shape[0] != size or len(shares) > 1:
             return None
-        return replace(first, share=next(iter(shares), None), counting=any([each.counting for _, each in rows]))
+        other = next((each for _, each in rows if each.share is not None), first)
+        return other if not any([each.counting for _, each in rows]) else replace(other, counting=True)
 
 
 #: What a call's result is, or several of them; None: not recognised.

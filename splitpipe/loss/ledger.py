@@ -4,7 +4,7 @@
     Rows            it has the rows of the batch, in order, along its first dimension
     Turned          it has them along its second one, as ctc_loss wants
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
-    Aggregate         its rows were added up, or it is computed of such numbers
+    Aggregate       its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
 
 Numbers of Python don't show where they come from. One is a constant unless Python had read
@@ -224,14 +224,14 @@ class Ledger:
 
     def counts(self, *values: Any) -> bool:
         """True if one of the numbers may count rows; of others, such as tensors, it is false."""
-        if not self.reading.sizes or 1 == self.rows < self.most:
+        if not self.reading.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
         return any([isinstance(each, (int, float)) and each not in self._given and (
             self._divides(each) or self._divides(1 / each)) for each in values])
 
     def has_size(self, *values: Any) -> bool:
         """True if one of the numbers, or of their inverses, is a size itself; 0.1 is taken for a literal."""
-        return any([
+        return self.rows == self.most and any([
             x in self.reading.sizes if isinstance(x, int) else bool(x) and not _is_literal(x) and any(
                 [math.isclose(1 / x, size, rel_tol=1e-6) for size in self.reading.sizes])
             for x in values if isinstance(x, (int, float))

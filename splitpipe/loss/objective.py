@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.batch_loss import BatchLoss, linear
@@ -88,15 +89,6 @@ class Objective(nn.Module):
             if self._listed or not any([x.dim() and x.shape[0] == len(target) for x in tensors(target)]):
                 trace.ledger.begin_entries(target)
         return trace
-
-
-def is_compiled(loss_fn: object) -> bool:
-    """True for functions compiled by torch.compile, whose code no function mode sees."""
-    inner = getattr(loss_fn, "func", loss_fn)
-    return (
-        hasattr(inner, "_torchdynamo_orig_callable") or type(inner).__name__ == "OptimizedModule"
-        or isinstance(inner, nn.Module) and inner._compiled_call_impl is not None
-    )
 
 
 def _verified_pair(pair: Sequence[Any]) -> tuple[Tensor, Amount]:

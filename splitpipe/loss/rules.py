@@ -16,16 +16,15 @@ from splitpipe.loss.numbers import SCALING, Atom, Instruction, Unknown, tensors,
 def each_entry(call: FunctionCall) -> Meaning | None:
     """A function of entries, which broadcasting brings together."""
     rows = call.joined()
-    if isinstance(rows, Rows) and call.name in ("where", "masked_fill", "fill"):
-        return replace(rows, counting=rows.counting or call.ledger.counts(*call.numbers))
-    return rows
+    filled = call.name in ("where", "masked_fill", "fill") and call.ledger.counts(*call.numbers)
+    return replace(rows, counting=True) if filled and isinstance(rows, Rows) else rows
 
 
 def multiply(call: FunctionCall) -> Meaning | None:
     """A product or quotient of entries, of which some may be numbers that count rows."""
     joined, values = call.joined(), [x for x in map(call.number, call.args) if x is not None]
     if isinstance(joined, Rows):
-        return replace(joined, counting=joined.counting or call.ledger.counts(*values))
+        return replace(joined, counting=True) if call.ledger.counts(*values) else joined
     if joined == UNIFORM and len(values) == 2:
         x, y = values[::-1] if call.name in ("rdiv", "rtruediv") else values
         return replace(UNIFORM, value=x * y if call.name in SCALING else x / y)
@@ -64,7 +63,8 @@ def reduce(call: FunctionCall) -> Meaning | None:
 _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logsumexp var std amax amin prod argmax argmin "
                     "var_mean std_mean all any is_all_true is_any_true max min median flip".split(), (1, None)),
-    **dict.fromkeys("kthvalue quantile norm vector_norm linalg_vector_norm linalg_norm roll".split(), (2, None)),
+    **dict.fromkeys("kthvalue quantile norm vector_norm linalg_vector_norm linalg_norm roll "
+                    "repeat_interleave".split(), (2, None)),
     **dict.fromkeys("sort argsort glu".split(), (1, -1)),
     **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "pairwise_distance": (9, -1), "topk": (2, -1),
 }
@@ -191,7 +191,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "broadcast_tensors"),
     (views.join, "stack cat concat concatenate hstack"),
     (views.index, "__getitem__"), (views.write, "__setitem__"),
-    (views.gather, "gather"), (views.choose, "masked_select"),
+    (views.gather, "gather scatter"), (views.choose, "masked_select"),
     (ask, "__bool__ equal allclose is_nonzero __contains__"),
     (read, "item tolist __int__ __float__ __index__ __complex__ numpy __array__"),
     (size, "shape size numel nelement len"),

@@ -44,12 +44,13 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
     if not out.dim():
         return meaning if call.name == "squeeze" and ledger.most > 1 else None  # Of a single row.
     if call.name in _ORDERED:  # No entry of the first dimension has parts of several rows.
-        return meaning if len(out) and not len(out) % (ledger.rows if meaning.chosen is None else len(x)) else None
+        size = ledger.rows if meaning.chosen is None else x.shape[0]
+        return meaning if out.shape[0] and not out.shape[0] % size else None
     if call.name in _TURNING and _turns(call, out):
         turned = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)
         return Turned(meaning) if turned and call.name != "unsqueeze" else None
     added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
-    return meaning if len(out) == len(x) and out.stride(0) == x.stride(0) and not added else None
+    return meaning if out.shape[0] == x.shape[0] and out.stride(0) == x.stride(0) and not added else None
 
 
 def _turns(call: FunctionCall, out: Tensor) -> bool:
@@ -135,9 +136,11 @@ def write(call: FunctionCall) -> Meaning | None:
 
 
 def gather(call: FunctionCall) -> Meaning | None:
-    """Entries that an index takes from each row."""
-    x, index, rows = call.args[0], call.argument(2, "index"), call.meaning
+    """Entries that an index takes from each row; or a row's entries into which a number is scattered."""
+    x, index, rows, src = call.args[0], call.argument(2, "index"), call.meaning, call.argument(3, "src", 0)
     by = call.of(index)
+    if call.name == "scatter" and isinstance(rows, Constant) and rows.uniform and not isinstance(src, Tensor):
+        rows = by
     if not isinstance(rows, Rows) or not isinstance(by, Rows) or index.dim() != x.dim() or len(index) != len(x):
         return None
     return rows if by.alike(rows) and 0 not in dims_of(x, call.argument(1, "dim")) else None

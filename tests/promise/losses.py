@@ -716,6 +716,9 @@ PENALTIES: Table = {
     "a stack with a mean": ("some", lambda o, t, own: torch.stack([
         F.cross_entropy(o, t), 0.1 * own[0].square().sum()]).sum()),
     "if anything counts": ("tokens", penalised),
+    "alone": ("flat", lambda o, t, own: 0.01 * squares(own)),
+    "learned weights of two means": ("values", lambda o, t, own: sum(
+        (-own[-1][k]).exp() * loss(o, t) + own[-1][k] for k, loss in enumerate((F.mse_loss, F.l1_loss)))),
     "l2 and words": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) + 0.01 * squares(own)),
     "l2 and elements": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * squares(own)),
     "by hand": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum() + 0.01 * squares(own)),
