@@ -26,7 +26,7 @@ if measuring is not None:
 from splitpipe.core.random_numbers import Draws  # noqa: E402
 from splitpipe.runtime import runtime  # noqa: E402
 from tests.devices.log import settle, softcuda  # noqa: E402
-from tests.helpers import essence  # noqa: E402
+from tests.helpers.covering import mark_essence  # noqa: E402
 from tests.helpers.world import World, opened  # noqa: E402
 
 # The same cases every time, however long one takes, and no file left behind.
@@ -51,7 +51,7 @@ NO_FAKE = "needs the fake CUDA runtime: python -m tests.softcuda tests"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(LONG)))
-    essence.mark(items)
+    mark_essence(items)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         needs = item.get_closest_marker("devices")
@@ -185,6 +185,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.fixture
+def threads() -> Iterator[None]:
+    """Gives the caller's number of threads for ops back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def untraced() -> Iterator[None]:
     """For exceptions set in other threads: until they arrive, a traced thread enters no function in Python 3.11."""
     trace = sys.gettrace()
@@ -201,25 +209,10 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
 
 
-class Said(logging.Handler):
-    """What the package has logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Notes one."""
-        self.messages.append(record.getMessage())
-
-
 @pytest.fixture
-def said() -> Iterator[list[str]]:
-    """The messages that are logged."""
-    log, handler = logging.getLogger("splitpipe"), Said()
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield handler.messages
-    log.removeHandler(handler)
-    log.setLevel(level)
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages that the package logs."""
+    log, messages = logging.getLogger("splitpipe"), list[str]()
+    monkeypatch.setattr(log, "isEnabledFor", lambda level: level >= logging.INFO)
+    monkeypatch.setattr(log, "handle", lambda record: messages.append(record.getMessage()))
+    return messages

@@ -18,6 +18,7 @@ import splitpipe
 from splitpipe import SplitPipe, check
 from splitpipe.checking.check import Check
 from splitpipe.runtime.runtime import Batch
+from tests.helpers.modules import module_of
 
 CPUS = ["cpu", "cpu"]
 ROWS, WIDTH = 16, 6
@@ -42,16 +43,11 @@ class Net(nn.Module):
         return x.tanh()
 
 
-class _Whole(torch.autograd.Function):
-    """Its backward divides by a norm over the batch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad / grad.norm()
+def _divides(self: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad / grad.norm())
+    return y
 
 
 def _counts(self: Any, x: Tensor) -> Tensor:
@@ -102,7 +98,7 @@ SILENT = {
     "number of rows": lambda self, x: x * len(x),
     "pairs of rows": lambda self, x: x + x.view(2, -1, WIDTH).flip(0).view(-1, WIDTH),
     "a sum in one row": _fills,
-    "a backward over the batch": lambda self, x: _Whole.apply(x),
+    "a backward over the batch": _divides,
     "a counter": _counts,
     "a counter in an object": _counts_in_an_object,
     "a counter that nothing uses": _counts_unused,
@@ -202,12 +198,17 @@ def test_a_mean_of_two_losses_is_not_taken_for_one_of_two_rows(schedule: str | N
 
 @pytest.mark.draws
 @pytest.mark.parametrize("always", [False, True])
-def test_a_module_that_draws_is_compared_in_eval_mode_and_not_blamed_if_it_draws_there(always: bool) -> None:
+@pytest.mark.parametrize("numbers", [None, torch.Generator()], ids=["the default", "a generator of its own"])
+def test_a_module_that_draws_is_compared_in_eval_mode_and_not_blamed_if_it_draws_there(
+    numbers: torch.Generator | None, always: bool
+) -> None:
     class Noisy(Net):
         def between(self, x: Tensor) -> Tensor:
-            return x + torch.randn_like(x) if always or self.training else x
+            return x + torch.randn(x.shape, generator=self.numbers) if always or self.training else x
 
-    model = SplitPipe(Noisy(), cuts=["last"], devices=CPUS, chunks=4)
+    net = Noisy()
+    net.numbers = numbers  # type: ignore[assignment]
+    model = SplitPipe(net, cuts=["last"], devices=CPUS, chunks=4)
     found = check(model, torch.randn(ROWS, WIDTH))
     assert "eval mode, since" in found.how and model.training and bool(found) is not always
     assert not always or "nothing can be concluded" in str(found) and "Rows meet" not in str(found)
@@ -285,16 +286,10 @@ def test_what_is_rounding_and_what_rows_do_to_attributes_is_no_difference() -> N
     assert found, str(found)
 
 
-class Centre(nn.Module):
+def centring(self: Any, y: Tensor, target: Tensor) -> Tensor:
     """A loss with a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(WIDTH))
-
-    def forward(self, y: Tensor, target: Tensor) -> Tensor:
-        self.centre.data.mul_(0.9).add_(y.detach().mean(0))
-        return F.mse_loss(y, target)
+    self.centre.data.mul_(0.9).add_(y.detach().mean(0))
+    return F.mse_loss(y, target)
 
 
 class Writing(Net):
@@ -323,7 +318,7 @@ def test_nothing_is_changed_whatever_a_run_writes_and_if_it_fails() -> None:
         drawn += [torch.get_rng_state().tolist(), net.generator.get_state().tolist()]
         return [*values, *drawn, net.calls, [*net.seen], {**net.kinds}, [part.training for part in net.modules()]]
 
-    net, loss_fn, hooked = Writing(), Centre(), list[Tensor]()
+    net, loss_fn, hooked = Writing(), module_of(centring, centre=nn.Buffer(torch.zeros(WIDTH))), list[Tensor]()
     model = SplitPipe(net, cuts=["last"], devices=CPUS, chunks=4, schedule="1f1b", loss_fn=loss_fn)
     net.first.register_forward_hook(lambda layer, args, output: net.seen.append(output.detach()))
     for x in [*net.first.parameters(), *net.last.parameters()]:
@@ -378,18 +373,3 @@ def test_what_cannot_be_compared_is_an_error() -> None:
         with pytest.raises(error, match=message):
             check(*args, **options)
     assert lazy(x).shape == (8, 4)
-
-
-def test_a_generator_of_a_layer_draws_too_and_is_where_it_was_afterwards() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.numbers = torch.Generator().manual_seed(1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.rand(x.shape, generator=self.numbers)
-
-    model = SplitPipe(nn.Sequential(Noisy(), nn.Linear(4, 2)), [1, 1], devices=["cpu", "cpu"], chunks=2)
-    before = model[0].numbers.get_state()
-    assert "draws random numbers" in splitpipe.check(model, torch.randn(8, 4)).advice
-    assert torch.equal(before, model[0].numbers.get_state())

@@ -1,28 +1,26 @@
-"""SplitPipe as an nn.Module: arguments, state, devices, hooks, context variables, what a pass leaves behind."""
+"""SplitPipe as an nn.Module: arguments as they are meant or warned of, state, devices, hooks, exceptions."""
 from __future__ import annotations
 
-import contextvars
-import copy
 from collections import OrderedDict
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
-from splitpipe import SplitPipe, attach
-from tests.helpers.scheduled import flat
-from tests.helpers.twin import assert_same, assert_same_tensors, twins
-from tests.promise.layers import Apply, First
+from splitpipe import SplitPipe, attach, schedule
+from splitpipe.checks import resolve_schedule, verify_balance, verify_devices, verify_module
+from splitpipe.core.stream import Place
+from splitpipe.piped import Arguments, complete, options_of
+from tests.helpers.twin import Looped, assert_same, assert_same_tensors, twins
+from tests.promise.layers import Apply, first_of
 
 CPU = ["cpu"] * 4
 
 
 def mlp(width: int = 6, layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(width, width) if k % 2 == 0 else nn.Tanh() for k in range(layers)])
-
-
-# Arguments
 
 
 @pytest.mark.parametrize("wrap", [SplitPipe, attach])
@@ -36,12 +34,9 @@ def test_options_that_are_left_out_are_those_of_the_training_loop() -> None:
     assert (model.checkpoint, model.schedule.name) == ("except_last", "gpipe") and "schedule" not in repr(model)
 
 
-# Input
-
-
 def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
     pack = Apply(lambda xs: nn.utils.rnn.pack_padded_sequence(*xs, batch_first=True, enforce_sorted=False))
-    recur = First(nn.GRU(6, 6, batch_first=True))
+    recur = first_of(nn.GRU(6, 6, batch_first=True))
     unpack = Apply(lambda packed: nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=5)[0])
     plain, model = twins(nn.Sequential(pack, recur, unpack), [1, 1, 1], chunks=2, checkpoint="always")
     x = torch.rand(4, 5, 6), torch.tensor([5, 2, 3, 1])
@@ -60,9 +55,6 @@ def test_packed_sequences_pass_between_stages_but_are_no_batch() -> None:
 def test_an_empty_batch() -> None:
     plain, model = twins(mlp(), chunks=2)
     assert_same(model(torch.rand(0, 6)), plain(torch.rand(0, 6)), "output")
-
-
-# The module
 
 
 def test_state_dict_keys_are_the_unwrapped_modules_and_states_move_both_ways() -> None:
@@ -125,27 +117,6 @@ def test_hooks_and_attributes_of_the_sequential_stay() -> None:
     assert not model.training and list(model.state_dict()) == keys
 
 
-# The caller's state, and exceptions
-
-
-def test_a_stage_has_the_context_variables_of_the_caller_and_those_that_earlier_ones_set_for_its_microbatch() -> None:
-    variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable")
-
-    def sets(x: Tensor) -> Tensor:
-        y = x * variable.get()
-        variable.set(float(x.detach().sum()))
-        return y
-
-    plain = nn.Sequential(Apply(sets), Apply(lambda x: x + variable.get()))
-    model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=CPU, chunks=3)
-    rows = torch.rand(3, 2).chunk(3)
-    variable.set(2.0)
-    found = model(torch.cat(rows))
-    assert variable.get() == 2.0
-    expected = [contextvars.copy_context().run(plain, row) for row in rows]
-    assert_same(found, torch.cat(expected), "output")
-
-
 def test_an_exception_that_would_end_a_generator_arrives_as_it_is() -> None:
     def fails(x: Tensor) -> Tensor:
         raise error
@@ -156,15 +127,104 @@ def test_an_exception_that_would_end_a_generator_arrives_as_it_is() -> None:
     assert info.value is error and "layer '1' (Apply)" in " ".join(error.__notes__)
 
 
-@pytest.mark.draws
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_passes_leave_no_thread_and_no_tensor_behind(checkpoint: Any) -> None:
-    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.BatchNorm1d(6), nn.Linear(6, 6)), [2, 2],
-                      devices=CPU, chunks=3, checkpoint=checkpoint)
-    x = torch.rand(6, 6)
+HOST = Place(torch.device("cpu"))
 
-    def train() -> None:
-        model.zero_grad()
-        model(x).sum().backward()
 
-    assert flat(train) and flat(lambda: model(x))
+class Plain(nn.Sequential):
+    """A subclass that runs its layers as nn.Sequential does."""
+
+    def extra_repr(self) -> str:
+        return "shown in its own way"
+
+    def penalty(self) -> int:
+        return 0
+
+    def train(self, mode: bool = True) -> Plain:
+        return super().train(False)
+
+
+def test_subclasses_with_other_methods_are_welcome() -> None:
+    verify_module(nn.Sequential())
+    verify_module(Plain(nn.Tanh()))
+    model = SplitPipe(Plain(nn.Linear(2, 2), nn.Dropout(0.5)), [1, 1], devices=["cpu", "cpu"], chunks=2).train()
+    assert not model.training and model(torch.ones(4, 2)).ne(0).all()
+
+
+@pytest.mark.parametrize("balance", [[2, 1], (2, 1), iter([2, 1]), numpy.array([2, 1]), torch.tensor([2, 1])])
+def test_a_balance_of_any_ints_is_taken(balance: Any) -> None:
+    numbers = verify_balance(balance, 3)
+    assert numbers == [2, 1] and all(type(number) is int for number in numbers)
+
+
+def test_devices_are_named_in_any_way(no_accelerator: None) -> None:
+    for given in None, ["cpu", torch.device("cpu")], iter(["cpu:0", torch.device("cpu", 0), "cpu"]):
+        assert verify_devices(given, 2) == [HOST, HOST]
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two accelerators, of which the second is the current one."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+
+
+def test_accelerators_are_the_default_and_a_bare_name_is_the_current_one(two: None) -> None:
+    first, second = (Place(torch.device("cuda", index)) for index in range(2))
+    assert verify_devices(None, 2) == [first, second]
+    assert verify_devices(None, 1) == [first]
+    assert verify_devices(["cuda", torch.device("cuda:0"), "cuda:1", "cpu"], 4) == [second, first, second, HOST]
+    with pytest.raises(ValueError, match=r"devices\[0\] is 'cuda:2', which isn't available: expected one of cpu, "
+                                         r"cuda:0, cuda:1"):
+        verify_devices(["cuda:2", "xpu:0"], 2)
+
+
+def test_devices_without_a_stage_are_warned_of_by_name(two: None) -> None:
+    given = complete("SplitPipe", Arguments(devices=["cuda:1", "cpu", "cuda:0", "cpu"], chunks=2))
+    with pytest.warns(UserWarning, match=r"cuda:0, which won't be used, as .* stages \(2\): .*, or fewer devices"):
+        assert len(options_of(given, [1, 1]).places) == 2
+    options_of(given, [1] * 4)
+    SplitPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu", "cpu"])  # The CPU is used.
+
+
+def test_a_device_that_is_named_twice_while_others_are_idle_is_warned_of(two: None) -> None:
+    with pytest.warns(UserWarning, match=r"devices names 'cuda' twice, .*: expected indices, such as \['cuda:0'"):
+        verify_devices(["cuda", torch.device("cuda")], 2)
+    assert verify_devices(["cuda:1", "cuda:1", "cpu", "cpu"], 4)[0] == Place(torch.device("cuda", 1))
+
+
+def test_a_first_stage_that_calls_no_module_is_warned_of_once() -> None:
+    module = Looped(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = SplitPipe(module, cuts=["0", "1"], devices=["cpu"] * 3, chunks=2)
+    with pytest.warns(UserWarning, match=r"stage 0 calls no module, so its device is idle: expected cuts= without"):
+        model(torch.randn(4, 4))
+    model(torch.randn(4, 4))
+
+
+@pytest.mark.cuda
+def test_a_stream_is_a_device_and_a_stream_to_compute_on() -> None:
+    given = torch.Stream(device="cuda:0")
+    one, other = verify_devices([given, 0], 2)
+    assert one.device == torch.device("cuda:0") and other == Place(torch.device("cuda:0"))
+    # A torch.cuda.Stream is equal to no torch.Stream.
+    assert isinstance(one.stream, torch.cuda.Stream) and one.stream.stream_id == given.stream_id
+
+
+@pytest.mark.parametrize("name", schedule.names())
+def test_a_schedule_of_a_name_is_built_for_stages_devices_and_chunks(name: str) -> None:
+    each = schedule.build(name, 1, 1).stages
+    for devices in (1, 2, 4):
+        found = resolve_schedule(name, devices * each, devices, 8)
+        assert found == schedule.build(name, devices, 8) and found.name == name
+    assert resolve_schedule(name, 4, None, 8).devices == 4 // each, "as many as the stages take"
+    for stages in (2, 4, 6, 8) if name == "interleaved-1f1b" else ():
+        assert resolve_schedule(name, stages, 2, 8).stages == stages, "as many as the balance has"
+    if name == "interleaved-1f1b":
+        with pytest.raises(ValueError, match="3 stages for 2 devices.*a multiple of the number of devices"):
+            resolve_schedule(name, 3, 2, 8)
+
+
+def test_a_schedule_of_the_users_own_is_taken_as_it_is() -> None:
+    plan = schedule.build("v-half", 2, 6)
+    assert resolve_schedule(plan, 4, 2, 6) is plan and resolve_schedule(plan, 4, None, 6) is plan

@@ -53,9 +53,6 @@ def affine(function: type[SplitFunction] = Affine, **options: Any) -> Call:
     return Call(lambda x, w, b: function.apply(x, w, b, **options), w=torch.randn(6), b=torch.randn(6))
 
 
-# Inside a stage
-
-
 @in_more_ways
 @pytest.mark.parametrize(("function", "why"), [
     (lambda x, w: Affine.apply(x, w, None, power=3), ""), (lambda x, w: Affine.apply(x, None, w), ""),
@@ -98,9 +95,6 @@ def test_a_none_for_a_needed_gradient_is_none_and_attributes_reach_backward_weig
     assert trained(affine(silent), torch.randn(7, 6), **way)[1].w.grad is None
 
 
-# Outside
-
-
 @pytest.mark.parametrize("power", [1, 3])
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False),
                                     (False, False, True)])
@@ -119,9 +113,6 @@ def test_gradients_outside_of_a_stage(wanted: tuple[bool, ...], power: int) -> N
     assert_same(torch.autograd.grad(y, some, retain_graph=True), torch.autograd.grad(y, some), "again")
     assert ("input" in {kind for kind, _, _ in log}) is wanted[0]
     assert ("weight" in {kind for kind, _, _ in log}) is any(wanted[1:])
-
-
-# Both
 
 
 def run(function: type[SplitFunction], inside: bool) -> None:

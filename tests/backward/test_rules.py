@@ -15,7 +15,8 @@ from splitpipe.backward import rules, weight_gradients
 from tests.helpers.deferring import Call, deferred, drop_in, fused, in_more_ways, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
-from tests.helpers.twin import assert_transparent, twins
+from tests.helpers.scheduled import assert_transparent
+from tests.helpers.twin import twins
 
 #: A function of the input and weights, the shapes of these, and that of the input.
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[int, ...]]
@@ -114,9 +115,6 @@ def test_a_frozen_parameter_gets_no_gradient(kind: Any, why: str, frozen: str, w
     assert fused(model) == expected and len(deferred(model)) == 2 - len(expected)
 
 
-# What a weight becomes until backward
-
-
 def swapped(p: nn.Parameter) -> None:
     p.data = p.data * 2
 
@@ -151,9 +149,6 @@ def test_weights_that_change_after_the_forward_are_those_that_autograd_would_rea
         assert found[1] == found[0]
     else:
         torch.testing.assert_close(found[1], found[0])
-
-
-# Single rules
 
 
 @pytest.mark.parametrize("way", [{}, {"stash_limit": 0}])

@@ -17,8 +17,7 @@ from splitpipe.balance.rig import Layer, Rig, measure, memory_of
 from splitpipe.balance.survey import survey
 from splitpipe.core.stream import Place
 from tests.doors.test_bad_input import of_module
-from tests.helpers.modules import Net, batch
-from tests.helpers.skipping import Pop, Stash, popping, stashing
+from tests.helpers.modules import Net, Pop, Stash, batch, module_of, popping, stashing
 from tests.promise.layers import Apply
 
 pytestmark = pytest.mark.draws
@@ -26,13 +25,6 @@ pytestmark = pytest.mark.draws
 CPU = Place(torch.device("cpu"))
 FLOAT = 4
 ROW = 8 * FLOAT  # Bytes of a row of eight floats.
-
-
-class Log(list[Any]):
-    """A log that stays the same one in copies of what holds it: layers are measured on copies."""
-
-    def __deepcopy__(self, memo: object) -> Log:
-        return self
 
 
 def layers(module: nn.Module, sample: Any, **options: Any) -> list[Layer]:
@@ -141,7 +133,7 @@ def test_skips_reach_the_layer_that_pops_them_and_count_as_its_input() -> None:
 
 
 def test_the_loss_counts_for_the_last_layer_and_gets_its_target() -> None:
-    seen = Log()
+    seen = list[Any]()
 
     class Loss(nn.MSELoss):
         def forward(self, output: Tensor, target: Any) -> Tensor:
@@ -154,16 +146,9 @@ def test_the_loss_counts_for_the_last_layer_and_gets_its_target() -> None:
     assert {target.shape for target in seen} == {(4, 16)}
 
 
-class Record(nn.Module):
-    """Logs what a function of the copy and its input returns."""
-
-    def __init__(self, log: Log, function: Any) -> None:
-        super().__init__()
-        self.log, self.function = log, function
-
-    def forward(self, x: Any) -> Any:
-        self.log.append(self.function(self, x))
-        return x
+def record(log: list[Any], function: Any) -> nn.Module:
+    """A layer that logs what a function of its copy, which is measured, and of its input returns."""
+    return module_of(lambda self, x: (log.append(function(self, x)), x)[1])  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("mode", "asked", "expected"), [
@@ -174,9 +159,9 @@ class Record(nn.Module):
     pytest.param(nullcontext, lambda layer, x: layer.training, True, id="in train mode"),
 ])
 def test_layers_are_measured(mode: Any, asked: Any, expected: object) -> None:
-    log = Log()
+    log = list[Any]()
     with mode():
-        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(Record(log, asked))).eval()
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(record(log, asked))).eval()
         before = torch.is_grad_enabled()
         layers(module, torch.ones(2, 2))
         assert torch.is_grad_enabled() is before
@@ -269,8 +254,8 @@ def test_a_module_that_is_too_large_for_a_device_is_measured_on_all(monkeypatch:
 @pytest.mark.cuda
 def test_a_sample_elsewhere_is_measured_on_the_device_and_leaves_nothing_there() -> None:
     device = torch.device("cuda", 0)
-    log = Log()
-    module = nn.Sequential(nn.Linear(64, 64), Record(log, lambda layer, x: x.device), nn.Dropout())
+    log = list[Any]()
+    module = nn.Sequential(nn.Linear(64, 64), record(log, lambda layer, x: x.device), nn.Dropout())
     state = torch.cuda.get_rng_state(device)
     measure(survey(module, torch.randn(8, 64)), [Place(device)])
     gc.collect()

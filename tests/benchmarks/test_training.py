@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,22 +10,20 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import train_gpt
-from benchmarks.harness.runner import ROOT
+from tests.doors.test_examples import torchrun
 
 TINY = "--batch 5 --chunks 2 --context 16 --width 16 --heads 2 --layers 2 --lr 0.1 --devices cpu cpu".split()
+TWO = "--nproc-per-node", "2"
 
 gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def script(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less of the text is held out, and one thread computes: the models are tiny."""
-    threads = torch.get_num_threads()
     train, held_out = train_gpt.text.load()
     monkeypatch.setattr(train_gpt.text, "load", lambda: (train, held_out[:400]))
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def losses(printed: str) -> list[float]:
@@ -70,21 +65,6 @@ def test_options_that_make_no_run_are_refused_in_one_line(
     assert ended.value.code == 2 and said in found and found.count("\n") == 1
 
 
-def two_processes(script: str, *options: str) -> str:
-    """What two processes of a script print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with subprocess.Popen(
-        [*command, f"benchmarks/{script}", *options], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as launcher:
-        try:
-            said, complaints = launcher.communicate(timeout=250)
-        finally:
-            launcher.terminate()  # It ends the two, too.
-    assert launcher.returncode == 0, complaints
-    return said
-
-
 @gloo
 @pytest.mark.thorough
 def test_two_processes_train_to_the_losses_of_one(
@@ -96,7 +76,7 @@ def test_two_processes_train_to_the_losses_of_one(
     here, there = tmp_path / "one.pt", tmp_path / "two.pt"
     assert train_gpt.main([*words, "--save", str(here)]) == 0
     one = losses(capsys.readouterr().out)
-    two = losses(two_processes("train_gpt.py", *words, "--save", str(there)))
+    two = losses(torchrun(*TWO, "benchmarks/train_gpt.py", *words, "--save", str(there)))
     assert two == pytest.approx(one, abs=2e-4) and len(two) == 2
     assert torch.load(there, weights_only=True)["step"] == 3
 
@@ -104,6 +84,6 @@ def test_two_processes_train_to_the_losses_of_one(
 @gloo
 @pytest.mark.thorough
 def test_layers_that_processes_share_have_the_gradients_of_one() -> None:
-    printed = two_processes("train_parallel.py", "--steps", "2", "--check", "--schedule", "zb-v")
+    printed = torchrun(*TWO, "benchmarks/train_parallel.py", "--steps", "2", "--check", "--schedule", "zb-v")
     found = re.search(r"largest difference between gradients: (\S+)", printed)
     assert found is not None and float(found[1]) <= 1e-6, printed

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import splitpipe
-from splitpipe import SplitPipe, attach
+from splitpipe import SplitPipe
 from splitpipe.compiled.backend import verify_compile
 from splitpipe.compiled.layers import CompiledCall, fit
 from tests.helpers.compiling import EAGER
@@ -207,28 +207,6 @@ def test_layers_that_the_user_compiles_by_our_backend_are_the_same(how: str, way
     assert {(row.deferred, row.why) for row in splitpipe.deferral_report(model)} == {(True, "compiled")}
 
 
-@pytest.mark.thorough
-@WAYS
-def test_blocks_of_a_module_with_cuts(way: dict[str, Any], graphs: list[str]) -> None:
-    def forward(self: Any, given: Tensor) -> Tensor:
-        y = given
-        for block in self.blocks:
-            y = block(y) + given
-        return y * self.scale  # type: ignore[no-any-return]
-
-    plain = module_of(forward, blocks=blocks(), scale=nn.Parameter(torch.rand(4)))
-    net = attach(copy.deepcopy(plain), cuts=["blocks.2"], devices=["cpu"] * 2, chunks=2, compile=EAGER, **way)
-    for rows in (6, 5):
-        for each in (plain, net):
-            each.zero_grad()
-        step(plain, x(rows))
-        loss = net(x(rows), target=0 * x(rows)) if "schedule" in way else F.mse_loss(net(x(rows)), 0 * x(rows))
-        loss.backward()
-        for (name, one), other in zip(net.named_parameters(), plain.parameters()):
-            assert_same(one.grad, other.grad, name)
-        assert rows < 6 or len(graphs) == 2
-
-
 def wrap(layers: nn.Sequential, backend: Any) -> None:
     for number in (0, 2):
         layers[number] = torch.compile(layers[number], backend=backend)
@@ -275,9 +253,6 @@ def test_layers_of_ours_and_the_users_run_in_the_callers_thread_and_are_compiled
         assert (why["0.up.weight"], why["3.weight"]) == ("CompiledFunctionBackward has no rule", "linear")
 
 
-# Hooks
-
-
 def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
@@ -299,9 +274,6 @@ def test_hooks_on_some_of_equal_layers_are_seen_even_if_they_come_and_go_later()
     assert_right(model, plain)
 
 
-# What is left as it is
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 def test_second_derivatives_are_an_error_in_every_checkpoint_mode(checkpoint: str) -> None:
@@ -313,18 +285,12 @@ def test_second_derivatives_are_an_error_in_every_checkpoint_mode(checkpoint: st
 
 
 def test_a_number_that_counts_is_not_lost(graphs: list[str]) -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.register_buffer("seen", torch.zeros(()))
+    def counting(self: Any, given: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return self.layer(given)  # type: ignore[no-any-return]
 
-        def forward(self, given: Tensor) -> Tensor:
-            self.seen.add_(1)
-            found: Tensor = self.layer(given)
-            return found
-
-    model = piped(nn.Sequential(Counts(), Counts()))
+    model = piped(nn.Sequential(*[module_of(counting, seen=nn.Buffer(torch.zeros(())), **linears("layer"))
+                                  for _ in range(2)]))
     step(model, x())
     assert model[0].seen == 2 and not graphs
 

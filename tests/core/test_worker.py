@@ -1,23 +1,17 @@
-"""Worker threads: order, death, and the threads that torch's ops have."""
+"""Worker threads: order, and the threads that torch's ops have; the lock of the host's part of ops on accelerators."""
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
-from splitpipe.core.worker import Pool, WorkerDiedError
+from splitpipe.core.worker import LaunchLock, Pool
 
 T = TypeVar("T")
-
-
-def fails(error: BaseException) -> None:
-    raise error
 
 
 @pytest.fixture
@@ -65,40 +59,27 @@ def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest
     assert order == [(ident, n) for ident in (threading.get_ident(), order[-1][0]) for n in range(2)]
 
 
-# Death
-
-
-@pytest.mark.parametrize("error", [WorkerDiedError, KeyError], ids=["its thread dies", "it fails"])
-def test_a_call_that_waits_for_another_one_is_stopped_and_waited_for(
-    error: type[Exception], pool: Pool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    if error is WorkerDiedError:  # Raises as soon as it does something.
-        request.getfixturevalue("untraced")
-        monkeypatch.setattr(threading, "excepthook", lambda _: None)
-        ident = ctypes.c_ulong(pool.threads[0].ident or 0)
-        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
-    stop, ended, told = threading.Event(), list[bool](), list[BaseException]()
-    with pytest.raises(error) as caught:
-        pool.run([(1, lambda: ended.append(stop.wait(60))), (0, partial(fails, KeyError()))],
-                 lambda error: (told.append(error), stop.set()))  # type: ignore[func-returns-value]
-    assert ended == [True] and told == [caught.value] and not pool.usable
-
-
-# Intra-op threads
-
-
-@pytest.fixture
-def numbers() -> Iterator[None]:
-    """Gives back the caller's number of threads."""
-    own = torch.get_num_threads()
-    yield
-    torch.set_num_threads(own)
-
-
 @pytest.mark.parametrize("own", [6, 1])
-def test_workers_share_the_callers_intra_op_threads(pool: Pool, numbers: None, own: int) -> None:
+def test_workers_share_the_callers_intra_op_threads(pool: Pool, threads: None, own: int) -> None:
     torch.set_num_threads(own)
     for among, share in ((2, max(1, own // 2)), (1, own)):
         pool.share_threads(among)
         assert values(pool, torch.get_num_threads) == [share] * 2
         assert torch.get_num_threads() == own == values(Pool(["new"]), torch.get_num_threads)[0]
+
+
+def in_thread(lock: LaunchLock, events: list[str]) -> threading.Thread:
+    """A thread that takes the lock, says so, and gives it back."""
+    thread = threading.Thread(target=lambda: (lock.take(), events.append("taken"), lock.give()))
+    thread.start()
+    return thread
+
+
+def test_who_waits_goes_on_without_it_and_leaves_it_to_its_owner() -> None:
+    lock, events = LaunchLock(), list[str]()
+    lock.take()
+    in_thread(lock, events).join(60)
+    assert events == ["taken"]
+    assert not lock._lock.acquire(blocking=False)  # The other thread's give was no give.
+    lock.give()
+    assert lock._lock.acquire(blocking=False)

@@ -1,7 +1,7 @@
 """What is trained on devices: modules for the paths between stages, and all layers of the transparency grid."""
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from splitpipe.core import stream
-from splitpipe.skip import pop, skippable, stash
 from tests.helpers.compiling import EAGER
+from tests.helpers.modules import Pop, Stash, module_of
 from tests.helpers.twin import even
 from tests.promise.layers import LAYERS, Apply, batched_of
 
@@ -30,80 +30,48 @@ def first() -> nn.Module:
     return Apply(lambda value: value[0].relu_())
 
 
-class Layered(nn.Module):
-    """Has a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
+def layered(forward: Callable[..., Any], **parts: Any) -> Make:
+    """Makes modules with this forward and a layer."""
+    return lambda: module_of(forward, layer=linear(), **parts)  # type: ignore[no-any-return]
 
 
-@skippable(stash=["skip"])
-class Keep(Layered):
-    """Stashes what its layer gives."""
-
-    def forward(self, x: Tensor) -> Generator[Any, None, Tensor]:
-        y = self.layer(x)
-        yield stash("skip", y.relu())
-        return y
-
-
-@skippable(pop=["skip"])
-class Join(Layered):
-    """Adds what was stashed."""
-
-    def forward(self, x: Tensor) -> Generator[Any, Tensor, Tensor]:
-        kept = yield pop("skip")
-        return self.layer(x) + kept * 3
-
-
-class Pair(Layered):
+def paired(self: Any, value: Any) -> Any:
     """Two tensors, one of which is a mask that has no gradient."""
-
-    def forward(self, value: Any) -> Any:
-        x, mask = value if isinstance(value, tuple) else (value, value.detach() > 0)
-        return self.layer(x) * mask, mask
+    x, mask = value if isinstance(value, tuple) else (value, value.detach() > 0)
+    return self.layer(x) * mask, mask
 
 
-class Scaled(Layered):
+def scaled(self: Any, value: Any) -> Any:
     """A tensor of the batch, and one that all microbatches have whole, with a gradient of its own."""
-
-    def forward(self, value: Any) -> Any:
-        x, table = value
-        return self.layer(x) * table.tanh(), table
+    x, table = value
+    return self.layer(x) * table.tanh(), table
 
 
-class Sliced(Layered):
+def sliced(self: Any, x: Tensor) -> Tensor:
     """Its output, and its input's gradient, are slices of transposes: in memory they have gaps, and another order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = torch.cat([x, x.detach()])
-        return (self.layer.weight @ both.t().contiguous()).t()[: len(x)]
+    both = torch.cat([x, x.detach()])
+    return (self.layer.weight @ both.t().contiguous()).t()[: len(x)]  # type: ignore[no-any-return]
 
 
-class Elsewhere(Layered):
+def elsewhere(self: Any, x: Tensor) -> Tensor:
     """Computes on a stream of its own, where there are streams, as layers with a communication of their own do."""
-
-    _own: stream.Stream = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        here = stream.current(x.device)
-        own = self._own = self._own or stream.new(x.device)
-        stream.wait(own, here)
-        with stream.use(own):
-            y = self.layer(x.sin()).tanh()
-        stream.wait(here, own)
-        stream.hold(x, own)
-        stream.hold(y, here)
-        return y
+    here = stream.current(x.device)
+    own = self.own = self.own or stream.new(x.device)
+    stream.wait(own, here)
+    with stream.use(own):
+        y: Tensor = self.layer(x.sin()).tanh()
+    stream.wait(here, own)
+    stream.hold(x, own)
+    stream.hold(y, here)
+    return y
 
 
-class Block(Layered):
+class Block(nn.Module):
     """A norm, a linear layer, a scale: several ops with weights, which are deferred if it is compiled."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.rand(WIDTH))
+        self.norm, self.layer, self.scale = nn.LayerNorm(WIDTH), linear(), nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.scale * self.layer(self.norm(x)).tanh()
@@ -160,7 +128,8 @@ def and_last(make: Make, *makes: Make) -> Callable[[int], nn.Sequential]:
 
 def skips(stages: int) -> nn.Sequential:
     """A skip from the first stage to the last one."""
-    return nn.Sequential(Keep(), *(linear() for _ in range(stages - 2)), Join())
+    first, last = nn.Sequential(linear(), Stash()), nn.Sequential(Pop(), linear())
+    return nn.Sequential(first, *(linear() for _ in range(stages - 2)), last)
 
 
 def ties(stages: int) -> nn.Sequential:
@@ -182,19 +151,20 @@ def _between(name: str) -> Subject:
 chain = in_each(linear, nn.Tanh)
 SUBJECTS = {
     "chain": Subject(chain),
-    "pairs": Subject(and_last(Pair, Pair, first)),
+    "pairs": Subject(and_last(layered(paired), layered(paired), first)),
     "skips": Subject(skips),
     "statistics": Subject(
         in_each(linear, lambda: nn.BatchNorm1d(WIDTH)), options={"deferred_batch_norm": True}, measure="cpu"
     ),
-    "slices": Subject(in_each(Sliced)),
-    "elsewhere": Subject(in_each(Elsewhere)),
-    "elsewhere, a batch without grad": Subject(in_each(Elsewhere), differentiable=False),
+    "slices": Subject(in_each(layered(sliced))),
+    "elsewhere": Subject(in_each(layered(elsewhere, own=None))),
+    "elsewhere, a batch without grad": Subject(in_each(layered(elsewhere, own=None)), differentiable=False),
     "compiled": Subject(in_each(Block, Block), options={"compile": EAGER}),
     "ties": Subject(ties),
     "dropouts": Subject(in_each(linear, nn.Dropout, nn.Tanh), measure="never"),
     "tables": Subject(
-        and_last(Scaled, Scaled, first), lambda size: (_rows(size), _rows(1)[0]), {"batched": (True, False)}
+        and_last(layered(scaled), layered(scaled), first), lambda size: (_rows(size), _rows(1)[0]),
+        {"batched": (True, False)},
     ),
     **{f"module: {name}": Subject(make, cuts=modules.cuts) for name, make in modules.MODULES.items()},
     "module: compiled": Subject(modules.Carried, options={"compile": EAGER}, cuts=modules.cuts),

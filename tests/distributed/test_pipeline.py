@@ -17,9 +17,8 @@ from splitpipe.distributed.pipeline import Loss
 from splitpipe.distributed.stage import StageModule
 from splitpipe.schedule.op import Op
 from tests.helpers.covering import graded
-from tests.helpers.modules import module_of
+from tests.helpers.modules import Pop, Stash, module_of
 from tests.helpers.scheduled import NAMES
-from tests.helpers.skipping import Pop, Stash
 from tests.helpers.world import SIZE, World, both
 from tests.promise.layers import Apply
 
@@ -315,12 +314,6 @@ def counting(self: Any, x: Tensor) -> Tensor:
     return x.reshape(-1, 2, 3).transpose(1, 2)
 
 
-def counter() -> nn.Module:
-    made: nn.Module = module_of(counting)
-    made.register_buffer("calls", torch.zeros(()))
-    return made
-
-
 def frozen() -> nn.Sequential:
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
     module[0].requires_grad_(False)
@@ -335,8 +328,8 @@ HARD: dict[str, Any] = {
     "a layer that ignores its input": (lambda: module_of(fresh, start=weight(6)), [2, 1]),
     "in place": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)),
                  [2, 2]),
-    "a transposed value": (
-        lambda: nn.Sequential(nn.Linear(6, 6), counter(), nn.Flatten(), nn.Linear(6, 2)), [2, 2]),
+    "a transposed value": (lambda: nn.Sequential(
+        nn.Linear(6, 6), module_of(counting, calls=nn.Buffer(torch.zeros(()))), nn.Flatten(), nn.Linear(6, 2)), [2, 2]),
     "an expanded gradient": (
         lambda: nn.Sequential(nn.Linear(6, 12), nn.Unflatten(1, (6, 2)), nn.AvgPool1d(2), nn.Flatten(),
                               nn.Linear(6, 2)), [2, 3]),

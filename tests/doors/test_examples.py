@@ -48,6 +48,21 @@ def losses(said: str) -> list[tuple[float, float]]:
     return [(float(first), float(last)) for first, last in found]
 
 
+def torchrun(*words: str) -> str:
+    """What the processes of a script print, on CPUs."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words], cwd=ROOT, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as launcher:
+        try:
+            said, complaints = launcher.communicate(timeout=250)
+        finally:
+            launcher.terminate()  # It ends its processes, too.
+    assert launcher.returncode == 0, complaints
+    return said
+
+
 def test_the_page_has_a_command_for_every_script() -> None:
     assert sorted(COMMANDS) == [script.name for script in SCRIPTS]
 
@@ -74,15 +89,5 @@ def test_a_script_learns(run: Run) -> None:
 def test_two_processes_learn() -> None:
     program, *words = shlex.split(COMMANDS["ddp.py"])
     assert program == "torchrun"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words, "--steps", "8"], cwd=ROOT,
-        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            said, complaints = process.communicate(timeout=250)
-        finally:
-            process.terminate()  # torchrun ends its processes, too.
-    assert process.returncode == 0, complaints
-    ((first, last),) = losses(said)
+    ((first, last),) = losses(torchrun(*words, "--steps", "8"))
     assert last < 0.9 * first  # Batches differ by less.

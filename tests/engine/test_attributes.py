@@ -22,25 +22,24 @@ from tests.helpers.twin import assert_same, assert_same_tensors, descend
 NONE = "ignore:the forward left .*, a tensor with a graph:UserWarning"
 
 
-class Experts(nn.Module):
-    """A layer with a gate, which leaves the balance of its experts, and what it has computed it from."""
+def weighing(self: Any, x: Tensor) -> Tensor:
+    """Leaves the balance of its experts, and what it has computed it from."""
+    self.weights = self.gate(x).softmax(1)
+    self.gate.balance = self.weights.var(1).sum()
+    self.history = {"weights": [self.weights]}
+    return x + self.layer(x) * self.weights[:, :1]  # type: ignore[no-any-return]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.gate = nn.Linear(4, 4), nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.weights = self.gate(x).softmax(1)
-        self.gate.balance = self.weights.var(1).sum()
-        self.history = {"weights": [self.weights]}
-        return x + self.layer(x) * self.weights[:, :1]
+def experts() -> nn.Module:
+    """A layer with a gate."""
+    return module_of(weighing, layer=nn.Linear(4, 4), gate=nn.Linear(4, 2))  # type: ignore[no-any-return]
 
 
 class Mixture(nn.Module):
     """Experts; the loss includes what ``after`` computes right after a block."""
 
     def __init__(
-        self, after: Callable[[Any], Any] = lambda block: 0, block: Callable[[], nn.Module] = Experts
+        self, after: Callable[[Any], Any] = lambda block: 0, block: Callable[[], nn.Module] = experts
     ) -> None:
         super().__init__()
         self.blocks, self.head, self.after = nn.ModuleList(block() for _ in range(4)), nn.Linear(4, 4), after
@@ -100,7 +99,7 @@ def states(net: Any, x: Tensor) -> Tensor:
     (lambda net, x: net.c(net.b(net.a(x))) + net.a.weights.sum(1, keepdim=True), "a.weights"),
     (condition, "condition"), (states, "states")])
 def test_it_is_none_on_a_later_stage_with_one_warning(forward: Any, name: str, schedule: str) -> None:
-    net = module_of(forward, a=Experts(), **linears("b", "c"))
+    net = module_of(forward, a=experts(), **linears("b", "c"))
     model = SplitPipe(net, cuts=["b", "c"], devices=["cpu"] * 3, chunks=2, **inside({"schedule": schedule}))
     for count in (1, 0):
         with warnings.catch_warnings(record=True) as caught:

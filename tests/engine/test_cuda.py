@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe, schedule
-from tests.gpu.syncs import syncs
 from tests.helpers.covering import graded
 from tests.helpers.scheduled import stages_of
 
@@ -23,6 +23,13 @@ AXES: dict[str, list[Any]] = {
     "name": [None, *schedule.names()], "checkpoint": ["never", "except_last", "always"],
     "backward": ["split", "autograd"],
 }
+
+
+def syncs(mode: str) -> None:
+    """Sets what becomes of a wait of the host, "error" or "default"; once a process torch warns: it is a prototype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def module(stages: int) -> nn.Sequential:

@@ -95,9 +95,6 @@ def test_a_module_that_keeps_a_cache_by_default_or_decides_itself_is_told_to_kee
     assert [model(x)[1], model(x, True)[1], model.eval()(x)[1], model(x, labels=x)[1]] == expected
 
 
-# Arguments
-
-
 @pytest.mark.parametrize(("given", "batched", "calls"), [
     ({"cache": Cache()}, None, [6]), ({"cache": Cache()}, {"cache": False}, [2, 2, 2]),
     ({"function": torch.tanh}, None, [2, 2, 2])])

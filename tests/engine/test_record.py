@@ -1,8 +1,9 @@
-"""Steps that ran become a timeline, and nothing is recorded where nobody asked."""
+"""Steps that ran become a timeline, of any Schedule at all; nothing is recorded where nobody asked."""
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 import splitpipe
 from splitpipe import SplitPipe, schedule
-from splitpipe.schedule import Timeline
+from splitpipe.schedule import Op, Schedule, Timeline
 from tests.helpers.covering import graded
-from tests.helpers.scheduled import mlp, twins
+from tests.helpers.deferring import double as double
+from tests.helpers.scheduled import assert_transparent, mlp, twins
 
 
 @graded(
@@ -72,3 +74,29 @@ def test_record_without_a_loss_or_twice_is_an_error() -> None:
             pass
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         print(timeline)
+
+
+def handmade() -> Schedule:
+    """Two stages on one device, one on another, in an order that no name has."""
+    first = "0F0 1F0 0F1 1F1 1B1 1W1 0BW1 1BW0 0B0 0W0".split()
+    second = "2F0 2F1 2B1 2B0 2W0 2W1".split()
+    rows = [[Op(text[1:-1], int(text[0]), int(text[-1])) for text in row] for row in (first, second)]  # type: ignore[arg-type]
+    return Schedule(rows, [0, 0, 1])
+
+
+def turned() -> Schedule:
+    """Its stages stand on the devices in another order."""
+    rows = schedule.build("zb-h1", 3, 4).rows
+    return Schedule([rows[1], rows[2], rows[0]], placement=[2, 0, 1])
+
+
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("make", [handmade, turned])
+def test_a_schedule_of_ones_own_runs_in_its_order(make: Any, backward: Any) -> None:
+    plan = make()
+    model = assert_transparent(mlp(4), torch.randn(7, 4), plan, plan.devices, chunks=plan.microbatches,
+                               backward=backward)
+    with splitpipe.record(model) as timeline:
+        model(torch.randn(2 * plan.microbatches, 4), target=0.25)
+    assert [[span.op for span in spans if span.op.kind != "W"] for spans in timeline.spans] == [
+        [op for op in row if op.kind != "W"] for row in plan.rows]  # W that follow each other may be one.

@@ -12,28 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from splitpipe import SplitPipe, attach
+from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.modules import linears, module_of
 from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import assert_same, stages
 from tests.promise.forwards import CUTS, Net, layered
 from tests.promise.layers import Apply
-
-
-@pytest.mark.parametrize(("module", "words"), [
-    (3, "expected an nn.Module"), (torch.jit.ScriptModule(), "module is a torch.jit.ScriptModule: expected"),
-    (nn.ModuleDict({"b": torch.jit.ScriptModule()}), "'b' is a torch.jit.ScriptModule: expected modules whose forward"),
-    (nn.Sequential(nn.Linear(4, 4), nn.Sequential(torch.jit.ScriptModule())),
-     r"'1\.0' is a torch\.jit\.ScriptModule: expected modules whose forward"),
-])
-def test_torchscript_and_other_objects_are_no_modules(module: Any, words: str) -> None:
-    for cuts in (["b"], None):
-        with pytest.raises(TypeError, match=words):
-            attach(module, cuts)
-
-
-# Forwards
 
 
 def forces(net: Net, x: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from torch.func import functional_call
 from splitpipe import SplitPipe, is_recomputing
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
-from tests.helpers.modules import linears, module_of
-from tests.helpers.skipping import Pop, Stash
+from tests.helpers.modules import Pop, Stash, linears, module_of
 from tests.helpers.twin import assert_same, assert_same_tensors, stages
 
 CHECKPOINTS = ["never", "except_last", "always"]

@@ -1,4 +1,4 @@
-"""A module with cuts is what it was: its attributes, state, copies and pickles; it runs as its caller's thread says."""
+"""A module with cuts is what it was: attributes, state, copies, pickles; what may be named in cuts, in which order."""
 from __future__ import annotations
 
 import copy
@@ -16,10 +16,12 @@ import splitpipe
 from splitpipe import SplitPipe, attach
 from tests.engine.models import SCHEDULES, Stack, batch, piped
 from tests.helpers.covering import pairwise
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.scheduled import inside, loss_of
+from tests.helpers.twin import assert_same_tensors, stages
+from tests.promise.layers import Apply
 
 CUTS = ["layers.1", "layers.3"]
-variable: ContextVar[int] = ContextVar("variable", default=0)
+variable: ContextVar[float] = ContextVar("variable", default=0.0)
 PLACES = pytest.mark.parametrize("place", [SplitPipe, attach])
 
 
@@ -127,12 +129,17 @@ class Whole(nn.Linear):
 )
 def test_copies_and_pickles_run_by_themselves(place: Any, schedule: str, way: Any, called: bool) -> None:
     model, given = placed(place, Stack(block=Whole), schedule=schedule), batch()
+    model.layers[2].bias.requires_grad_(False)
     if called:
         model(**given)["loss"].backward()
+    loss = model(**given)["loss"]  # It has a graph meanwhile.
     other = way(model)
+    loss.backward()
+    assert other.last.weight is other.first.weight and not other.layers[2].bias.requires_grad
     assert type(other) is type(model) and {*other.parameters()}.isdisjoint(model.parameters())
     assert place is SplitPipe or other.forward.runtime.module is other
     plain = Stack(block=Whole)
+    plain.layers[2].bias.requires_grad_(False)
     plain.load_state_dict(other.state_dict())
     with torch.no_grad():
         model.last.weight.zero_()
@@ -154,19 +161,6 @@ def test_the_report_names_parameters_as_the_module_does(place: Any, schedule: st
     assert {(row.deferred, row.why) for row in rows.values()} == {(True, "linear")}
 
 
-def test_a_pipeline_is_no_module_to_wrap_and_what_is_none_has_no_report() -> None:
-    model = piped(Stack(), CUTS)
-    for place in SplitPipe, attach:
-        with pytest.raises(TypeError, match="module is a SplitPipe: expected the module that it was made from"):
-            placed(place, model)
-    for function in splitpipe.record, splitpipe.deferral_report:
-        with pytest.raises(TypeError, match="model is a ModuleDict, not a pipeline: expected a SplitPipe"):
-            function(nn.ModuleDict({"model": model}))
-
-
-# What the caller's thread has set
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_saved_tensor_hooks_may_be_forbidden_around_the_call(schedule: str) -> None:
     plain = Stack()
@@ -179,20 +173,63 @@ def test_saved_tensor_hooks_may_be_forbidden_around_the_call(schedule: str) -> N
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_context_variables_go_along_with_a_microbatch(schedule: str) -> None:
-    class Model(Stack):
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-            assert variable.get() == 7
-            variable.set(int(x.detach().sum() > 0) + 10)
-            before = variable.get()
-            for layer in self.layers:
-                x = layer(x).tanh()
-                assert variable.get() == before
-            return {"loss": (x - labels).square().mean()}
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_context_variables_go_along_with_a_microbatch(by: str, schedule: str) -> None:
+    def sets(x: Tensor) -> Tensor:
+        assert variable.get() == 7.0
+        variable.set(float(x.detach().sum()))
+        return x * 2
 
-    token = variable.set(7)
+    layers = nn.Sequential(Apply(sets), nn.Linear(4, 4), Apply(lambda x: x * variable.get()))
+    module, where = stages(layers, [2, 1], by)
+    model = SplitPipe(module, devices=["cpu"] * 2, chunks=3, checkpoint="never", **where,
+                      **inside({"schedule": schedule}))
+    token, x = variable.set(7.0), torch.randn(6, 4)
     try:
-        piped(Model(), CUTS, schedule=schedule)(**batch())["loss"].backward()
-        assert variable.get() == 7
+        with torch.no_grad():
+            expected = torch.cat([layers[1](rows * 2) * rows.sum() for rows in x.chunk(3)])
+            torch.testing.assert_close(model(x), expected)
+        loss_of(model, x).backward()
+        assert variable.get() == 7.0
     finally:
         variable.reset(token)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("cuts", [["2"], ["1", "3"], [], ["2.1", "3"]])
+def test_a_sequential_with_cuts_runs_its_own_forward(cuts: list[str]) -> None:
+    module, x = layers(), torch.randn(6, 4)
+    model = SplitPipe(module, cuts=cuts, devices=["cpu"] * 3, chunks=2)
+    assert model.balance == [] and model.cuts == cuts
+    torch.testing.assert_close(model(x), module(x))
+    assert len(model) == 4 and model[2][1] is [*model][2][1] and list(model.state_dict()) == list(module.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:stage 0 calls no module:UserWarning")
+def test_layers_of_a_sequential_come_in_their_order_the_first_one_too() -> None:
+    module, x = layers(), torch.randn(6, 4)
+    for cuts, error in (["3", "1"], "after stage 2 has begun"), (["1", "1"], "each once"):
+        with pytest.raises(ValueError, match=error):
+            SplitPipe(layers(), cuts=cuts, devices=["cpu"] * 3)(x)
+    torch.testing.assert_close(piped(module, ["0"])(x), module(x))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_cuts_in_another_order_than_the_calls_are_refused(schedule: str) -> None:
+    model = piped(Stack(), ["layers.3", "layers.1"], schedule=schedule)
+    with pytest.raises(ValueError, match="'layers.3'.*where stage 1 starts, was called after stage 2 has") as error:
+        model(**batch())
+    assert "expected cuts= in the order in which the forward calls them" in str(error.value)
+
+
+def test_hf_device_map_has_every_block_and_layer() -> None:
+    cpu = torch.device("cpu")
+    module = attach(Stack(), cuts=["layers.2"], devices=["cpu", "cpu"])
+    names = ["first", "layers.0", "layers.1", "layers.2", "layers.3", "last"]
+    assert module.hf_device_map == dict.fromkeys(names, cpu)
+    assert SplitPipe(Stack(), cuts=["layers.2"], devices=["cpu", "cpu"]).hf_device_map == module.hf_device_map
+    piped = SplitPipe(layers(), [1, len(layers()) - 1], devices=["cpu", "cpu"])
+    assert piped.hf_device_map == dict.fromkeys(["0", "1", "2", "3"], cpu)

@@ -1,4 +1,4 @@
-"""What comes from outside of a call: interrupts in the caller, threads that die or do not start."""
+"""What comes from outside of a call: interrupts in the caller, threads that die, do not start, or meet in a model."""
 from __future__ import annotations
 
 import copy
@@ -127,3 +127,20 @@ def test_a_thread_that_cannot_start_is_an_error_and_the_next_call_is_right(
     with pytest.raises(RuntimeError, match="can't start new thread"):
         step(model)
     assert_right(plain, model)
+
+
+def test_one_thread_goes_forward_while_another_goes_backward() -> None:
+    plain, model = piped(None)
+    model.zero_grad()
+    inside, done, output = threading.Event(), threading.Event(), model(X)
+    output.register_hook(lambda _: (inside.set(), done.wait(60)) and None)
+    thread = threading.Thread(target=F.mse_loss(output, Y).backward, daemon=True)
+    thread.start()
+    assert inside.wait(60)
+    loss = F.mse_loss(model(2 * X), Y)
+    done.set()
+    thread.join(60)
+    assert not thread.is_alive(), "a call hangs"
+    loss.backward()
+    (F.mse_loss(plain(X), Y) + F.mse_loss(plain(2 * X), Y)).backward()
+    assert_same_tensors(model, plain)

@@ -179,3 +179,14 @@ def test_an_interrupt_leaves_the_model_unchanged(name: str, kinds: dict[str, boo
         place = [place for place in case.places if place.kind == kind][-1]
         # In a worker: the caller, who waits, is interrupted, and gives its pool up. In backward the caller is at work.
         case.fails(place, [*SIGNALS.values()][n % len(SIGNALS)], KeyboardInterrupt, same)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:the loss of the last call was dropped")
+def test_after_a_short_soak_nothing_is_left_behind_and_what_would_be_is_told() -> None:
+    from tests.tools.soak import grown, soak  # Which takes its cases from here.
+
+    counts = soak(20, seed=1)
+    assert grown(counts) == []
+    assert grown([*counts, {**counts[-1], "tensors": counts[-1]["tensors"] + 1}]) != []

@@ -14,13 +14,11 @@ EAGER = {"backend": "aot_eager"}
 
 
 @pytest.fixture
-def nothing_compiled() -> Iterator[None]:
+def nothing_compiled(threads: None) -> Iterator[None]:
     """Nothing is compiled yet, and an op has as many threads everywhere: for other numbers torch compiles again."""
     torch._dynamo.reset()
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     torch._dynamo.reset()
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from splitpipe import SplitFunction, deferral_report
 from splitpipe.backward import rules
-from tests.helpers import scheduled
-from tests.helpers.twin import assert_transparent
+from tests.helpers.covering import few
+from tests.helpers.scheduled import assert_transparent
 
 #: Drop-in: W of all microbatches at once; W after each B; recomputed.
 WAYS: dict[str, dict[str, Any]] = {
@@ -24,26 +24,20 @@ ALL: dict[str, dict[str, Any]] = {
 }
 
 
-def _ways(ways: dict[str, dict[str, Any]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("way", [
-        pytest.param(way, id=name, marks=[] if name == "merged" else pytest.mark.thorough) for name, way in ways.items()
-    ])
-
-
-def tried(names: Iterable[str], few: Iterable[str] = ()) -> pytest.MarkDecorator:
-    """Parametrizes a test of layers by their names: each drop-in and by a schedule, and a few in all ways."""
+def tried(names: Iterable[str], more: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Parametrizes a test of layers by their names: each drop-in and by a schedule, and some in all ways."""
     names = [*names]
-    few = {*few} or {*names[:2]}
+    more = {*more} or {*names[:2]}
     return pytest.mark.parametrize(("name", "way"), [
-        pytest.param(name, way, id=f"{name}-{which}", marks=[] if which == "merged" or name in few and which in (
+        pytest.param(name, way, id=f"{name}-{which}", marks=[] if which == "merged" or name in more and which in (
             "checkpointed", "zb-h1") else pytest.mark.thorough)
-        for name in names for which, way in ALL.items() if which in ("merged", "zb-h1") or name in few
+        for name in names for which, way in ALL.items() if which in ("merged", "zb-h1") or name in more
     ])
 
 
 #: For what does not depend on when products are computed.
-in_more_ways = _ways(ALL)
-drop_in = _ways(WAYS)
+in_more_ways = pytest.mark.parametrize("way", few(1, ALL.values()), ids=ALL)
+drop_in = pytest.mark.parametrize("way", few(1, WAYS.values()), ids=WAYS)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +62,7 @@ class Call(nn.Module):
         super().__init__()
         self.function = function
         for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value))
+            self.register_parameter(name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
 
     def forward(self, x: Any) -> Any:
         return self.function(x, *self._parameters.values())
@@ -97,17 +91,6 @@ def scale(width: int, function: type[SplitFunction] = Scale, **options: Any) -> 
     return Call(lambda x, w: function.apply(x, w, **options), weight=torch.rand(width))
 
 
-class Unruled(nn.Module):
-    """A layer whose parameter no rule will ever take: what it is used for has no input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight.sin()
-
-
 def deferred(model: nn.Module) -> dict[str, str]:
     """The parameters that the report says are deferred, and how."""
     return {row.parameter: row.why for row in deferral_report(model) if row.deferred}
@@ -120,8 +103,5 @@ def fused(model: nn.Module) -> dict[str, str]:
 
 def trained(layer: nn.Module, value: Any, **options: Any) -> nn.Module:
     """The layer, between two stages of no parameters, as a pipeline that is its module: three uneven microbatches."""
-    layers = nn.Sequential(nn.Identity(), layer, nn.Tanh())
-    options = {"chunks": 3, **options}
-    if "schedule" in options:
-        return scheduled.assert_transparent(layers, value, options.pop("schedule"), balance=[1, 2], **options)
-    return assert_transparent(layers, value, [1, 2], **options)
+    layers, name = nn.Sequential(nn.Identity(), layer, nn.Tanh()), options.pop("schedule", None)
+    return assert_transparent(layers, value, name, balance=[1, 2], **{"chunks": 3, **options})

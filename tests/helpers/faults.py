@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import is_recomputing
-from splitpipe.backward.split_function import SplitFunction
 from splitpipe.skip import pop, skippable, stash
+from tests.helpers.deferring import Scale
 
 
 class Special(BaseException):
@@ -96,25 +96,23 @@ def throws(error: BaseException) -> Callable[[], None]:
     return act
 
 
-class Scale(SplitFunction):
-    """The tensor times a weight, by a function whose backward comes in two halves."""
+class Meeting(Scale):
+    """Meets a kind of op in each half of its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Any, **options: Any) -> Tensor:
         ctx.meet = options["meet"]
-        ctx.save_for_input(*weights)
-        ctx.save_for_weight(x)
-        return x * weights[0]
+        return Scale.forward(ctx, x, *weights)
 
     @staticmethod
     def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
         ctx.meet("input")
-        return (grad_output * ctx.saved_for_input[0]).to(ctx.saved_for_weight[0].dtype)
+        return Scale.backward_input(ctx, grad_output)
 
     @staticmethod
-    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor]:
+    def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         ctx.meet("weight")
-        return ((grad_output * ctx.saved_for_weight[0]).sum(0),)
+        return Scale.backward_weight(ctx, grad_output)
 
 
 @dataclass(eq=False)
@@ -156,16 +154,20 @@ class Fragile(nn.Module):
         meet("recomputation" if is_recomputing() else "forward")
         x = self.linear(x).tanh()
         self.meets.hooked(x, "tensor hook", rows)
-        return Scale.apply(x, self.weight, meet=meet), rows
+        return Meeting.apply(x, self.weight, meet=meet), rows
 
 
-@skippable(stash=["kept"])
-class Keep(nn.Module):
-    """Fails before it stashes, and when the gradient of that comes back."""
+class Met(nn.Module):
+    """A layer with places."""
 
     def __init__(self, fault: Fault, stage: int) -> None:
         super().__init__()
         self.meets = Meets(fault, stage)
+
+
+@skippable(stash=["kept"])
+class Keep(Met):
+    """Fails before it stashes, and when the gradient of that comes back."""
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Any:
         x, rows = value
@@ -177,12 +179,8 @@ class Keep(nn.Module):
 
 
 @skippable(pop=["kept"])
-class Add(nn.Module):
+class Add(Met):
     """Fails with the skip in its hands."""
-
-    def __init__(self, fault: Fault, stage: int) -> None:
-        super().__init__()
-        self.meets = Meets(fault, stage)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Any:
         x, rows = value

@@ -16,21 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from splitpipe import SplitPipe, schedule
-from tests.helpers.randomized_models import (
-    BETWEEN,
-    CALLS,
-    CONTAINERS,
-    IN_PLACE,
-    NOT_TWICE,
-    PACKS,
-    SIMPLE,
-    SOMETIMES,
-    WIDTH,
-    Builder,
-    ByMicrobatch,
-    Scripted,
-    kinds,
-)
+from tests.helpers import randomized_models as models
 from tests.helpers.scheduled import stages_of
 from tests.helpers.twin import assert_same
 
@@ -108,10 +94,10 @@ def stages_per_device(name: str) -> int:
 
 @st.composite
 def _layer(draw: Any, simple: tuple[str, ...], depth: int = 1) -> Layer:
-    kind = draw(st.sampled_from(simple + CONTAINERS * bool(depth)))
+    kind = draw(st.sampled_from(simple + models.CONTAINERS * bool(depth)))
     inside: tuple[Layer, ...] = ()
-    if kind in CONTAINERS:
-        within = tuple(k for k in simple if kind != "checkpointed" or k not in IN_PLACE + NOT_TWICE)
+    if kind in models.CONTAINERS:
+        within = tuple(k for k in simple if kind != "checkpointed" or k not in models.IN_PLACE + models.NOT_TWICE)
         inside = tuple(draw(st.lists(_layer(within, depth - 1), min_size=1, max_size=3)))
     return Layer(kind, draw(st.sampled_from(["", "", "", "first", "all"])), inside)
 
@@ -127,10 +113,10 @@ def borders(acts: Sequence[Act], blocks: int) -> list[str]:
         if act.kind == "part":
             names = ["part.blocks.0", "part.blocks.1"]
         else:
-            names = [f"blocks.{act.which % blocks}"] if act.kind in CALLS + SOMETIMES else []
+            names = [f"blocks.{act.which % blocks}"] if act.kind in models.CALLS + models.SOMETIMES else []
         for name in names:
             calls[name] = calls.get(name, 0) + 1
-        unsure.update(names if act.kind in SOMETIMES else [])
+        unsure.update(names if act.kind in models.SOMETIMES else [])
     return [name for name in calls if name not in unsure or calls[name] == 1]
 
 
@@ -151,7 +137,7 @@ def chains(draw: Any, more: tuple[str, ...] = ()) -> Case:
     """Any nn.Sequential, and any balance of it; ``more``: kinds of layers that are not there otherwise."""
     name = draw(st.sampled_from(SCHEDULES))
     each = stages_per_device(name)
-    kind = _layer(SIMPLE + more) | st.sampled_from([*PACKS, "merge"]).map(Layer)
+    kind = _layer(models.SIMPLE + more) | st.sampled_from([*models.PACKS, "merge"]).map(Layer)
     layers = draw(st.lists(kind, min_size=each, max_size=max(7, each + 1)))
     stages = each * draw(st.integers(1, min(3, len(layers) // each)))
     cuts = draw(st.sets(st.integers(1, max(1, len(layers) - 1)), min_size=stages - 1, max_size=stages - 1))
@@ -166,8 +152,8 @@ def chains(draw: Any, more: tuple[str, ...] = ()) -> Case:
 @st.composite
 def forwards(draw: Any, more: tuple[str, ...] = ()) -> Case:
     """Any module with a forward of its own, and any cuts of it; ``more``: as of ``chains``."""
-    blocks = draw(st.lists(_layer(SIMPLE + more), min_size=1, max_size=6))
-    act = st.builds(Act, st.sampled_from([*CALLS * 3, *SOMETIMES, *BETWEEN]), st.integers(0, 5))
+    blocks = draw(st.lists(_layer(models.SIMPLE + more), min_size=1, max_size=6))
+    act = st.builds(Act, st.sampled_from([*models.CALLS * 3, *models.SOMETIMES, *models.BETWEEN]), st.integers(0, 5))
     acts = draw(st.lists(act, min_size=2, max_size=14))
     possible = borders(acts, len(blocks))
     name = draw(st.sampled_from([each for each in SCHEDULES if stages_per_device(each) <= len(possible) + 1]))
@@ -183,16 +169,16 @@ def forwards(draw: Any, more: tuple[str, ...] = ()) -> Case:
 def module_of(case: Case, reference: bool = False, plain: bool = False) -> nn.Module:
     """The module of a case; as a reference it knows of microbatches, and plain it has no torch.utils.checkpoint."""
     def norm() -> nn.Module:
-        return ByMicrobatch(case.chunks, case.deferred) if reference else nn.BatchNorm1d(WIDTH)
+        return models.ByMicrobatch(case.chunks, case.deferred) if reference else nn.BatchNorm1d(models.WIDTH)
 
     torch.manual_seed(case.seed)
-    builder, before = Builder(case.layers, norm, plain), torch.get_default_dtype()
+    builder, before = models.Builder(case.layers, norm, plain), torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         if not case.acts:
             return builder.sequential(case.skips)
         blocks = [builder.layer(block) for block in case.layers]
-        return Scripted(blocks, case.acts, case.output, case.chunks if reference else 1)
+        return models.Scripted(blocks, case.acts, case.output, case.chunks if reference else 1)
     finally:
         torch.set_default_dtype(before)
 
@@ -232,10 +218,10 @@ def batch_of(case: Case, step: Step, number: int, device: torch.device) -> tuple
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
-    x, mask, target = numbers(step.rows, WIDTH, WIDTH), numbers(WIDTH), numbers(step.rows)
+    x, mask, target = numbers(step.rows, models.WIDTH, models.WIDTH), numbers(models.WIDTH), numbers(step.rows)
     leaves = [each.requires_grad_(case.input_grad) for each in ([x, mask] if case.acts else [x])]
     if not case.acts:
-        return {"input": x.clone() if kinds(case.layers) & {*IN_PLACE} else x}, leaves, target
+        return {"input": x.clone() if models.kinds(case.layers) & {*models.IN_PLACE} else x}, leaves, target
     rows = (torch.arange(step.rows) + number).to(device)
     return {"x": x, "rows": rows, "mask": mask, **({} if case.inside else {"labels": target})}, leaves, target
 
@@ -347,7 +333,7 @@ def sound(case: Case) -> bool:
     """Whether the module itself goes backward: nothing overwrites what something else has saved."""
     if case.acts and _counts_otherwise(case):
         return False
-    if not case.acts and not kinds(case.layers) & {*IN_PLACE}:
+    if not case.acts and not models.kinds(case.layers) & {*models.IN_PLACE}:
         return True
     try:
         reference = Reference(case)
@@ -363,12 +349,12 @@ def sound(case: Case) -> bool:
 def _counts_otherwise(case: Case) -> bool:
     """Whether a block that is called, run or cut twice changes itself each time, which its reference does not do so."""
     called = [act.which % len(case.layers) for act in case.acts for _ in range(1 + (act.kind == "sometimes"))
-              if act.kind in CALLS + SOMETIMES]
+              if act.kind in models.CALLS + models.SOMETIMES]
     twice = [case.layers[number] for number in {*called} if called.count(number) > 1]
     again = [case.layers[act.which % len(case.layers)] for act in case.acts if act.kind == "checkpoint"]
-    return "batchnorm" in kinds(twice) or bool({*NOT_TWICE} & kinds(again))
+    return "batchnorm" in models.kinds(twice) or bool({*models.NOT_TWICE} & models.kinds(again))
 
 
 def writes(case: Case) -> bool:
     """Whether anything writes to a value that is kept: where another has its memory, this may be refused."""
-    return any(act.kind == "write kept" for act in case.acts) or bool(kinds(case.layers) & {*IN_PLACE})
+    return any(act.kind == "write kept" for act in case.acts) or bool(models.kinds(case.layers) & {*models.IN_PLACE})

@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from splitpipe.skip import pop, skippable, stash
-from tests.promise.layers import Apply, Cube, First
+from tests.helpers.deferring import Call
+from tests.helpers.modules import module_of
+from tests.promise.layers import Apply, Cube, first_of
 
 WIDTH = 4
 
@@ -38,45 +40,19 @@ class ByMicrobatch(nn.BatchNorm1d):
                           for part in x.chunk(self.chunks)])
 
 
-class Own(nn.Module):
-    """Parameters of its own in torch's functions."""
-
-    def __init__(self, function: Callable[..., Tensor], *parameters: Tensor) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ParameterList(parameters)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.parts)
-
-
-class Total(nn.Module):
+def totalling(self: Any, x: Tensor) -> Tensor:
     """Sums up in buffers what has passed: in place, and by a new tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("total", torch.zeros(WIDTH, dtype=torch.float64))
-        self.register_buffer("shift", torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += len(x)
-        self.total = self.total + x.detach().double().reshape(-1, WIDTH).sum(0)
-        return x + self.shift
+    self.count += len(x)
+    self.total = self.total + x.detach().double().reshape(-1, WIDTH).sum(0)
+    return x + self.shift  # type: ignore[no-any-return]
 
 
-class Residual(nn.Module):
+def residual(self: Any, x: Tensor) -> Tensor:
     """A layer and what goes past it; ``again``: inside torch.utils.checkpoint."""
+    def inner(x: Tensor) -> Tensor:
+        return x + self.layer(x)  # type: ignore[no-any-return]
 
-    def __init__(self, layer: nn.Module, again: bool = False) -> None:
-        super().__init__()
-        self.layer, self.again = layer, again
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x * 1, use_reentrant=False) if self.again else self.inner(x * 1)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return x + self.layer(x)
+    return checkpoint(inner, x * 1, use_reentrant=False) if self.again else inner(x * 1)  # type: ignore[no-any-return]
 
 
 def main(value: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -97,16 +73,10 @@ def merged(value: Any) -> Tensor:
     return first
 
 
-class Inside(nn.Module):
+def inside(self: Any, value: Any) -> Any:
     """A layer on the first tensor of a nesting; the rest passes by."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, value: Any) -> Any:
-        x, put = main(value)
-        return put(self.layer(x))
+    x, put = main(value)
+    return put(self.layer(x))
 
 
 class Skipping(nn.Module):
@@ -143,8 +113,8 @@ IN_PLACE = ("relu_", "mul_")
 NOT_TWICE = ("batchnorm", "total", "cube")
 
 
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape) / 2)
+def _weight(*shape: int) -> Tensor:
+    return torch.randn(*shape) / 2
 
 
 class Builder:
@@ -164,8 +134,8 @@ class Builder:
         parts = [self.layer(inner) for inner in part.inside]
         containers: dict[str, Callable[[], nn.Module]] = {
             "nested": lambda: nn.Sequential(*parts),
-            "residual": lambda: Residual(nn.Sequential(*parts)),
-            "checkpointed": lambda: Residual(nn.Sequential(*parts), again=not self.plain),
+            "residual": lambda: module_of(residual, layer=nn.Sequential(*parts), again=False),
+            "checkpointed": lambda: module_of(residual, layer=nn.Sequential(*parts), again=not self.plain),
         }
         layer = containers[part.kind]() if part.kind in containers else LEAVES[part.kind](self)
         parameters = [*layer.parameters()]
@@ -181,7 +151,7 @@ class Builder:
                 pack = PACKS["tuple" if self.copied and part.kind in ("twice", "views") else part.kind]
                 layers.append(Apply(lambda value, pack=pack: pack(merged(value))))
             else:
-                layers.append(Apply(merged) if part.kind == "merge" else Inside(self.layer(part)))
+                layers.append(Apply(merged) if part.kind == "merge" else module_of(inside, layer=self.layer(part)))
         for number, layer in enumerate(layers):
             stashed = [f"skip {k}" for k, skip in enumerate(skips) if skip.start == number]
             popped = [f"skip {k}" for k, skip in enumerate(skips) if skip.end == number]
@@ -197,7 +167,7 @@ def kinds(parts: Sequence[Any]) -> set[str]:
 
 def _queries(b: Builder) -> nn.Module:
     # A view of a parameter that requires grad may not be written to.
-    return Own(lambda x, w: w.expand_as(x).clone() if b.copied else w.expand_as(x), _parameter(WIDTH))
+    return Call(lambda x, w: w.expand_as(x).clone() if b.copied else w.expand_as(x), w=_weight(WIDTH))
 
 
 LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
@@ -206,21 +176,22 @@ LEAVES: dict[str, Callable[[Builder], nn.Module]] = {
     "layernorm": lambda b: nn.LayerNorm(WIDTH),
     "batchnorm": lambda b: b.norm(),
     "conv1d": lambda b: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
-    "lstm": lambda b: First(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
-    "attention": lambda b: First(nn.MultiheadAttention(WIDTH, 2, batch_first=True), 3),
+    "lstm": lambda b: first_of(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "attention": lambda b: first_of(nn.MultiheadAttention(WIDTH, 2, batch_first=True), 3),
     "relu_": lambda b: nn.ReLU(inplace=True),
     "mul_": lambda b: Apply(lambda x: x.mul_(1.5)),
-    "matmul": lambda b: Own(lambda x, w, v: x @ w + x @ v.t(), _parameter(WIDTH, WIDTH), _parameter(WIDTH, WIDTH)),
-    "scale": lambda b: Own(lambda x, w: x * w, _parameter(WIDTH)),
-    "both": lambda b: Own(lambda x, w: F.linear(x, w) * w.sum(), _parameter(WIDTH, WIDTH)),
-    "computed": lambda b: Own(lambda x, w: F.linear(x, w.tanh()), _parameter(WIDTH, WIDTH)),
-    "tied": lambda b: Own(F.linear, b.shared("tied", lambda: _parameter(WIDTH, WIDTH))),
+    "matmul": lambda b: Call(lambda x, w, v: x @ w + x @ v.t(), w=_weight(WIDTH, WIDTH), v=_weight(WIDTH, WIDTH)),
+    "scale": lambda b: Call(lambda x, w: x * w, w=_weight(WIDTH)),
+    "both": lambda b: Call(lambda x, w: F.linear(x, w) * w.sum(), w=_weight(WIDTH, WIDTH)),
+    "computed": lambda b: Call(lambda x, w: F.linear(x, w.tanh()), w=_weight(WIDTH, WIDTH)),
+    "tied": lambda b: Call(F.linear, w=b.shared("tied", lambda: nn.Parameter(_weight(WIDTH, WIDTH)))),
     "same": lambda b: b.shared("same", lambda: nn.Linear(WIDTH, WIDTH)),
-    "unused": lambda b: Own(lambda x, w, v: F.linear(x, w), _parameter(WIDTH, WIDTH), _parameter(3)),
-    "constant": lambda b: Own(lambda x, w: w.expand_as(x) * 1, _parameter(WIDTH)),
+    "unused": lambda b: Call(lambda x, w, v: F.linear(x, w), w=_weight(WIDTH, WIDTH), v=_weight(3)),
+    "constant": lambda b: Call(lambda x, w: w.expand_as(x) * 1, w=_weight(WIDTH)),
     "detach": lambda b: Apply(lambda x: x.detach() * 2),
     "identity": lambda b: nn.Identity(),
-    "total": lambda b: Total(),
+    "total": lambda b: module_of(totalling, count=nn.Buffer(torch.tensor(0)), shift=nn.Buffer(torch.rand(WIDTH)),
+                                 total=nn.Buffer(torch.zeros(WIDTH))),
     "cube": lambda b: Apply(lambda x: Cube.apply(x.tanh())),
     "queries": _queries,
     "dropout": lambda b: nn.Dropout(0.3),

@@ -2,19 +2,18 @@
 from __future__ import annotations
 
 import copy
-import gc
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from splitpipe import SplitPipe, schedule
+from tests.helpers import twin
 from tests.helpers.twin import assert_same, assert_same_tensors, descend, even, stages, step
+from tests.helpers.twin import mean as mean
 
 #: Names with which the essence shows what all schedules do alike: rows of stages, and a V whose W are apart.
 FEW = ("1f1b", "zb-v")
@@ -26,27 +25,18 @@ NAMES = pytest.mark.parametrize("name", [
 LossFn = Callable[[Any, Any], Any]
 
 
-def mean(output: Any, target: Any) -> Tensor:
-    """A mean over the first dimension, of every differentiable tensor of an output, each weighted in its own way."""
-    total = torch.zeros((), dtype=torch.float64)
-    for number, x in enumerate(tree_leaves(output)):
-        if isinstance(x, Tensor) and x.requires_grad:
-            y = torch.view_as_real(x) if x.is_complex() else x
-            weight = torch.linspace(0.5, 1.5, y[0].numel(), dtype=torch.float64).reshape(y[0].shape)
-            total = total + (number + 1.5) * (y.double() * weight - target).square().mean()
-    return total
-
-
 def stages_of(name: str) -> int:
     """How many stages a device has in a schedule."""
     return schedule.build(name, 1, 1).stages
 
 
 def twins(
-    module: nn.Sequential, name: str | schedule.Schedule, devices: int = 2, balance: list[int] | None = None,
+    module: nn.Sequential, name: str | schedule.Schedule | None, devices: int = 2, balance: list[int] | None = None,
     loss_fn: Any = mean, by: str = "balance", **options: Any,
 ) -> tuple[nn.Sequential, SplitPipe]:
-    """A copy of the module, and the module with a schedule."""
+    """A copy of the module, and the module with a schedule, or, without a name, as drop-in."""
+    if name is None:
+        return twin.twins(module, balance, by, **options)
     plain = copy.deepcopy(module)
     count = name.stages if isinstance(name, schedule.Schedule) else devices * stages_of(name)
     wrapped, where = stages(module, balance or even(len(module), count), by)
@@ -89,19 +79,21 @@ def assert_steps(
 
 
 def assert_transparent(
-    module: nn.Sequential, value: Any, name: str | schedule.Schedule, devices: int = 2, steps: int = 2,
+    module: nn.Sequential, value: Any, name: str | schedule.Schedule | None = None, devices: int = 2, steps: int = 2,
     target: Any = 0.25, loss_fn: LossFn = mean, factor: float = 1.0, **options: Any,
 ) -> SplitPipe:
-    """Trains both for some steps, and compares all there is after each."""
+    """Trains both for some steps, drop-in or by a schedule, and compares all there is after each."""
     plain, model = twins(module, name, devices, loss_fn=loss_fn, **options)
-
-    def loss_of(each: Any, x: Any) -> Tensor:
-        loss: Tensor = each(x, target=target) if each is model else loss_fn(each(x), target)
-        return loss * factor
-
     for _ in range(steps):
-        assert_steps(plain, model, value, 1, loss_of)
-        descend(plain, model)
+        descend(plain, model)  # The gradients of the last step stay.
+        expected, gradients, loss = step(plain, value, lambda output: loss_fn(output, target) * factor)
+        if name is None:
+            found, own, its = step(model, value, lambda output: loss_fn(output, target) * factor)
+            assert_same(found, expected, "output")
+        else:
+            _, own, its = step(lambda x: model(x, target=target) * factor, value, lambda loss: loss)
+        assert_same((its, own), (loss, gradients), "loss and gradients of the input")
+        assert_same_tensors(model, plain)
     return model
 
 
@@ -111,23 +103,3 @@ def mlp(layers: int, width: int = 4) -> nn.Sequential:
         lambda: nn.Linear(width, width), nn.Tanh, lambda: nn.Linear(width, width), lambda: nn.LayerNorm(width)
     ]
     return nn.Sequential(*[kinds[k % 4]() for k in range(layers)])
-
-
-def flat(call: Callable[[], object], times: int = 10) -> bool:
-    """Whether repeating the call leaves the number of tensors and threads as it is, without help of the collector."""
-
-    def count() -> int:
-        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
-
-    for _ in range(3):
-        call()
-    gc.collect()
-    gc.disable()
-    try:
-        call()
-        tensors, threads = count(), set(threading.enumerate())
-        for _ in range(times):
-            call()
-        return count() <= tensors and set(threading.enumerate()) <= threads
-    finally:
-        gc.enable()

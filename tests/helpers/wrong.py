@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -14,6 +14,7 @@ import splitpipe
 from splitpipe import DeferredBatchNorm, Plan, SplitPipe
 from splitpipe.balance import balance_by_size, balance_by_time
 from splitpipe.distributed import Pipeline
+from splitpipe.planner.planning import chosen
 from splitpipe.schedule import (
     BlockOp,
     BuildingBlock,
@@ -28,8 +29,8 @@ from splitpipe.schedule import (
     search,
     simulate,
 )
-from splitpipe.schedule.verdict import Step
 from splitpipe.skip import skippable, verify_skippables
+from tests.helpers.recording import emulated, played, recorded
 
 mse = nn.functional.mse_loss
 Error = type[BaseException]
@@ -138,6 +139,14 @@ MODULE = [
     *each(TypeError, "with its own forward: expected an nn.Sequential", [
         type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(), lambda: patched()]),
 ]
+#: What no pipeline is made of.
+UNWRAPPED = [
+    *each(TypeError, "expected an nn.Module", UNMODULE),
+    *each(TypeError, "module is a SplitPipe: expected the module that it was made from", [lambda: model()]),
+    *each(TypeError, "module is a torch.jit.ScriptModule: expected", [torch.jit.ScriptModule()]),
+    *each(TypeError, "'b' is a torch.jit.ScriptModule: expected modules whose forward",
+          [nn.ModuleDict({"b": torch.jit.ScriptModule()})]),
+]
 SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(skippable(stash=["a"])(nn.Identity)(), *layers()[:3]),
     lambda: nn.Sequential(*layers()[:3], skippable(pop=["a"])(nn.Identity)()),
@@ -152,6 +161,7 @@ SCHEDULES = [
     *each(TypeError, "schedule", [*UNTEXT, Schedule]),
     *each(ValueError, "there is no schedule named", NO_NAMES),
     *each(ValueError, "the schedule does not fit", [build("1f1b", 3, 2), build("1f1b", 2, 3), build("zb-v", 2, 2)]),
+    *each(ValueError, "3 stages, 3 rows and 8 microbatches: expected", [build("1f1b", 3, 8)]),
     *each(ValueError, "missing", [Schedule([[Op("F", 0, 0)], [Op("F", 1, 0)]], [0, 1])]),
 ]
 LOSS = [*each(TypeError, "loss_fn", UNCALLABLE), *each(ValueError, "expected loss_fn", [None]),
@@ -192,6 +202,7 @@ PIPE = Door(
         "module": [*MODULE, *SKIPS, *each(ValueError, "sums to 4", [nn.Sequential()])],
         "balance": [*BALANCE, *each(ValueError, "balance", [[4]])],
         "devices": [*DEVICES, *each(ValueError, "the model has 2 stages for", [[], ["cpu"], ["cpu"] * 3])],
+        "schedule": SCHEDULES + each(ValueError, "schedule 'zb-v' expects 2 stages per device", ["zb-v"]),
         "loss_fn": LOSS,
         "batched": each(TypeError, "batched", [0.0, "x", {1: "x"}, Odd()])
         + each(TypeError, "batched[1]", [(True, None), [True, 1.0]])
@@ -241,7 +252,7 @@ BY_CUTS: Rows = {
     "sample": each(TypeError, "sample", [1, "x", [torch.ones(2, 3)]]) + each(TypeError, "holds no tensor", [{}, ()]),
 }
 ATTACH = Door(
-    "attach", splitpipe.attach, _by_cuts, {"module": each(TypeError, "expected an nn.Module", UNMODULE), **BY_CUTS}
+    "attach", splitpipe.attach, _by_cuts, {"module": UNWRAPPED, **BY_CUTS}
 )
 DEVICE_MAP = Door(
     "device_map", splitpipe.device_map, lambda: {"module": Net(), "devices": ["cpu", "cpu"]},
@@ -251,7 +262,8 @@ DEVICE_MAP = Door(
 )
 CUTTING = Door(
     "SplitPipe with cuts", SplitPipe, _by_cuts,
-    {"balance": each(ValueError, "balance and cuts are given: expected one of them", [[2, 2]]), **BY_CUTS},
+    {"module": UNWRAPPED, "balance": each(ValueError, "balance and cuts are given: expected one of them", [[2, 2]]),
+     **BY_CUTS},
 )
 
 
@@ -388,27 +400,14 @@ PLAN = Door(
 
 
 def planned(**fields: Any) -> Plan:
-    """A plan for two stages."""
-    given: dict[str, Any] = {
-        "balance": (2, 2), "devices": ("cpu", "cpu"), "chunks": 2, "checkpoint": "never",
-        "schedule": build("1f1b", 2, 2),
-        "way": "1f1b", "dropin": False, "step_time": 1.0, "costs": Costs([1, 1], [1, 1], [1, 1]), "peak_bytes": (1, 1),
-        "memory": (1e9, math.inf), "layers": ("0", "1", "2", "3"), "loss_fn": mse,
-    }
-    return Plan(**given | fields)
+    """A plan for two stages of two layers."""
+    found = chosen(emulated(0, layers=4, devices=2, chunks=[2]), ["1f1b"], mse)
+    return replace(found, devices=("cpu", "cpu"), **fields)
 
 
-def recording(name: str = "1f1b", chunks: int = 2) -> Recording:
-    """One step."""
-    played = simulate(build(name, 2, chunks))
-    made = Recording(played.schedule)
-    made.add(Step(played.spans, (), (None, None)))
-    return made
-
-
-def timeline() -> Timeline:
+def timeline(name: str = "1f1b", chunks: int = 2) -> Timeline:
     """One that was simulated."""
-    return simulate(build("1f1b", 2, 2))
+    return played(name, 2, chunks)
 
 
 ARGUMENTS = Door(
@@ -422,9 +421,9 @@ APPLIED = Door(
     on=lambda: planned(loss_fn=None),
 )
 COMPARE = Door(
-    "Plan.compare", Plan.compare, lambda: {"timeline": recording()},
+    "Plan.compare", Plan.compare, lambda: {"timeline": recorded(timeline())},
     {"timeline": each(TypeError, "timeline", [None, timeline(), build("1f1b", 2, 2), Recording, Odd()])
-     + each(ValueError, "recording", [lambda: recording("zb-v"), lambda: recording(chunks=3)])
+     + each(ValueError, "recording", [lambda: recorded(timeline("zb-v")), lambda: recorded(timeline(chunks=3))])
      + each(RuntimeError, "nothing was recorded", [lambda: Recording(build("1f1b", 2, 2))])},
     on=planned,
 )

@@ -13,26 +13,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 from splitpipe import SplitPipe
 from tests.helpers import scheduled, twin
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.promise.layers import Apply
 
-LENGTH, WIDTH, LAYERS = 5, 8, 3
+LENGTH, WIDTH = 5, 8
 SIZES = pytest.mark.parametrize(("rows", "chunks"), [(7, 3), (8, 8)])
 
 
-class Attend(nn.Module):
+def attending(self: Any, value: Any) -> Any:
     """Attention in which a mask, and a table of what is added, are the same for all samples; gives its input's kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(3, 3)
-
-    def forward(self, value: Any) -> Any:
-        x, mask, table = tree_leaves(value)
-        y = self.project(x)
-        scores = (y @ x.transpose(1, 2)).masked_fill(mask, -1e9) * table
-        y = scores.softmax(-1) @ y + torch.tanh(table) @ x
-        leaves = iter([y, mask, table])
-        return tree_map(lambda _: next(leaves), value)
+    x, mask, table = tree_leaves(value)
+    y = self.project(x)
+    scores = (y @ x.transpose(1, 2)).masked_fill(mask, -1e9) * table
+    y = scores.softmax(-1) @ y + torch.tanh(table) @ x
+    leaves = iter([y, mask, table])
+    return tree_map(lambda _: next(leaves), value)
 
 
 def first_leaf(value: Any) -> Any:
@@ -40,7 +35,7 @@ def first_leaf(value: Any) -> Any:
 
 
 def attention() -> nn.Sequential:
-    return nn.Sequential(Attend(), Attend(), Attend(), Apply(first_leaf))
+    return nn.Sequential(*[module_of(attending, project=nn.Linear(3, 3)) for _ in range(3)], Apply(first_leaf))
 
 
 def given() -> tuple[Any, Any]:
@@ -93,24 +88,8 @@ def test_flags_that_do_not_match_are_an_error(batched: Any, value: Any, error: t
     assert says in str(caught.value)
 
 
-class Step(nn.LSTM):
-    """An LSTM that takes and gives its state."""
-
-    def forward(self, value: Any) -> Any:  # type: ignore[override]
-        return super().forward(*value)
-
-
 def transformer() -> nn.Sequential:
     return nn.Sequential(*[nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0) for _ in range(2)])
-
-
-@SIZES
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_states_of_an_rnn_have_the_batch_second(batch_first: bool, rows: int, chunks: int) -> None:
-    x = torch.randn(rows, LENGTH, WIDTH) if batch_first else torch.randn(LENGTH, rows, WIDTH)
-    state = torch.randn(LAYERS, rows, WIDTH), torch.randn(LAYERS, rows, WIDTH)
-    module = nn.Sequential(*[Step(WIDTH, WIDTH, LAYERS, batch_first=batch_first) for _ in range(2)])
-    twin.assert_transparent(module, (x, state), batched=(0, 1) if batch_first else 1, chunks=chunks)
 
 
 def of_tokens(output: Tensor, target: Tensor) -> Tensor:
@@ -128,25 +107,19 @@ def test_targets_are_cut_along_theirs(batched: Any, length: int, name: str) -> N
                                  batched=batched, chunks=4)
 
 
-class Turned(nn.Module):
+def turning(self: Any, x: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
     """Positions of [3, batch, length] beside an input of [batch, length, width], and an output of all orders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
-        y = self.two(self.one(x) * position_ids.sum(0)[..., None])
-        return {"y": y, "turned": y.transpose(0, 1), "positions": position_ids * 2}
+    y = self.two(self.one(x) * position_ids.sum(0)[..., None])
+    return {"y": y, "turned": y.transpose(0, 1), "positions": position_ids * 2}
 
 
 @SIZES
 @pytest.mark.parametrize("training", [True, False])
 def test_arguments_are_cut_along_what_is_said_of_their_names(training: bool, rows: int, chunks: int) -> None:
-    plain = Turned().train(training)
+    plain = module_of(turning, **linears("one", "two")).train(training)
     model = SplitPipe(copy.deepcopy(plain), cuts=["two"], devices=["cpu"] * 2, chunks=chunks,
                       batched={"position_ids": 1}).train(training)
-    x, positions = torch.randn(rows, LENGTH, WIDTH), torch.randn(3, rows, LENGTH, requires_grad=True)
+    x, positions = torch.randn(rows, LENGTH, 4), torch.randn(3, rows, LENGTH, requires_grad=True)
     mine = positions.detach().clone().requires_grad_()
     found, expected = model(x, mine), plain(x, positions)
     twin.assert_same(found, expected, "output")
@@ -154,3 +127,24 @@ def test_arguments_are_cut_along_what_is_said_of_their_names(training: bool, row
         (output["y"].square().mean() + output["positions"].mean()).backward()
     twin.assert_same_tensors(model, plain)
     torch.testing.assert_close(mine.grad, positions.grad)
+
+
+@pytest.mark.parametrize("by", ["slots", "attributes", "block mask"])
+def test_an_object_with_tensors_is_refused_by_a_sequential_unless_it_goes_whole(by: str) -> None:
+    class Slots:
+        __slots__ = ("x",)
+
+    class Plain:
+        x: Tensor
+
+    given: Any = Slots() if by == "slots" else Plain()
+    given.x = torch.ones(3)
+    if by == "block mask":
+        attention = pytest.importorskip("torch.nn.attention.flex_attention")
+        given = attention.create_block_mask(lambda b, h, q, k: q >= k, 4, None, 16, 16, device="cpu")
+    layers = nn.Sequential(Apply(lambda value: (value[0] * 2, value[1])), Apply(lambda value: value[0]))
+    x = torch.randn(4, 3)
+    with pytest.raises(TypeError, match=f"tensors in a {type(given).__name__}, which can't be split .*use False for"):
+        SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)((x, given))
+    model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, batched=(True, False))
+    torch.testing.assert_close(model((x, given)), x * 2)

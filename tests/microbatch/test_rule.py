@@ -12,27 +12,13 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import Rows
 from tests.helpers.twin import assert_same, assert_same_tensors
 
 WAYS = pytest.mark.parametrize("how", [
     {}, {"checkpoint": "always", "backward": "autograd"}, {"schedule": "1f1b"},
     {"schedule": "zb-h1", "checkpoint": "always"},
 ], ids=["drop-in", "autograd", "1f1b", "zb-h1"])
-
-
-class Net(nn.Module):
-    """Runs a function of itself and its arguments."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.function = function
-
-    def features(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())  # type: ignore[no-any-return]
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -42,7 +28,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def verify(function: Callable[..., Any], given: tuple[Any, ...], how: dict[str, Any], **options: Any) -> None:
-    plain = Net(function)
+    plain = Rows(function)
     model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, **{"chunks": 4, **how, **options})
     expected, found = plain(*given), model(*given)
     assert type(found) is type(expected)
@@ -52,10 +38,10 @@ def verify(function: Callable[..., Any], given: tuple[Any, ...], how: dict[str, 
     assert_same_tensors(model, plain)
 
 
-def ranked(net: Net, questions: Tensor, passages: Tensor, names: list[str], labels: Tensor) -> dict[str, Tensor]:
+def ranked(net: Rows, questions: Tensor, passages: Tensor, names: list[str], labels: Tensor) -> dict[str, Tensor]:
     """Two passages, with names, for each question."""
     sizes = torch.tensor([float(len(name)) for name in names], dtype=passages.dtype)
-    found = (net.features(passages) * sizes[:, None]).view(len(questions), -1, 4)
+    found = (net.features(passages) * sizes[:, None]).view(len(questions), -1, 5)
     scores = (net.features(questions).unsqueeze(1) * found).sum(-1)
     return {"loss": F.cross_entropy(scores, labels), "scores": scores}
 
@@ -70,7 +56,7 @@ def test_groups_go_with_their_rows(rows: int, how: dict[str, Any]) -> None:
 
 
 def piped(function: Callable[..., Any], chunks: int = 3, **options: Any) -> SplitPipe:
-    return SplitPipe(Net(function), cuts=["last"], devices=["cpu"] * 2, chunks=chunks, **options)
+    return SplitPipe(Rows(function), cuts=["last"], devices=["cpu"] * 2, chunks=chunks, **options)
 
 
 @WAYS
@@ -79,7 +65,7 @@ def piped(function: Callable[..., Any], chunks: int = 3, **options: Any) -> Spli
     lambda y, loss: {"y": y, "objective": loss, "entropy": y.detach().square().mean()},
 ], ids=["last", "first", "beside a metric", "in a dict"])
 def test_the_one_number_with_a_graph_is_the_loss(make: Callable[..., Any], how: dict[str, Any]) -> None:
-    def function(net: Net, x: Tensor, labels: Tensor) -> Any:
+    def function(net: Rows, x: Tensor, labels: Tensor) -> Any:
         y = net.features(x)
         return make(y, F.cross_entropy(y, labels, ignore_index=3))
 
@@ -90,32 +76,6 @@ def test_two_numbers_with_a_graph_are_none() -> None:
     model = piped(lambda net, x: (net.features(x).mean(), net.features(x).square().mean()), schedule="1f1b")
     with pytest.raises(TypeError, match="a tuple, has 2 numbers with a graph: .* just one such number"):
         model(torch.randn(4, 6))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_with_split_a_loss_of_a_schedule_is_weighted_by_the_rows_of_the_target(schedule: str) -> None:
-    """Of microbatches that have as many patches each, but other numbers of images."""
-    counts = torch.tensor([1, 1, 1, 3])
-
-    def function(net: Net, patches: Tensor, counts: Tensor) -> Tensor:
-        return torch.stack([own.mean(0) for own in net.features(patches).split(counts.tolist())])
-
-    def split(args: Any, kwargs: Any, chunks: int) -> Any:
-        (patches, counts), target = args, kwargs["target"]
-        parts = (slice(0, 3), slice(0, 3)), (slice(3, 6), slice(3, 4))
-        return [((patches[own], counts[rows]), {"target": target[rows]}) for own, rows in parts]
-
-    def rooted(output: Tensor, target: Tensor) -> Tensor:  # Not recognised: a mean over rows.
-        return (output - target).square().mean(1).sqrt().mean()
-
-    plain, x, target = Net(function), torch.randn(6, 6), torch.randn(4, 4)
-    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=2, schedule=schedule,
-                      split=split, loss_fn=rooted, reduction="mean")
-    found, expected = model(x, counts, target=target), rooted(plain(x, counts), target)
-    torch.testing.assert_close(found, expected)
-    for loss in (found, expected):
-        loss.backward()
-    assert_same_tensors(model, plain)
 
 
 @pytest.mark.parametrize(("function", "reduction"), [
@@ -130,8 +90,6 @@ def test_numbers_are_means_by_rows_or_sums_or_what_a_function_makes_of_them(func
     (torch.argmax, None, ValueError, "a number of type torch.int64, which is different for every microbatch"),
     (torch.mean, lambda values, rows: 3, TypeError, "reduction returned int: expected a tensor"),
     (lambda y: [y, y.mean() if len(y) == 3 else 0.0], None, ValueError, "0 and 2 return a Tensor and 0.0"),
-    (torch.mean, "average", ValueError, "'mean' .weighted by rows., 'sum', or a function"),
-    (torch.mean, 3, TypeError, "'mean' .weighted by rows., 'sum', or a function"),
 ])
 def test_what_cannot_be_one_number_is_refused(
     function: Any, reduction: Any, error: type[Exception], words: str
@@ -150,7 +108,7 @@ def notes(call: Any, kind: Any = RuntimeError) -> str:
 
 
 def test_an_error_tells_how_each_argument_was_treated() -> None:
-    def fail(net: Net, x: Tensor, *more: Any) -> Tensor:
+    def fail(net: Rows, x: Tensor, *more: Any) -> Tensor:
         return x @ x
 
     given = torch.rand(6, 3), torch.rand(3, 8), 2.0, [torch.rand(2)] * 6, torch.rand(18, 2), None

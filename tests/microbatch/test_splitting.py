@@ -12,23 +12,18 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe, attach
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same, assert_same_tensors
 from tests.promise.layers import Apply
 
 COUNTS = torch.tensor([6, 1, 8, 4, 3, 4])
 
 
-class Patches(nn.Module):
-    """The patches of all images in one tensor, beside their numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.middle, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, patches: Tensor, counts: Tensor, labels: Tensor | None = None) -> Any:
-        y = self.middle(self.embed(patches).tanh())
-        y = self.head(torch.stack([own.mean(0) for own in y.split(counts.tolist())]))
-        return y if labels is None else {"loss": F.cross_entropy(y, labels), "y": y}
+def of_patches(self: Any, patches: Tensor, counts: Tensor, labels: Tensor | None = None) -> Any:
+    """The patches of all images are in one tensor, beside their numbers."""
+    y = self.middle(self.embed(patches).tanh())
+    y = self.head(torch.stack([own.mean(0) for own in y.split(counts.tolist())]))
+    return y if labels is None else {"loss": F.cross_entropy(y, labels), "y": y}
 
 
 def split(args: Any, kwargs: Any, chunks: int) -> Any:
@@ -48,10 +43,10 @@ OPTIONS: dict[str, Any] = {"devices": ["cpu"] * 3, "cuts": ["middle", "head"], "
     ("gpipe", "always", "split", 6), ("gpipe", "never", "autograd", 5), ("zb-h1", "always", "split", 5),
 ])
 def test_a_module_whose_arguments_no_rule_can_cut(schedule: str, checkpoint: str, backward: str, rows: int) -> None:
-    plain = Patches()
+    plain = module_of(of_patches, **linears("embed", "middle", "head"))
     model = SplitPipe(copy.deepcopy(plain), schedule=schedule, checkpoint=checkpoint, backward=backward, **OPTIONS)
     counts, labels = COUNTS[:rows], torch.arange(rows) % 3
-    leaves = [torch.randn(int(counts.sum()), 5, requires_grad=True)]
+    leaves = [torch.randn(int(counts.sum()), 4, requires_grad=True)]
     leaves.append(leaves[0].detach().clone().requires_grad_())
     for training in (True, False):
         results = [module.train(training)(x * 2, counts, labels=labels) for module, x in zip((plain, model), leaves)]
@@ -62,25 +57,33 @@ def test_a_module_whose_arguments_no_rule_can_cut(schedule: str, checkpoint: str
         assert_same_tensors(model, plain)
 
 
+def rooted(output: Tensor, target: Tensor) -> Tensor:
+    """It is not recognised: a mean over rows."""
+    return (output - target).square().mean(1).sqrt().mean()
+
+
 @pytest.mark.parametrize("where", [
     {"balance": [1, 1], "batched": (False, True)}, {"cuts": ["1"], "batched": {"input": (False, True)}},
 ], ids=["balance", "cuts"])
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-def test_the_target_is_among_the_keywords(where: Any, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, rooted])
+def test_the_target_is_among_the_keywords_and_its_rows_weigh_the_loss(where: Any, schedule: str, loss_fn: Any) -> None:
     plain = nn.Sequential(
         Apply(lambda value: torch.stack([own.mean(0) for own in value[0].split(value[1].tolist())])), nn.Linear(5, 3)
     )
     model = SplitPipe(
-        copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=F.cross_entropy, **where,
+        copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=loss_fn, reduction="mean",
+        **where,
         split=lambda args, kwargs, chunks: [((own,), named) for own, named in split(*args, kwargs, chunks)],
     )
-    x, target = torch.randn(int(COUNTS.sum()), 5), torch.arange(6) % 3
-    found, expected = model((x, COUNTS), target=target), F.cross_entropy(plain((x, COUNTS)), target)
+    counts = COUNTS[:5]  # Microbatches of two, two and one.
+    x, target = torch.randn(int(counts.sum()), 5), torch.randn(5, 3) if loss_fn is rooted else torch.arange(5) % 3
+    found, expected = model((x, counts), target=target), loss_fn(plain((x, counts)), target)
     torch.testing.assert_close(found, expected)
     found.backward()
     expected.backward()
     assert_same_tensors(model, plain)
-    assert_same(model((x, COUNTS)), plain((x, COUNTS)), "output")
+    assert_same(model((x, counts)), plain((x, counts)), "output")
 
 
 def of_parts(layer: Any, checkpoint: str = "never") -> SplitPipe:
@@ -132,27 +135,15 @@ class Sample:
     target: Tensor
 
 
-@pytest.mark.parametrize("given", [{"balance": [1, 1]}, {"cuts": ["1"], "batched": {}}], ids=["balance", "cuts"])
-def test_the_error_for_an_object_names_split(given: dict[str, Any]) -> None:
-    model = SplitPipe(nn.Sequential(Apply(lambda sample: sample.x), nn.Tanh()), devices=["cpu"] * 2, chunks=2, **given)
-    with pytest.raises(TypeError, match="Sample.* split="):
-        model(Sample(torch.randn(4, 3), torch.ones(4)))
-
-
 def test_an_attached_module_is_placed_by_a_part_of_its_sample() -> None:
-    plain = Patches()
-    x = torch.randn(int(COUNTS.sum()), 5)
+    plain = module_of(of_patches, **linears("embed", "middle", "head"))
+    x = torch.randn(int(COUNTS.sum()), 4)
     model = attach(copy.deepcopy(plain), sample=(x, COUNTS), **OPTIONS)
     assert_same(model(x, COUNTS), plain(x, COUNTS), "output")
 
 
-class OfSamples(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, sample: Sample) -> Tensor:
-        return F.cross_entropy(self.last(self.first(sample.x)), sample.target)
+def of_samples(self: Any, sample: Sample) -> Tensor:
+    return F.cross_entropy(self.last(self.first(sample.x)), sample.target)
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "mean"}])
@@ -160,7 +151,7 @@ def test_objects_of_unequal_numbers_of_rows_have_the_loss_of_the_batch(options: 
     def by_samples(args: Any, kwargs: Any, chunks: int) -> Any:
         return [((Sample(*own),), kwargs) for own in zip(args[0].x.chunk(chunks), args[0].target.chunk(chunks))]
 
-    plain = OfSamples()
+    plain = module_of(of_samples, **linears("first", "last"))
     model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=3, split=by_samples, **options)
     sample = Sample(torch.randn(7, 4), torch.randint(3, (7,)))
     found, expected = model(sample), plain(sample)

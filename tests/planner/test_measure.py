@@ -1,4 +1,4 @@
-"""What a plan is based on: the costs of layers on each kind of device, the time between ops, and that of copies."""
+"""What a plan is based on: what a caller asks for, the costs of layers, the time between ops, and that of copies."""
 from __future__ import annotations
 
 import math
@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+import splitpipe
+from splitpipe import Plan
 from splitpipe.balance.survey import survey
+from splitpipe.checks import number_of
 from splitpipe.core.stream import Place
 from splitpipe.planner import measure
 from splitpipe.planner.measure import Profile
-from splitpipe.planner.planning import places_of, room_of
-from tests.balance.test_rig import Log
+from splitpipe.planner.planning import chunks_of, places_of, room_of
+from splitpipe.schedule import build
+from tests.helpers.covering import few
 from tests.promise.layers import Apply
 
 pytestmark = pytest.mark.draws
@@ -43,14 +47,11 @@ def test_each_number_of_chunks_has_each_layer() -> None:
     assert found.gap > 0 and found.latency >= 0 and found.bandwidth == math.inf
 
 
-def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads() -> None:
-    seen, before = Log(), torch.get_num_threads()
+def test_a_stage_on_the_cpu_is_measured_with_its_share_of_the_threads(threads: None) -> None:
+    seen: list[int] = []
     torch.set_num_threads(6)
-    try:
-        profiled(nn.Sequential(Apply(lambda x: (seen.append(torch.get_num_threads()), x)[1])), torch.ones(4, 2), rows=3)
-        assert set(seen) == {2} and torch.get_num_threads() == 6
-    finally:
-        torch.set_num_threads(before)
+    profiled(nn.Sequential(Apply(lambda x: (seen.append(torch.get_num_threads()), x)[1])), torch.ones(4, 2), rows=3)
+    assert set(seen) == {2} and torch.get_num_threads() == 6
 
 
 def test_chunks_that_a_layer_refuses_are_left_out() -> None:
@@ -110,3 +111,56 @@ def test_devices_have_to_be_of_one_kind(indices: tuple[int | None, ...], kinds: 
 @pytest.mark.parametrize(("memory", "expected"), [(None, [1350, 1350]), ([1, 2], [1, 2]), (9, [9, 9])])
 def test_memory_is_what_was_given_or_most_of_what_is_free(memory: Any, expected: list[float]) -> None:
     assert room_of(memory, places(0, 1), mlp()) == expected
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+def planned(**options: Any) -> Plan:
+    return splitpipe.plan(layers(), torch.randn(4, 3), **{"chunks": 2, "seconds": 0, **options})
+
+
+@pytest.mark.parametrize(("rows", "asked", "expected"), [
+    (5, 4, [3]), (8, 4, [4]), (7, range(1, 8), [1, 2, 3, 4, 7]), (10, None, [2, 4, 5]),
+    (8, torch.tensor(2), [2]), (8, torch.tensor([2, 4]), [2, 4]), (8, (n for n in (2, 4)), [2, 4]),
+])
+def test_chunks_are_as_many_as_there_are_microbatches(rows: int, asked: Any, expected: list[int]) -> None:
+    assert chunks_of(asked, rows, 2) == expected
+
+
+def test_chunks_of_a_schedule_of_ones_own_are_taken_as_they_are() -> None:
+    assert chunks_of(4, 5, 2, [build("1f1b", 2, 4)]) == [4]
+
+
+def test_numbers_may_be_of_any_type() -> None:
+    numpy = pytest.importorskip("numpy")
+    two = [Place(torch.device("cpu"))] * 2
+    assert room_of(numpy.int64(9), two, None) == [9.0, 9.0]
+    assert room_of(numpy.array([9, 8]), two, None) == [9.0, 8.0]
+    assert room_of(10**400, two, None) == [float("inf")] * 2
+    assert number_of("seconds", numpy.float32(1.5), "a time") == 1.5
+    with pytest.raises(ValueError, match="finite"):
+        number_of("seconds", 10**400, "a time")
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_without_accelerators_two_stages_on_the_cpu_are_planned() -> None:
+    assert planned().devices == ("cpu", "cpu")
+    alone = splitpipe.plan(nn.Sequential(nn.Linear(3, 3)), torch.randn(4, 3), chunks=2, seconds=0)
+    assert alone.devices == ("cpu",) and "on 1 device:" in str(alone)
+
+
+def test_a_stream_is_refused() -> None:
+    place: Any = Place(torch.device("cuda", 0), object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected whole devices, each once, and no streams"):
+        places_of([place])
+
+
+@pytest.mark.parametrize("mode", few(1, [
+    torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16),
+]))
+def test_in_inference_mode_and_under_autocast_a_plan_is_made(mode: Any) -> None:
+    with mode():
+        x = torch.randn(4, 3)
+        assert planned(target=x, loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedules=["1f1b"]).chunks == 2

@@ -129,18 +129,10 @@ def layered(forward: Callable[..., Any], *names: str) -> Callable[[], nn.Module]
     return lambda: module_of(forward, **linears(*names or ("layer",)))
 
 
-def hooking(self: Any, x: Tensor) -> Tensor:
-    """Changes the gradient of its own input."""
-    if x.requires_grad:
-        x.register_hook(lambda grad: grad * 3)
-    return self.layer(x).tanh()  # type: ignore[no-any-return]
-
-
 FORWARDS: dict[str, Callable[[], Net]] = {
     **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
         unused, hooked, regions,
     )},
-    "blocks that hook their input": lambda: Net(hooked, layered(hooking)),
     "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),
     "handed on": lambda: Net(handed, layered(handing)),
     "iterators": lambda: Net(iterating, layered(summing)),

@@ -35,16 +35,9 @@ class Apply(nn.Module):
         return self.function(x)
 
 
-class First(nn.Module):
+def first_of(layer: nn.Module, count: int = 1) -> nn.Module:
     """A layer whose output is the first of a tuple."""
-
-    def __init__(self, layer: nn.Module, count: int = 1) -> None:
-        super().__init__()
-        self.layer = layer
-        self.count = count
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(*[x] * self.count)[0]
+    return module_of(lambda self, x: self.layer(*[x] * count)[0], layer=layer)  # type: ignore[no-any-return]
 
 
 def padded(self: Any, value: tuple[Tensor, list[Tensor], list[int], list[str]]) -> Tensor:
@@ -86,16 +79,10 @@ class Hooking(nn.Linear):
         return super().forward(x).tanh()
 
 
-class Affine(nn.Module):
-    """Writes to a buffer, whose value it reads, in each forward of its own stage; eval mode reads alone."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width))
-        self.register_buffer("shift", torch.rand(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.shift
+def affine() -> nn.Module:
+    """A layer that reads a buffer."""
+    parts = {"weight": nn.Parameter(torch.rand(6)), "shift": nn.Buffer(torch.rand(6))}
+    return module_of(lambda self, x: x * self.weight + self.shift, **parts)  # type: ignore[no-any-return]
 
 
 def tied() -> list[nn.Module]:
@@ -127,8 +114,8 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
     "norms": (lambda: [nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6), nn.Unflatten(1, (6, 1)), nn.GroupNorm(2, 6)],
               rows(6)),
     "batch norm, eval": (lambda: [nn.BatchNorm1d(6).eval(), nn.Linear(6, 6), nn.BatchNorm1d(6).eval()], rows(6)),
-    "lstm": (lambda: [First(nn.LSTM(6, 5, batch_first=True, bidirectional=True)), nn.Linear(10, 4)], rows(3, 6)),
-    "attention": (lambda: [First(nn.MultiheadAttention(8, 2, batch_first=True), 3), nn.Linear(8, 4)], rows(4, 8)),
+    "lstm": (lambda: [first_of(nn.LSTM(6, 5, batch_first=True, bidirectional=True)), nn.Linear(10, 4)], rows(3, 6)),
+    "attention": (lambda: [first_of(nn.MultiheadAttention(8, 2, batch_first=True), 3), nn.Linear(8, 4)], rows(4, 8)),
     "transformer": (lambda: [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
                              nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)],
                     rows(4, 8)),
@@ -148,7 +135,7 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
                                         checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))], rows(6)),
     "gradient inside forward": (lambda: [nn.Linear(6, 6), *[module_of(forced, layer=nn.Linear(6, 6)) for _ in range(2)],
                                          nn.Tanh()], rows(6)),
-    "buffers": (lambda: [Affine(6), nn.Linear(6, 6), Affine(6)], rows(6)),
+    "buffers": (lambda: [affine(), nn.Linear(6, 6), affine()], rows(6)),
     "tuple": (lambda: [Apply(lambda x: (x, x * 2)), Apply(lambda p: (p[0].sin(), p[1] + p[0])),
                        Apply(lambda p: p[0] * p[1])], rows(6)),
     "dict": (lambda: [Apply(lambda x: {"a": x, "b": [x * 2, None]}), Apply(lambda d: {**d, "c": d["a"] * 3}),
@@ -157,7 +144,7 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
         torch.randn(size, 6), [torch.randn(2 + i % 3, 6) for i in range(size)], [*range(1, size + 1)],
         ["ab" * (1 + i % 2) for i in range(size)],
     )),
-    "time first": (lambda: [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), First(nn.LSTM(8, 5)), nn.Linear(5, 4),
+    "time first": (lambda: [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), first_of(nn.LSTM(8, 5)), nn.Linear(5, 4),
                             Apply(lambda x: x.transpose(0, 1))],  # As the losses of these tests want it.
                    lambda size: torch.randn(9, size, 8)),
     "states": (lambda: [Apply(lambda d: (d["x"], d["states"].tanh())), Apply(lambda p: p[0] + p[1].sum(0)),

@@ -10,22 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, check
+from tests.helpers.modules import Rows
 
 LIMITS = " ".join((Path(__file__).parents[2] / "docs" / "limits.md").read_text().split())
-
-
-class Net(nn.Module):
-    """A function of itself and its arguments."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.first, self.last, self.function = nn.Linear(6, 5), nn.Linear(5, 3), function
-
-    def rows(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh())  # type: ignore[no-any-return]
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
 
 
 def x(*shape: int) -> Tensor:
@@ -35,25 +22,25 @@ def x(*shape: int) -> Tensor:
 #: The line of docs/limits.md, what is computed, and its arguments.
 SILENT: dict[str, tuple[str, Callable[..., Any], Callable[[int], tuple[Any, ...]]]] = {
     "a mask of as many rows": ("A tensor whose first dimension happens to have the batch's size is split",
-                               lambda net, a, m: net.rows(m @ a), lambda n: (x(n, n), torch.rand(n, n))),
+                               lambda net, a, m: net.features(m @ a), lambda n: (x(n, n), torch.rand(n, n))),
     "numbers of as many layers": ("and so is a list with as many entries",
-                                  lambda net, a, w: net.rows(a) * sum(w), lambda n: (x(n), [0.5] * n)),
+                                  lambda net, a, w: net.features(a) * sum(w), lambda n: (x(n), [0.5] * n)),
     "an index of rows": ("an index of rows of the whole batch",
-                         lambda net, a, i: net.rows(a)[i % len(a)], lambda n: (x(n), torch.arange(n).roll(1))),
+                         lambda net, a, i: net.features(a)[i % len(a)], lambda n: (x(n), torch.arange(n).roll(1))),
     "nodes of several graphs": ("the nodes or tokens of packed graphs or texts",
-                                lambda net, a, i: net.rows(a).new_zeros(8, 3).index_add(0, i, net.rows(a)),
+                                lambda net, a, i: net.features(a).new_zeros(8, 5).index_add(0, i, net.features(a)),
                                 lambda n: (x(2 * n), torch.arange(n).repeat_interleave(2))),
     "the length first": ("are computed within each microbatch",
-                         lambda net, a: net.rows(a.softmax(0)), lambda n: (x(n, 5),)),
+                         lambda net, a: net.features(a.softmax(0)), lambda n: (x(n, 5),)),
     "numbers of rows": ("row numbers (`torch.arange(len(y))`",
-                        lambda net, a: (net.rows(a), torch.arange(len(a))), lambda n: (x(n),)),
-    "the number of rows": ("sizes (`len(y)`)", lambda net, a: (net.rows(a), len(a)), lambda n: (x(n),)),
+                        lambda net, a: (net.features(a), torch.arange(len(a))), lambda n: (x(n),)),
+    "the number of rows": ("sizes (`len(y)`)", lambda net, a: (net.features(a), len(a)), lambda n: (x(n),)),
     "pairs of rows": ("`y @ y.T`",
-                      lambda net, a: net.rows(a) @ net.rows(a).T, lambda n: (x(n),)),
+                      lambda net, a: net.features(a) @ net.features(a).T, lambda n: (x(n),)),
     "entries not side by side": ("`torch.cat([x, -x])` then comes in another order",
-                                 lambda net, a: torch.cat([net.rows(a), -net.rows(a)]), lambda n: (x(n),)),
+                                 lambda net, a: torch.cat([net.features(a), -net.features(a)]), lambda n: (x(n),)),
     "a weight of as many rows": ("is returned once, unless it has their number of rows",
-                                 lambda net, a: (net.rows(a), net.last.weight[:2]), lambda n: (x(n),)),
+                                 lambda net, a: (net.features(a), net.last.weight[:2]), lambda n: (x(n),)),
 }
 
 
@@ -61,7 +48,7 @@ SILENT: dict[str, tuple[str, Callable[..., Any], Callable[[int], tuple[Any, ...]
 def test_what_is_silent_is_a_limit_and_check_finds_it(name: str) -> None:
     line, function, arguments = SILENT[name]
     assert line in LIMITS
-    assert not check(SplitPipe(Net(function), cuts=["last"], devices=["cpu"] * 2, chunks=4), *arguments(8))
+    assert not check(SplitPipe(Rows(function), cuts=["last"], devices=["cpu"] * 2, chunks=4), *arguments(8))
 
 
 @pytest.mark.parametrize(("layer", "given", "line"), [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from splitpipe.backward.input_backward import LeafHooks
-from tests.helpers import scheduled, twin
+from tests.helpers import scheduled
 from tests.helpers.covering import few
 from tests.helpers.deferring import double as double
 from tests.helpers.modules import linears, module_of
@@ -36,7 +36,7 @@ ways = pytest.mark.parametrize("way", few(3, WAYS))
 def twins(module: nn.Sequential, way: str, **more: Any) -> tuple[nn.Sequential, SplitPipe]:
     name, options = WAYS[way]
     options = {"chunks": 3, **options, **more}
-    return twin.twins(module, **options) if name is None else scheduled.twins(module, name, 2, **options)
+    return scheduled.twins(module, name, 2, **options)
 
 
 def losses(models: tuple[nn.Sequential, SplitPipe], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,18 +187,10 @@ def test_the_input_and_the_loss_may_retain_their_gradients_and_have_hooks(way: s
     assert_same_tensors(models[1], models[0])
 
 
-class Touching(nn.Module):
+def touching(self: Any, x: Tensor) -> Tensor:
     """Does something to its parameter in forward."""
-
-    def __init__(self, touch: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-        self.touch = touch
-        self.seen: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.touch(self)
-        return x * self.weight
+    self.touch[0](self)
+    return x * self.weight  # type: ignore[no-any-return]
 
 
 def hook_again(layer: Any) -> None:
@@ -225,7 +217,8 @@ def replace(layer: Any) -> None:
 @pytest.mark.parametrize("touch", [hook_again, freeze, read_grad, replace])
 def test_what_a_layer_does_to_its_parameter_in_forward(touch: Callable[[Any], None], way: str) -> None:
     """One microbatch, so that the unwrapped module's forward runs as often."""
-    module = nn.Sequential(nn.Linear(4, 4), Touching(touch), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    layer = module_of(touching, weight=nn.Parameter(torch.randn(4)), touch=[touch], seen=[])
+    module = nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
     plain, model = models = twins(module, way, chunks=1, checkpoint="never")
     for _ in range(3):  # The gradients of all accumulate.
         for loss in losses(models, torch.randn(7, 4)):
@@ -233,33 +226,6 @@ def test_what_a_layer_does_to_its_parameter_in_forward(touch: Callable[[Any], No
     assert_same(model[1].seen, plain[1].seen, "what the layer saw")
     assert_same_tensors(model, plain)
     assert model[1].weight.requires_grad is plain[1].weight.requires_grad
-
-
-class Block(nn.Module):
-    """A linear layer, whose output has a hook that makes its gradient twice as large."""
-
-    def __init__(self, at: str) -> None:
-        super().__init__()
-        self.linear, self.at = nn.Linear(4, 4), at
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        if self.at == "tensor":
-            y.register_hook(lambda grad: grad * 2)
-        elif self.at == "node":
-            y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))  # type: ignore[union-attr]
-        return y.tanh()
-
-
-@ways
-@pytest.mark.parametrize("at", ["tensor", "node", "hook of the module"])
-def test_hooks_of_a_linear_layers_output_change_its_gradients(at: str, way: str) -> None:
-    """W would have the gradient before the hook, in silence."""
-    plain, model = twins(nn.Sequential(*[Block(at) for _ in range(4)]), way)
-    if at == "hook of the module":
-        for each in (plain, model):
-            each[1].linear.register_forward_hook(lambda module, given, y: y.register_hook(lambda g: g * 2) and None)
-    scheduled.assert_steps(plain, model, lambda: torch.randn(6, 4), 2)
 
 
 def test_hooks_that_two_calls_park_while_b_computes_gradients_are_back_after_both() -> None:

@@ -3,7 +3,6 @@ drop-in, by every schedule and compiled, whether it is cut by balance or by name
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tests.helpers.compiling import nothing_compiled as nothing_compiled
 from tests.helpers.covering import graded, pairs, pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import inside
-from tests.helpers.twin import assert_same, assert_transparent, twins
+from tests.helpers.twin import assert_same, twins
 from tests.promise.forwards import CUTS, FORWARDS
 from tests.promise.layers import LAYERS, ON_THE_CPU, batched_of
 
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:stage 0 calls no module:UserWarn
 AXES: dict[str, list[Any]] = {
     "name": [*LAYERS, *ON_THE_CPU],
     "by": ["balance", "cuts"],
-    "way": ["drop-in", ("1f1b", 2), ("zb-h1", 2), ("zb-v", 1)],
+    "way": [(None,), ("1f1b", 2), ("zb-h1", 2), ("zb-v", 1)],
     "sizes": [(4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4)],
     "checkpoint": ["always", "except_last", "never"],
     "backward": ["split", "autograd"],
@@ -38,9 +37,8 @@ def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **optio
     """Trains the layers of that name, drop-in or by a schedule, beside their module."""
     make, value = (LAYERS | ON_THE_CPU)[name]
     size, chunks = sizes
-    compare = assert_transparent if way == "drop-in" else partial(scheduled.assert_transparent, name=way[0],
-                                                                  devices=way[1])
-    compare(nn.Sequential(*make()), value(size), by=by, chunks=chunks, batched=batched_of(name, by), **options)
+    scheduled.assert_transparent(
+        nn.Sequential(*make()), value(size), *way, by=by, chunks=chunks, batched=batched_of(name, by), **options)
 
 
 @graded(

@@ -1,6 +1,7 @@
 """Checkpointing drops what autograd saves, and changes nothing else."""
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,10 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
-from tests.helpers.modules import linears, module_of
+from tests.helpers.modules import linears, module_of, popping, stashing
 from tests.helpers.scheduled import assert_steps, inside, loss_of, mean
-from tests.helpers.skipping import popping, stashing
-from tests.helpers.twin import Note, assert_same_tensors, twins
+from tests.helpers.twin import assert_same_tensors, twins
 from tests.promise.layers import Apply
 
 
@@ -29,7 +29,10 @@ def test_each_microbatch_is_recomputed_right_before_its_backward(mode: str, rows
 
     def phase(x: Tensor) -> Any:
         log.append("C" if is_checkpointing() else "R" if is_recomputing() else "P")
-        return Note.apply(x, log, "B")
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda _: log.append("B"))
+        return y
 
     model = SplitPipe(nn.Sequential(Apply(phase)), [1], devices=["cpu"], chunks=4, checkpoint=mode)
     model(torch.rand(rows, 3, requires_grad=True)).sum().backward()
@@ -204,3 +207,21 @@ def test_a_loss_that_the_first_stage_keeps_is_warned_of_once(options: dict[str, 
         loss_of(model, torch.rand(4, 4))
     assert len(told) == 1
     loss_of(model, torch.rand(4, 4))
+
+
+def test_a_stage_recomputes_before_its_gradient_arrives() -> None:
+    again = threading.Event()
+
+    def recomputed(x: Tensor) -> Tensor:
+        if is_recomputing():
+            again.set()
+        return x * 1
+
+    def waiting(x: Tensor) -> Tensor:
+        x.register_hook(lambda _: None if again.wait(60) else pytest.fail("the stage before waits for this gradient"))
+        return x * 1
+
+    layers = nn.Sequential(Apply(recomputed), nn.Linear(4, 4), Apply(waiting), nn.Linear(4, 4))
+    model = SplitPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=1, schedule="1f1b", loss_fn=mean, checkpoint="always")
+    model(torch.randn(8, 4), target=0.25).backward()
+    assert again.is_set()

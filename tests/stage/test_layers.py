@@ -1,4 +1,4 @@
-"""The facts about a model's layers are determined again when the model has changed."""
+"""What is known of a model's layers is found out again when the model has changed, or others take their places."""
 from __future__ import annotations
 
 import copy
@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from splitpipe import SplitPipe
-from tests.helpers.twin import assert_same_tensors
+from tests.helpers.covering import pairwise
+from tests.helpers.scheduled import loss_of
+from tests.helpers.twin import Looped, assert_same, assert_same_tensors
+from tests.promise.layers import Apply
 
 CPU = ["cpu"] * 2
 
@@ -73,3 +77,88 @@ def test_parameters_that_the_caller_has_computed_are_an_error_that_names_them(op
     with torch.no_grad():
         found = functional_call(model, computed, (x := torch.randn(4, 4),))
         torch.testing.assert_close(found, functional_call(layers, computed, (x,)))
+
+
+def made() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def wrapped(module: nn.Sequential, **options: Any) -> SplitPipe:
+    return SplitPipe(module, [2, 2], **{"devices": ["cpu", "cpu"], "chunks": 2, **options})
+
+
+#: Where another layer is put: in the original, in the pipeline, or by its name.
+PLACES: dict[str, Callable[[nn.Sequential, SplitPipe, nn.Module], object]] = {
+    "original": lambda module, model, layer: module.__setitem__(2, layer),
+    "pipeline": lambda module, model, layer: model.__setitem__(2, layer),
+    "name": lambda module, model, layer: model.set_submodule("2", layer),
+}
+
+
+@pairwise(replace=[*PLACES], schedule=["gpipe", "1f1b"], called=[False, True])
+def test_a_layer_that_takes_anothers_place_is_the_one_that_runs(
+    replace: str, schedule: str, called: bool
+) -> None:
+    module, x, y = made(), torch.randn(6, 4), torch.randn(6, 2)
+    plain = copy.deepcopy(module)
+    model = wrapped(module, schedule=schedule, loss_fn=F.mse_loss if schedule != "gpipe" else None)
+    if called:
+        model(x)
+    layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    plain[2] = copy.deepcopy(layer)
+    PLACES[replace](module, model, layer)
+    assert model[2] is module[2] is layer and list(model.state_dict()) == list(plain.state_dict())
+    for each in (plain, model):
+        loss_of(each, x, y, F.mse_loss).backward()
+    assert_same(model(x), plain(x), "output")
+    assert_same_tensors(model, plain)
+    assert_same(copy.deepcopy(model)(x), plain(x), "output of a copy")
+
+
+class Tracked(nn.Module):
+    """Uses a tensor that isn't a parameter."""
+
+    weight = torch.ones(4, requires_grad=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pairwise(
+    where=["balance", "cuts"], schedule=["gpipe", "1f1b"], backward=["split", "autograd"], inside=[False, True]
+)
+def test_a_layer_that_does_what_none_did_before_is_noticed(
+    where: str, schedule: str, backward: str, inside: bool
+) -> None:
+    for layer in (nn.ReLU(inplace=True), Apply(lambda x: x.mul_(2)), nn.Dropout(0.0), Tracked()):
+        kind = Looped if where == "cuts" else nn.Sequential
+        module = kind(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2))
+        plain, x, y = copy.deepcopy(module), torch.randn(6, 4), torch.randn(6, 2)
+        how: dict[str, Any] = {"cuts": ["1"]} if where == "cuts" else {"balance": [1, 1]}
+        loss_fn = None if schedule == "gpipe" else F.mse_loss
+        model = SplitPipe(
+            module, devices=["cpu", "cpu"], chunks=2, schedule=schedule, loss_fn=loss_fn, checkpoint="always",
+            backward=backward, **how,
+        )
+        for step in range(4):
+            if step == 2:
+                for each in (module, plain):
+                    new = copy.deepcopy(layer)
+                    each[0] = nn.Sequential(each[0][0], new, each[0][2]) if not inside else each[0]
+                    each[0][1] = new
+            model.zero_grad()
+            plain.zero_grad()
+            F.mse_loss(plain(x), y).backward()
+            (model(x, target=y) if loss_fn else F.mse_loss(model(x), y)).backward()
+            assert_same_tensors(model, plain)
+
+
+def test_more_or_fewer_layers_in_the_original_are_an_error_at_the_next_call() -> None:
+    x = torch.randn(6, 4)
+    for change in (lambda module: module.append(nn.Tanh()), lambda module: module.pop(1)):
+        module = made()
+        model = wrapped(module)
+        model(x)
+        change(module)
+        with pytest.raises(RuntimeError, match=r"layers now, but balance \[2, 2\] was given for 4"):
+            model(x)

@@ -4,8 +4,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from tests.helpers.covering import covering, graded, pairs
-from tests.helpers.essence import essence
+from tests.helpers.covering import covering, essence, graded, pairs
 
 AXES: dict[str, list[Any]] = {
     "letter": list("abcdefgh"), "number": [1, 2, 3], "flag": [True, False], "way": [None, "x"]
