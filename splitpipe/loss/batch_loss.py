@@ -63,6 +63,8 @@ class BatchLoss:
             self._amounts = self._expected(number, self._rows[i])
         if self._last is None and len(self._numbers) == len(self._rows):
             self._last = i
+        if number.nothing and i == self._last and self._adds_graph():
+            raise self._different()
         if number.nothing or not value.requires_grad:
             return value
         if i == self._last or len(number.values) != len(self._amounts):
@@ -104,7 +106,7 @@ class BatchLoss:
             amount: Any = x.detach() if not live else atom.count if atom.kind is MEAN else None
             if amount is not None and (live or atom.kind is SUM):
                 many = amount * (all_rows / max(1, rows))
-                amount = torch.where(amount <= 0, all_rows, many) if isinstance(amount, Tensor) else many or 1.0
+                amount = torch.where(amount <= 0, all_rows, many) if isinstance(amount, Tensor) else many or all_rows
             amounts.append(amount)
         return amounts
 
@@ -113,11 +115,18 @@ class BatchLoss:
         known = [number for number in each if isinstance(number, Number)]
         same = numbers.aligned(known) if len(known) == len(each) else []
         if not same:
-            raise ValueError(
-                f"microbatches have losses of different kinds: {self._listed()}. Expected the same terms in each: "
-                f"{_WAYS}"
-            )
+            raise self._different()
         return same
+
+    def _adds_graph(self) -> bool:
+        """Whether something with a graph is added to sums and means, which has to be in the last microbatch."""
+        counted = [number for number in self._numbers.values() if not number.nothing]
+        return any([atom.kind is CONSTANT and atom.grad and bool(atom.function) for x in counted for atom in x.atoms])
+
+    def _different(self) -> ValueError:
+        return ValueError(
+            f"microbatches have losses of different kinds: {self._listed()}. Expected the same terms in each: {_WAYS}"
+        )
 
     def _totals(self, each: Sequence[Number]) -> list[Any]:
         """What the batch's atoms count, or are."""

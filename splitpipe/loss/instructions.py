@@ -42,7 +42,7 @@ def record(
         if vectors or not linear or not results[0].requires_grad:
             return [Unknown([*vectors, name][0])] * len(results)
     if name in SCALING and 0 in numbers:
-        return [Aggregate(Atom(CONSTANT, "0", grad=x.requires_grad), x, False, nothing=True) for x in results]
+        return [Aggregate(Atom(CONSTANT, grad=x.requires_grad), x, False, nothing=True) for x in results]
     nodes: dict[int, Aggregate] = {}
     for x in call.operands:
         meaning = call.of(x)

@@ -52,10 +52,12 @@ def reduce(call: FunctionCall) -> Meaning | None:
         return meaning if isinstance(meaning, Rows) else None
     if meaning.counting and not mean:
         return Unknown(MAY_COUNT)
+    if meaning.share is not None and "sum" not in call.name:
+        return None
     if meaning.share is not None:
         total = call.ledger.atom(weighted(call.out, meaning.share.tensor), call.name, meaning)
         step = Instruction("div", torch.div, (total, meaning.share), {}, False, call.out.requires_grad, 0)
-        return None if mean else Aggregate(step, call.out, True)
+        return Aggregate(step, call.out, True)
     return call.ledger.atom(call.out, call.name, meaning, size_along(x, dims) if mean else None)
 
 

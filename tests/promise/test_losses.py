@@ -223,6 +223,17 @@ def test_a_penalty_of_parameters_counts_once_a_batch(loss: str, way: str) -> Non
         verify(name, rows, *sides)
 
 
+@pytest.mark.parametrize("way", SCHEDULED)
+def test_scheduled_a_penalty_that_the_last_microbatch_lacks_is_an_error(way: str) -> None:
+    name, function = PENALTIES["if anything counts"]
+    plain, model, expected, found = sides = made(way, function, penalised=True)
+    x, y = batch(name, UNEVEN)
+    y[6] = -100
+    with pytest.raises(ValueError, match="losses of different kinds"):
+        found(x, y)
+    verify(name, EVEN, *sides)
+
+
 @pytest.mark.parametrize("loss", [*SEVERAL, *MIXED])
 def test_drop_in_several_terms_each_have_their_count(loss: str) -> None:
     name, function = (SEVERAL | MIXED)[loss][:2]  # type: ignore[operator]
