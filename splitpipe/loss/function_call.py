@@ -1,7 +1,6 @@
 """A call of a function by the code of one microbatch, as the rules read it."""
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ class FunctionCall:
         #: The tensors among the arguments, and what they are.
         self.operands = list(tensors([args, kwargs]))
         self._meanings = {id(x): ledger.of(x) for x in self.operands}
+        self.kinds = {*map(type, self._meanings.values())}
 
     def of(self, x: Any) -> Meaning:
         """What an argument is."""
@@ -93,8 +93,3 @@ def dims_of(x: Tensor, dims: Any) -> list[int]:
     if dims is None or dims == () or dims == []:
         return [*range(x.dim())]
     return [dim % max(1, x.dim()) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])]
-
-
-def size_along(x: Tensor, dims: Sequence[int]) -> float:
-    """The number of entries along these dimensions."""
-    return float(math.prod([x.shape[dim] for dim in dims if x.dim()]))

@@ -2,7 +2,7 @@
 
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
-    Turned          it has them along its second one, as ctc_loss wants
+    TimeMajor       it has them along its second one, as ctc_loss wants
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
     Aggregate       its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
@@ -50,7 +50,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Turned:
+class TimeMajor:
     rows: Rows
 
 
@@ -76,7 +76,7 @@ class Aggregate:
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
 
 
-Meaning = Rows | Turned | Constant | Aggregate | Unknown
+Meaning = Rows | TimeMajor | Constant | Aggregate | Unknown
 GIVEN, UNIFORM, VARIED = Constant(), Constant(True, True), Constant(True)
 
 

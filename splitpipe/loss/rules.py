@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss import views
-from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, size_along
+from splitpipe.loss.function_call import FunctionCall, Rule, dims_of
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Aggregate, Constant, Meaning, Rows
 from splitpipe.loss.numbers import SCALING, Atom, Instruction, Unknown, tensors, weighted
 
@@ -58,7 +58,7 @@ def reduce(call: FunctionCall) -> Meaning | None:
         total = call.ledger.atom(weighted(call.out, meaning.share.tensor), call.name, meaning)
         step = Instruction("div", torch.div, (total, meaning.share), {}, False, call.out.requires_grad, 0)
         return Aggregate(step, call.out, True)
-    return call.ledger.atom(call.out, call.name, meaning, size_along(x, dims) if mean else None)
+    return call.ledger.atom(call.out, call.name, meaning, float(x.shape[0] if x.dim() else 1) if mean else None)
 
 
 def add_up(call: FunctionCall) -> Meaning | None:
@@ -221,12 +221,12 @@ _ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeEr
 def meaning_of(call: FunctionCall) -> Any:
     """What a call's result is, or several of them, by a rule for its arguments: numbers aren't among them."""
     rule, operands = RULES.get(call.name), call.meanings
-    unknown = next((each for each in operands if isinstance(each, Unknown)), None)
+    unknown = next((each for each in operands if isinstance(each, Unknown)), None) if Unknown in call.kinds else None
     if rule is None:
-        if not all([isinstance(each, Constant) for each in operands]):
+        if not call.kinds <= {Constant}:
             return unknown
         return GIVEN if operands and all([each == GIVEN for each in operands]) else VARIED
-    if rule not in _LINEAR and any([isinstance(each, Rows) and each.share is not None for each in operands]):
+    if rule not in _LINEAR and any([type(each) is Rows and each.share is not None for each in operands]):
         return None
     if unknown is not None and rule not in _OF_ANYTHING:
         return unknown

@@ -1,15 +1,11 @@
-"""torch's own losses, and what their means divide by, as in torch.
+"""torch's own losses, and what their means divide by.
 
-    loss                                       its mean divides by
-    cross_entropy, nll_loss (class indices)    the targets that aren't ignored, weighted by class
-    cross_entropy (probabilities)              the samples
-    losses of a row of classes, or of pairs    the samples
-    all other losses                           the elements
+The mean of cross_entropy and nll_loss of class indices divides by the targets that aren't ignored, weighted by class;
+that of all others by samples or elements, whose numbers are in proportion.
 """
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -21,7 +17,7 @@ from torch import Tensor
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.function_call import FunctionCall
-from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows, Turned
+from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Amount, Unknown
 
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
@@ -56,7 +52,7 @@ def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence
             if isinstance(meaning, Rows):
                 meaning = Unknown(MAY_COUNT) if how == "sum" and _may_count(call) else replace(meaning, counting=False)
             if how not in ("none", "sum") and isinstance(meaning, Rows):
-                count = _count(name, given, how)
+                count = _count(name, given)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             meaning = None  # Odd arguments, of which the loss may raise its own error.
     if not isinstance(count, Tensor) or given.get("weight") is None:
@@ -108,8 +104,8 @@ def _of_samples(call: FunctionCall) -> Rows | None:
     """Losses of samples."""
     values = [x for x in call.operands if x is not call.kwargs.get("weight")]
     first, *others = map(call.of, values)
-    turned = isinstance(first, Turned) and call.name == "ctc_loss"
-    rows: Any = first.rows if isinstance(first, Turned) else first
+    turned = isinstance(first, TimeMajor) and call.name == "ctc_loss"
+    rows: Any = first.rows if isinstance(first, TimeMajor) else first
     plain = turned or isinstance(first, Rows) and values[0].dim() == 2
     return Rows(rows.chosen) if plain and all([
         isinstance(each, Constant) and each.uniform or isinstance(each, Rows) and (turned or each.alike(rows))
@@ -117,16 +113,11 @@ def _of_samples(call: FunctionCall) -> Rows | None:
     ]) else None
 
 
-def _count(name: str, given: dict[str, Any], how: str) -> Tensor | float:
-    """What a loss's mean divides by."""
-    x, target = [value for value in given.values() if isinstance(value, Tensor)][:2]
-    x, target = given.get("input", x), given.get("target", target)
-    if how == "batchmean" or name in _SAMPLES:
+def _count(name: str, given: dict[str, Any]) -> Tensor | float:
+    """What a loss's mean divides by, or what is in proportion to that."""
+    x, target = next(value for value in given.values() if isinstance(value, Tensor)), given.get("target")
+    if name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
         return float(x.shape[name == "ctc_loss"])
-    if name not in _COUNTED:
-        return float(math.prod(torch.broadcast_shapes(x.shape, target.shape)))
-    if target.is_floating_point():
-        return float(x.numel() // x.shape[1])
     ignored, weight = given.get("ignore_index"), given.get("weight")
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(

@@ -17,7 +17,7 @@ from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss import torch_losses
 from splitpipe.loss.function_call import FunctionCall
 from splitpipe.loss.instructions import record
-from splitpipe.loss.ledger import Aggregate, Ledger, Meaning, Rows, Turned
+from splitpipe.loss.ledger import Aggregate, Ledger, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Number, Unknown, tensors
 from splitpipe.loss.rules import ASKING, BY_PLACE, RULES, meaning_of
 
@@ -78,21 +78,22 @@ class Trace(TorchFunctionMode):
 
 def _meanings(call: FunctionCall, function: Any, in_place: bool, results: Sequence[Tensor]) -> list[Meaning]:
     """What each of the results is of a function, which may have written to its first argument."""
-    rule, read = RULES.get(call.name), call.ledger.reading.values
-    whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
+    rule, read, kinds = RULES.get(call.name), call.ledger.reading.values, call.kinds
     found: Any = None
-    if read and rule is not None and rule not in BY_PLACE and any([
-        (whole or isinstance(x, float)) and call.ledger.is_read(x) for x in call.numbers
-    ]):
+    if read and rule is not None and rule not in BY_PLACE and _has_read(call):
         found = Unknown(read)
-    elif rule not in ASKING and any([isinstance(each, Aggregate) for each in call.meanings]) and not any(
-        [isinstance(each, (Rows, Turned)) for each in call.meanings]
-    ):
+    elif Aggregate in kinds and rule not in ASKING and Rows not in kinds and TimeMajor not in kinds:
         return record(call, function, in_place, results)
     elif call.kwargs.get("out") is None:
         found = meaning_of(call)
     each = found if isinstance(found, list) else [found] * len(results)
     return [Unknown(call.name) if meaning is None else meaning for meaning in each]
+
+
+def _has_read(call: FunctionCall) -> bool:
+    """True if an argument may be computed from values of the batch."""
+    whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
+    return any([(whole or isinstance(x, float)) and call.ledger.is_read(x) for x in call.numbers])
 
 
 @lru_cache(1024)

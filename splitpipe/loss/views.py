@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.function_call import FunctionCall, dims_of
-from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, Turned
+from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Unknown, tensors
 
 #: Functions that keep the order of entries, whether they copy or not.
@@ -50,7 +50,7 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
         return meaning if out.shape[0] and not out.shape[0] % size else None
     if call.name in _TURNING and _turns(call, out):
         turned = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)
-        return Turned(meaning) if turned and call.name != "unsqueeze" else None
+        return TimeMajor(meaning) if turned and call.name != "unsqueeze" else None
     added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
     return meaning if out.shape[0] == x.shape[0] and out.stride(0) == x.stride(0) and not added else None
 
