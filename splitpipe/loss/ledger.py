@@ -56,10 +56,9 @@ class TimeMajor:
 
 @dataclass(frozen=True)
 class Constant:
-    """``made``: by the code: ``uniform`` (all are ``value``, if known), torch.arange(``positions``), or other."""
+    """``made``: by the code; ``value``: that of all entries, if it is known; ``positions``: of torch.arange."""
 
     made: bool = False
-    uniform: bool = False
     value: float | None = None
     positions: int | None = None
 
@@ -77,7 +76,7 @@ class Aggregate:
 
 
 Meaning = Rows | TimeMajor | Constant | Aggregate | Unknown
-GIVEN, UNIFORM, VARIED = Constant(), Constant(True, True), Constant(True)
+GIVEN, VARIED = Constant(), Constant(True)
 
 
 @dataclass
