@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import tensors
 
 
@@ -64,7 +64,9 @@ class FunctionCall:
         if len(rows) + len(constants) < len(pairs):
             return None
         if not rows:
-            return VARIED if not constants or any([each.made for _, each in constants]) else GIVEN
+            if constants and all([each.uniform for _, each in constants]):
+                return UNIFORM
+            return VARIED if any([each.made and not each.uniform for _, each in constants]) else GIVEN
         x, first = rows[0]
         if not (dims := x.dim()):  # Of a single row.
             return first if all([not y.dim() for y in operands]) else None
@@ -72,7 +74,7 @@ class FunctionCall:
         if any([y.dim() != dims or y.shape[0] != size or not each.alike(first) for y, each in rows[1:]]):
             return None  # Rows meet other rows: x[:, None] - x[None].
         for y, constant in constants:
-            if constant.value is None and y.dim() >= dims:
+            if not constant.uniform and y.dim() >= dims:
                 if y.shape[0] > 1 and y.stride(0) or constant.made and self.ledger.most == 1:
                     return None  # Numbers of positions begin again in each microbatch.
         shares = [each.share for _, each in rows if each.share is not None]

@@ -56,9 +56,10 @@ class TimeMajor:
 
 @dataclass(frozen=True)
 class Constant:
-    """``made``: by the code; ``value``: that of all entries, if it is known; ``positions``: of torch.arange."""
+    """``made``: by the code: ``uniform`` (all are ``value``, if known), torch.arange(``positions``), or other."""
 
     made: bool = False
+    uniform: bool = False
     value: float | None = None
     positions: int | None = None
 
@@ -76,7 +77,7 @@ class Aggregate:
 
 
 Meaning = Rows | TimeMajor | Constant | Aggregate | Unknown
-GIVEN, VARIED = Constant(), Constant(True)
+GIVEN, UNIFORM, VARIED = Constant(), Constant(True, True), Constant(True)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from splitpipe.loss import views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Aggregate, Constant, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Aggregate, Constant, Meaning, Rows
 from splitpipe.loss.numbers import SCALING, Atom, Instruction, Unknown, tensors, weighted
 
 
@@ -25,9 +25,9 @@ def multiply(call: FunctionCall) -> Meaning | None:
     joined, values = call.joined(), [x for x in map(call.number, call.args) if x is not None]
     if isinstance(joined, Rows):
         return replace(joined, counting=True) if call.ledger.counts(*values) else joined
-    if joined == VARIED and len(values) == 2:
+    if joined == UNIFORM and len(values) == 2:
         x, y = values[::-1] if call.name in ("rdiv", "rtruediv") else values
-        return Constant(True, x * y if call.name in SCALING else x / y)
+        return replace(UNIFORM, value=x * y if call.name in SCALING else x / y)
     return Unknown(MAY_COUNT) if joined is not None and call.ledger.has_size(*values) else joined
 
 
@@ -65,7 +65,7 @@ def add_up(call: FunctionCall) -> Meaning | None:
     """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
     _, dim, places, entries = call.args
     rows, by = call.of(entries), call.of(places)
-    if call.meaning != Constant(True, 0.0) or dim or places.dim() != 1 or not isinstance(rows, Rows):
+    if call.meaning != replace(UNIFORM, value=0.0) or dim or places.dim() != 1 or not isinstance(rows, Rows):
         return None
     plain = isinstance(by, Rows) and by.alike(rows) and not rows.counting
     return call.ledger.atom(call.out, call.name, rows) if plain else None
@@ -130,7 +130,7 @@ def create(call: FunctionCall) -> Meaning | None:
         value = None if isinstance(one, Tensor) else call.number(call.kwargs.get("fill_value", one))
         if value is None or call.ledger.is_read(value):
             return Unknown(read) if read else None if "full" in name else VARIED
-    return Constant(True, value)
+    return replace(UNIFORM, value=value)
 
 
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"

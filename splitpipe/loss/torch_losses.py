@@ -108,7 +108,7 @@ def _of_samples(call: FunctionCall) -> Rows | None:
     rows: Any = first.rows if isinstance(first, TimeMajor) else first
     plain = turned or isinstance(first, Rows) and values[0].dim() == 2
     return Rows(rows.chosen) if plain and all([
-        isinstance(each, Constant) and each.value is not None or isinstance(each, Rows) and (turned or each.alike(rows))
+        isinstance(each, Constant) and each.uniform or isinstance(each, Rows) and (turned or each.alike(rows))
         for each in others
     ]) else None
 

@@ -38,7 +38,7 @@ def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
 def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
     meaning, ledger = call.of(x), call.ledger
     if isinstance(meaning, Constant):
-        return replace(meaning, positions=None)
+        return meaning if meaning.uniform or not meaning.made else VARIED
     if not isinstance(meaning, Rows):
         return None
     if not out.dim():
@@ -134,14 +134,14 @@ def write(call: FunctionCall) -> Meaning | None:
     if call.ledger.counts(call.number(value), getattr(meaning, "value", None)):
         return None
     same = isinstance(meaning, Rows) and meaning.alike(by) and not meaning.counting
-    return by if same or isinstance(meaning, Constant) and meaning.value is not None else None
+    return by if same or isinstance(meaning, Constant) and meaning.uniform else None
 
 
 def gather(call: FunctionCall) -> Meaning | None:
     """Entries that an index takes from each row; or a row's entries into which a number is scattered."""
     x, index, rows, src = call.args[0], call.argument(2, "index"), call.meaning, call.argument(3, "src", 0)
     by = call.of(index)
-    if call.name == "scatter" and isinstance(rows, Constant) and rows.value is not None and not isinstance(src, Tensor):
+    if call.name == "scatter" and isinstance(rows, Constant) and rows.uniform and not isinstance(src, Tensor):
         rows = by
     if not isinstance(rows, Rows) or not isinstance(by, Rows) or index.dim() != x.dim() or len(index) != len(x):
         return None
