@@ -117,7 +117,7 @@ def _count(name: str, given: dict[str, Any]) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
     x, target = next(value for value in given.values() if isinstance(value, Tensor)), given.get("target")
     if name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
-        return float(x.shape[name == "ctc_loss"])
+        return float(x.shape[name == "ctc_loss"] if x.dim() else 1)
     ignored, weight = given.get("ignore_index"), given.get("weight")
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(

@@ -93,7 +93,7 @@ def counted(t: Tensor) -> Tensor:
 # torch's own, with each of their reductions. What a module has as its name, its function has, too.
 
 def _ctc(o: Tensor, t: Tensor, **how: Any) -> Tensor:
-    lengths = torch.full((len(o),), WORDS)
+    lengths = torch.ones(len(o), 2 * WORDS).long().sum(1) // 2
     return F.ctc_loss(o.log_softmax(-1).transpose(0, 1), t, lengths, (t > 0).sum(1), **how)
 
 
@@ -313,6 +313,11 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
 HAND: Table = {
     "resized": ("values", lambda o, t: F.mse_loss(F.interpolate(o, 10), F.interpolate(t, 10))),
     "mask by index": ("tokens", masked_by_index),
+    "squeezed rows": ("flat", lambda o, t: F.mse_loss(o[:, :1].squeeze(), t[:, :1].squeeze())),
+    "repeated words": ("values", lambda o, t: (o.repeat_interleave(2, 1) - t.repeat_interleave(2, 1)).square().mean()),
+    "one-hot by scatter": ("classes", lambda o, t: F.binary_cross_entropy_with_logits(
+        o, torch.full((len(o), CLASSES), 0.1).double().scatter_(1, t[:, None], 0.9))),
+    "times a histogram": ("flat", lambda o, t: F.mse_loss(o, t) * torch.histc(t, 4, -2, 2).square().mean()),
     "from a zero": ("flat", lambda o, t: (torch.zeros(()) + (o - t) - torch.tensor(0.0)).square().mean()),
     "masked": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum()),
     "clamped": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum().clamp(min=1)),
@@ -544,8 +549,6 @@ SAID: Table = {
     "ppo in one mean": ("flat", lambda o, t: (
         -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t) + 0.5 * F.mse_loss(o, t) - 0.01 * o.softmax(1)).mean()),
     "a weight from a count": ("binary", balanced),
-    "by class": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
-        0, t, F.cross_entropy(o, t, reduction="none")).mean()),
     "plus one": ("tokens", lambda o, t: each(o, t).sum() / (counted(t).sum() + 1)),
     "largest": ("flat", lambda o, t: (o - t).square().max()),
     "hardest rows": ("flat", lambda o, t: (o - t).square().mean(1).topk(1).values.mean()),
@@ -650,6 +653,8 @@ COMPUTED: dict[str, tuple[str, Loss, str]] = {
     "written numbers": ("flat", written, "setitem"),
     "experts": ("flat", balanced_experts, "mean"),
     "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "detach"),
+    "by class": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
+        0, t, F.cross_entropy(o, t, reduction="none")).mean(), "scatter_add"),
     "smallest": ("flat", lambda o, t: torch.minimum(F.mse_loss(o, t), 2 * F.l1_loss(o, t)), "minimum"),
     "stack times weights": ("flat", lambda o, t: (two(o, t) * WEIGHT[:2]).softmax(0).max(), "softmax"),
 }
