@@ -176,10 +176,10 @@ def size(call: FunctionCall) -> Meaning:
 #: Where recognition ended at values whose number depends on the batch.
 _RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique",
                      "unique_consecutive", "where", "index_select", "bincount"])
-#: Rules that answer Python.
-ASKING = frozenset([ask, read, size])
+#: Rules that answer Python, or make a tensor, also of numbers.
+NOT_RECORDED = frozenset([ask, read, size, create])
 #: Rules that say themselves what Unknown arguments mean.
-_OF_ANYTHING = frozenset([*ASKING, create, vary, views.index])
+_OF_ANYTHING = frozenset([*NOT_RECORDED, vary, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
 BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary])
 #: Rules that are linear in entries, so that these may have been divided by a count.

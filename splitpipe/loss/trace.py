@@ -19,7 +19,7 @@ from splitpipe.loss.function_call import FunctionCall
 from splitpipe.loss.instructions import record
 from splitpipe.loss.ledger import Aggregate, Ledger, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Number, Unknown, tensors
-from splitpipe.loss.rules import ASKING, BY_PLACE, RULES, meaning_of
+from splitpipe.loss.rules import BY_PLACE, NOT_RECORDED, RULES, meaning_of
 
 
 class Trace(TorchFunctionMode):
@@ -82,7 +82,7 @@ def _meanings(call: FunctionCall, function: Any, in_place: bool, results: Sequen
     found: Any = None
     if read and rule is not None and rule not in BY_PLACE and _has_read(call):
         found = Unknown(read)
-    elif Aggregate in kinds and rule not in ASKING and Rows not in kinds and TimeMajor not in kinds:
+    elif Aggregate in kinds and rule not in NOT_RECORDED and Rows not in kinds and TimeMajor not in kinds:
         return record(call, function, in_place, results)
     elif call.kwargs.get("out") is None:
         found = meaning_of(call)
