@@ -56,11 +56,12 @@ def record(
             nodes[id(x)] = meaning
         else:
             return [meaning if isinstance(meaning, Unknown) else Unknown(name)] * len(results)
+    quotient = name in DIVIDING and len(known) == 2 and all([each.sums for each in known])  # A sum by a count.
     args, kwargs = mapped([call.args, call.kwargs], lambda x: nodes.get(id(x), x))
     nothing = not numbers and all([each.nothing for each in known]) and len(known) == len(call.operands)
     return [
         Aggregate(
-            Instruction(name, function, args, kwargs, in_place, x.requires_grad, which), x, sums,
+            Instruction(name, function, args, kwargs, in_place, x.requires_grad, which), x, sums and not quotient,
             x.requires_grad and any([each.live for each in nodes.values()]), nothing=nothing,
         )
         for which, x in enumerate(results)

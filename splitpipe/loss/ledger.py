@@ -66,7 +66,7 @@ class Constant:
 
 @dataclass(eq=False)
 class Aggregate:
-    """``tensor``: its value, of which numbers are made; ``sums``: whether it is computed of sums."""
+    """``tensor``: its value, of which numbers are made; ``sums``: whether it grows with the rows, as sums do."""
 
     entry: Atom | Instruction  #: Numbers among the arguments of a step are Aggregate, too.
     tensor: Tensor

@@ -57,7 +57,7 @@ def reduce(call: FunctionCall) -> Meaning | None:
     if meaning.share is not None:
         total = call.ledger.atom(weighted(call.out, meaning.share.tensor), call.name, meaning)
         step = Instruction("div", torch.div, (total, meaning.share), {}, False, call.out.requires_grad, 0)
-        return Aggregate(step, call.out, True)
+        return Aggregate(step, call.out, not meaning.share.sums)
     return call.ledger.atom(call.out, call.name, meaning, float(x.shape[0] if x.dim() else 1) if mean else None)
 
 
