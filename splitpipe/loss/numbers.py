@@ -182,7 +182,7 @@ def whole(atoms: Sequence[Atom], values: Sequence[Tensor]) -> Tensor:
     if kind is CONSTANT:
         return values[-1]
     if not like.is_floating_point() and not like.is_complex():
-        return torch.stack([x.to(like.device) for x in values]).sum(0)
+        return torch.stack([x.to(like.device) for x in values]).sum(0, dtype=like.dtype)
     each: list[Any] = [x.to(like.device, wide(like)) for x in values]  # A sum overflows sooner.
     count: Any = 1.0
     if kind is MEAN:
@@ -207,7 +207,8 @@ def as_amount(amount: Amount, like: Tensor) -> Amount:
 
 def wide(x: Tensor) -> torch.dtype:
     """A type for sums and quotients."""
-    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float64
+    whole = not x.is_floating_point() and not x.is_complex()
+    return torch.float64 if whole else torch.promote_types(x.dtype, torch.float32)
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:

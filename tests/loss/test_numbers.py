@@ -43,3 +43,5 @@ def test_sums_of_whole_numbers_are_whole_numbers() -> None:
     each = [Number((Atom(SUM),), (torch.tensor(2**40 + k),)) for k in range(3)]
     found = combined(each)
     assert found is not None and found.dtype == torch.int64 and int(found) == 3 * 2**40 + 3
+    small = combined([Number((Atom(SUM),), (torch.tensor(2, dtype=torch.int32),))] * 3)
+    assert small is not None and small.dtype == torch.int32
