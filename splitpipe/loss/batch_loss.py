@@ -76,11 +76,12 @@ class BatchLoss:
         part, names = number.evaluate(own), [getattr(entry, "name", "neg") for entry in number.entries]
         if any(self._live) and all([name in _SCALES or RULES.get(name) in (views.keep, views.view) for name in names]):
             return part  # Nothing is added to it.
-        rest = number.evaluate([torch.zeros_like(x) if live else x for x, live in zip(own, self._live)])
+        part = part - number.evaluate(self._without_live(number, self._amounts))
         if i != self._last:
-            return part - rest
+            return part
+        rest = number.evaluate(self._without_live(number, self._totals(self._aligned([*self._numbers.values()]))))
         unit = self._unit()
-        return part if unit is None else part - rest + rest / unit
+        return part + rest if unit is None else part + rest / unit
 
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the factor for gradients from B that started with this scale (None: 1)."""
@@ -108,7 +109,16 @@ class BatchLoss:
                 many = amount * (all_rows / max(1, rows))
                 amount = torch.where(amount <= 0, all_rows, many) if isinstance(amount, Tensor) else many or all_rows
             amounts.append(amount)
-        return amounts
+        return self._with_slopes(number, amounts)
+
+    def _with_slopes(self, number: Number, amounts: list[Any]) -> list[Any]:
+        """Amounts on which the loss grows with its sums and means: one that is 0 or NaN can't be corrected."""
+        factors = self._factors(number)
+        if not any(factors) or not any(self._live):
+            return amounts
+        slopes = torch.stack([x.float() for x in self._slopes(number, amounts).values()])
+        good = (slopes.isfinite() & (slopes != 0)).all()
+        return [torch.where(good, x, x.nan_to_num() / 2 + 0.25) if factor else x for x, factor in zip(amounts, factors)]
 
     def _aligned(self, each: Sequence[Number | Unknown]) -> list[Number]:
         """Those that count anything."""
@@ -142,7 +152,13 @@ class BatchLoss:
         same = self._aligned([*self._numbers.values()])
         totals = self._totals(same)
         known = [k for k, live in enumerate(self._live) if live and not same[0].atoms[k].unknown]
-        units = [self._unit_of(k, same[0], totals) for k in known]
+        units: list[Any] = [
+            1.0 if totals[k] is None else
+            _quotient(as_amount(self._amounts[k], self._like), as_amount(totals[k], self._like)) for k in known
+        ]
+        if any(self._factors(same[0])) and known:
+            slopes, estimated = self._slopes(same[0], totals), self._slopes(same[0], self._amounts)
+            units = [unit * _quotient(slopes[k], estimated[k]) for unit, k in zip(units, known)]
         # If some are tensors, the host waits for them, which only happens for several sums or means.
         if not all([unit is units[0] or math.isclose(float(unit), float(units[0]), rel_tol=1e-4) for unit in units]):
             raise ValueError(
@@ -152,23 +168,24 @@ class BatchLoss:
             )
         return None if not units or isinstance(units[0], float) and math.isclose(units[0], 1) else units[0]
 
-    def _unit_of(self, k: int, number: Number, totals: Sequence[Any]) -> Any:
-        """The unit for an atom."""
-        unit: Any = 1.0
-        if totals[k] is not None:
-            unit = _quotient(as_amount(self._amounts[k], self._like), as_amount(totals[k], self._like))
-        if any([not live and atom.kind is not CONSTANT for live, atom in zip(self._live, number.atoms)]):
-            unit = unit * _quotient(self._slope(k, number, totals), self._slope(k, number, self._amounts))
-        return unit
+    def _factors(self, number: Number) -> list[bool]:
+        """Which atoms are sums or means without a graph, such as counts."""
+        return [not live and atom.kind is not CONSTANT for live, atom in zip(self._live, number.atoms)]
 
-    def _slope(self, k: int, number: Number, amounts: Sequence[Any]) -> Tensor:
-        """How the loss grows with an atom."""
-        zero = [
+    def _slopes(self, number: Number, amounts: Sequence[Any]) -> dict[int, Tensor]:
+        """How the loss grows with each sum and mean that has a graph."""
+        with torch.inference_mode(False), torch.enable_grad():
+            values = self._without_live(number, amounts)
+            each = [x.detach().clone().requires_grad_(live) for x, live in zip(values, self._live)]
+            places = [k for k, live in enumerate(self._live) if live]
+            return dict(zip(places, torch.autograd.grad(number.evaluate(each), [each[k] for k in places])))
+
+    def _without_live(self, number: Number, amounts: Sequence[Any]) -> list[Tensor]:
+        """The values of atoms in the batch, with 0 for sums and means that have a graph."""
+        return [
             torch.zeros_like(x) if live else x if atom.kind is CONSTANT else amount
             for atom, x, live, amount in zip(number.atoms, number.values, self._live, amounts)
         ]
-        one = [torch.ones_like(x) if at == k else x for at, x in enumerate(zero)]
-        return number.evaluate(one) - number.evaluate(zero)
 
     def _listed(self) -> str:
         """What the loss consists of, with the counts in each microbatch."""

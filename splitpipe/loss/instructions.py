@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from splitpipe.loss import views
@@ -15,8 +16,13 @@ from splitpipe.loss.rules import RULES, reduce
 #: Functions that are linear in all arguments, or in one.
 _LINEAR = frozenset([views.keep, views.view, views.index, views.join, reduce])
 _PRODUCTS = SCALING | {"neg", "negative", "dot"}
+_QUOTIENTS = DIVIDING - {"rdiv", "rtruediv"}  #: Not 1 / x.
 #: Results that differ between microbatches, whatever their arguments are.
 _RANDOM = frozenset("dropout bernoulli multinomial normal rand_like randn_like randint_like rrelu".split())
+#: Functions that may multiply or divide numbers by those of Python.
+_FACTORS = ADDING | SCALING | DIVIDING | {"addcmul", "addcdiv", "lerp"}
+#: Functions that repeat numbers, perhaps for each row.
+_REPEATING = frozenset("expand broadcast_to repeat tile repeat_interleave".split())
 
 
 def record(
@@ -26,17 +32,18 @@ def record(
     name, ledger, numbers = call.name, call.ledger, call.numbers
     known = [each for each in call.meanings if isinstance(each, Aggregate)]
     sums = any([each.sums for each in known])
-    if name in _RANDOM or call.kwargs.get("out") is not None:
+    unseen = in_place and results[0].requires_grad and not torch.is_grad_enabled()  # By the graph.
+    if name in _RANDOM or unseen or call.kwargs.get("out") is not None:
         return [Unknown(name)] * len(results)
     if name in ADDING:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         numbers = [x for x in numbers if abs(x) >= 1 and x is not call.kwargs.get("alpha")]
     size = name in SCALING and ledger.has_size(*[x for x in numbers if type(x) is int])  # loss * len(x)
-    if name in ADDING | SCALING | DIVIDING and (sums or size):
+    if name in _FACTORS and (sums or size):
         if ledger.counts(*numbers) or call.kwargs.get("alpha", 1) != 1 and ledger.counts(call.kwargs["alpha"]):
             return [Unknown(MAY_COUNT)] * len(results)
     live = [x for x in call.operands if getattr(call.of(x), "live", False)]
     if live and ledger.scheduled and results:
-        one = len(live) == 1 and (name in _PRODUCTS or name in DIVIDING and call.args[0] is live[0])
+        one = len(live) == 1 and (name in _PRODUCTS or name in _QUOTIENTS and call.args[0] is live[0])
         vectors = [x.entry.function for x in known if isinstance(x.entry, Atom) and x.tensor.numel() > 1]
         linear = one or name in ADDING or RULES.get(name) in _LINEAR
         if vectors or not linear or not results[0].requires_grad:
@@ -57,6 +64,11 @@ def record(
         else:
             return [meaning if isinstance(meaning, Unknown) else Unknown(name)] * len(results)
     quotient = name in DIVIDING and len(known) == 2 and all([each.sums for each in known])  # A sum by a count.
+    widest = max([each.tensor.numel() for each in known], default=1)
+    made = [x for x in call.operands if getattr(call.of(x), "made", False)]
+    repeated = [*made, *(results if name in _REPEATING else [])]
+    if not in_place and any([ledger.may_be_rows(x, widest) for x in repeated]):
+        return [Unknown(MAY_COUNT)] * len(results)
     args, kwargs = mapped([call.args, call.kwargs], lambda x: nodes.get(id(x), x))
     nothing = not numbers and all([each.nothing for each in known]) and len(known) == len(call.operands)
     return [

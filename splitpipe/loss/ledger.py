@@ -74,6 +74,7 @@ class Aggregate:
     live: bool = False  #: Whether it has the graph of a sum or mean.
     version: int | None = None  #: Of the tensor, when it was made.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
+    hooked: bool = False  #: Whether it had a hook before the code wrote to it.
 
 
 Meaning = Rows | TimeMajor | Constant | Aggregate | Unknown
@@ -176,7 +177,7 @@ class Ledger:
             y = each.tensor
             if isinstance(each.entry, Atom) and each.version not in (None, version_of(y)):
                 return Unknown("an in-place function")
-            if y.grad_fn is not None and (y._backward_hooks or y.retains_grad):
+            if each.hooked or hooked(y):
                 return Unknown("a hook of the number")
         entries = [
             each.entry if isinstance(each.entry, Atom) else each.entry.changed(
@@ -242,9 +243,20 @@ class Ledger:
             for x in values if isinstance(x, (int, float))
         ])
 
+    def may_be_rows(self, x: Tensor, widest: int) -> bool:
+        """True for a tensor that may repeat a number, or a vector of ``widest`` entries, for each row."""
+        if not x.dim() or 1 == self.rows < self.most or len(x) % self.rows:
+            return False
+        return x.numel() > widest or self.most == 1 and bool(self.reading.sizes)
+
     def _divides(self, value: float) -> bool:
         nearest = round(abs(value)) if math.isfinite(value) else 0
         return nearest > 0 and not nearest % self.rows and math.isclose(nearest, abs(value), rel_tol=1e-6)
+
+
+def hooked(x: Tensor) -> bool:
+    """Whether a computed tensor has hooks for its gradient, which only those of the microbatch see."""
+    return x.grad_fn is not None and bool(x._backward_hooks or x.retains_grad)
 
 
 def _is_literal(value: float) -> bool:

@@ -4,20 +4,22 @@ Guarantee: ``number`` is exact for functions on the list (``rules``), or else na
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from splitpipe.core.note import uncompiled
-from splitpipe.core.torch_private import DisableTorchFunction
+from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
 from splitpipe.loss import torch_losses
 from splitpipe.loss.function_call import FunctionCall
 from splitpipe.loss.instructions import record
-from splitpipe.loss.ledger import Aggregate, Ledger, Meaning, Rows, TimeMajor
+from splitpipe.loss.ledger import Aggregate, Ledger, Meaning, Rows, TimeMajor, hooked
 from splitpipe.loss.numbers import Number, Unknown, tensors
 from splitpipe.loss.rules import BY_PLACE, NOT_RECORDED, RULES, meaning_of
 
@@ -56,10 +58,12 @@ class Trace(TorchFunctionMode):
             if before is not None:
                 ledger.put(args[0], before)
             for key in ("input", "tensors", "data", "other"):  # torch.stack(tensors=...)
-                if key in kwargs and (key == "other" or not args):
+                if key in kwargs and (key == "other" or not args) and name != "where":  # Its condition comes first.
                     args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
             results = [*tensors((out if written is None else written,))]
             call = FunctionCall(ledger, name, args, kwargs, out if written is None else written)
+            if peek_interpreter_stack() is not None:
+                ledger.note_read(math.nan, "a transform of torch.func")  # What leaves it is seen by no mode.
             for x, meaning in zip(results, _meanings(call, func, written is not None, results)):
                 ledger.put(x, meaning)
         return out
@@ -70,9 +74,10 @@ class Trace(TorchFunctionMode):
         meaning = ledger.of(x)
         if not any([isinstance(ledger.of(y), Aggregate) for y in tensors([args, kwargs])]):
             return x  # type: ignore[no-any-return]
-        kept: Tensor = x.clone()
+        with torch.enable_grad():
+            kept: Tensor = x.clone()
         if isinstance(meaning, Aggregate):
-            meaning.tensor, meaning.version = kept, None
+            meaning.tensor, meaning.version, meaning.hooked = kept, None, hooked(x)
         return kept
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from splitpipe.loss.numbers import Number
 from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
@@ -38,6 +39,25 @@ def test_a_count_is_any_number(kind: Any) -> None:
     plain, model = twins(mlp(5), "zb-h1", 2, loss_fn=loss_fn, chunks=3)
     factor = 28 / float(kind(28))
     assert_equal(plain, model, torch.randn(7, 4), torch.randn(7, 4), lambda y, target: F.mse_loss(y, target) * factor)
+
+
+@pytest.mark.parametrize("terms", [2, 20])
+def test_the_loss_is_computed_as_often_for_many_terms_as_for_two(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:
+    calls, evaluate = list[int](), Number.evaluate
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(1)
+        return evaluate(*args)
+
+    monkeypatch.setattr(Number, "evaluate", counted)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        used = target > 0
+        return torch.stack([((output - target).square() * used).sum() / used.sum() for _ in range(terms)]).mean()
+
+    plain, model = twins(mlp(3), "1f1b", 2, loss_fn=loss_fn, chunks=2)
+    assert_equal(plain, model, torch.randn(4, 4), torch.randn(4, 4), loss_fn)
+    assert len(calls) == 11
 
 
 # Of torch's own

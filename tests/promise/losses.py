@@ -477,6 +477,31 @@ def logged(o: Tensor, t: Tensor) -> Tensor:
     return loss * (2.0 if loss.item() > 1 else 1.0)
 
 
+def unseen(o: Tensor, t: Tensor) -> Tensor:
+    """A write that the graph doesn't see."""
+    loss = F.mse_loss(o, t)
+    with torch.no_grad():
+        loss.mul_(2)
+    return loss
+
+
+def left_behind(o: Tensor, t: Tensor) -> Tensor:
+    """A write to a number of which another one has been computed."""
+    loss = F.mse_loss(o, t)
+    twice = loss * 2
+    with torch.no_grad():
+        loss.zero_()
+    return twice
+
+
+def hooked_then_written(o: Tensor, t: Tensor) -> Tensor:
+    """A hook of a number that is written to afterwards."""
+    loss = F.mse_loss(o, t) * 2
+    loss.register_hook(lambda grad: grad / 2)
+    loss += 1
+    return loss * 2
+
+
 def by_class(o: Tensor, t: Tensor) -> Tensor:
     """A mean for each class that there is."""
     losses, total = each(o, t), o.new_zeros(())
@@ -600,6 +625,15 @@ SAID: Table = {
     "another loss if nothing counts": ("flat", lambda o, t: (
         o[t > 1].square().mean() if (t > 1).any() else o.square().mean())),
     "by a filled tensor": ("flat", lambda o, t: ((o - t).square() * torch.full_like(o, 1 / len(o))).sum()),
+    "written without a graph": ("flat", unseen),
+    "written after its use": ("flat", left_behind),
+    "written after a hook": ("flat", hooked_then_written),
+    "for each row": ("flat", lambda o, t: F.mse_loss(o, t).expand(len(o)).sum()),
+    "times ones of rows": ("flat", lambda o, t: (torch.ones_like(o) * F.mse_loss(o, t)).sum()),
+    "addcmul": ("flat", lambda o, t: torch.addcmul(
+        F.mse_loss(o, t), (o - t).square().sum(), torch.tensor(2.0).double(), value=1 / len(o))),
+    "by a count of vmap": ("tokens", lambda o, t: (
+        each(o, t).sum() / torch.vmap(lambda x: (x != IGNORED).sum())(t).sum())),
     "a mean if it isn't a number": ("flat", lambda o, t: (
         (lambda x: o.sum() if x.isnan().any() else x)(o[t > 1].square().mean()))),
     "a kept mean": ("flat", Kept()),
@@ -656,6 +690,11 @@ COMPUTED: dict[str, tuple[str, Loss, str]] = {
     "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "detach"),
     "by class": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
         0, t, F.cross_entropy(o, t, reduction="none")).mean(), "scatter_add"),
+    "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), "rdiv"),
+    "characteristic function": ("flat", lambda o, t: (
+        ((1j * (o - t)).exp().mean(0) - 0.6).abs().square().mean()), "mean"),
+    "a choice by names": ("flat", lambda o, t: torch.where(
+        condition=(o - t).mean() > 0, input=F.mse_loss(o, t), other=F.l1_loss(o, t)), "where"),
     "smallest": ("flat", lambda o, t: torch.minimum(F.mse_loss(o, t), 2 * F.l1_loss(o, t)), "minimum"),
     "stack times weights": ("flat", lambda o, t: (two(o, t) * WEIGHT[:2]).softmax(0).max(), "softmax"),
 }
@@ -729,6 +768,10 @@ PENALTIES: Table = {
     "l2 and elements": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * squares(own)),
     "by hand": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum() + 0.01 * squares(own)),
     "times a weight": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) * own[-1].sum().exp()),
+    "nothing else": ("tokens", lambda o, t, own: 0.1 * squares(own)),
+    "by a count": ("tokens", lambda o, t, own: (each(o, t).sum() + squares(own)) / counted(t).sum()),
+    "times a share": ("tokens", lambda o, t, own: (
+        each(o, t).sum() / counted(t).sum() + squares(own) * counted(t).double().mean())),
     "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
 }
 

@@ -165,6 +165,14 @@ def test_a_sum_by_a_number_of_rows_is_averaged_over_rows_which_is_right_and_said
             verify("flat", rows, *sides)
 
 
+@ways
+@pytest.mark.parametrize("loss", ["for each row", "times ones of rows", "addcmul"])
+def test_a_number_for_each_row_is_said(loss: str, way: str) -> None:
+    *_, found = made(way, SAID[loss][1])
+    with pytest.warns(UserWarning, match="a number that may count rows"):
+        found(*batch("flat", EVEN))
+
+
 class Shaped(nn.Module):
     """Records the types of what Python reads."""
 
@@ -232,6 +240,23 @@ def test_scheduled_a_penalty_that_the_last_microbatch_lacks_is_an_error(way: str
     with pytest.raises(ValueError, match="losses of different kinds"):
         found(x, y)
     verify(name, EVEN, *sides)
+
+
+FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mean": lambda t: (t > 0).double().mean(),
+    "a difference": lambda t: 1 - (t < 0).double().mean(),
+    "a quotient": lambda t: (t > 0).sum() / len(t[0]) / (t * (t > 0)).sum(),
+}
+
+
+@pytest.mark.parametrize("way", SCHEDULED)
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_factor_may_be_0_in_the_first_microbatch(factor: str, way: str) -> None:
+    plain, model, expected, found = made(way, lambda o, t: squares(o, t).mean() * FACTORS[factor](t))
+    x, y = batch("flat", EVEN)
+    y[:2] = -y[:2].abs()
+    y[2:] = y[2:].abs()
+    assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
 @pytest.mark.parametrize("loss", [*SEVERAL, *MIXED])
