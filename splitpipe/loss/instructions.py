@@ -42,11 +42,14 @@ def record(
         if ledger.counts(*numbers) or call.kwargs.get("alpha", 1) != 1 and ledger.counts(call.kwargs["alpha"]):
             return [Unknown(MAY_COUNT)] * len(results)
     live = [x for x in call.operands if getattr(call.of(x), "live", False)]
-    if live and ledger.scheduled and results:
+    severed = any([each.severed or each.live for each in known]) and not any([x.requires_grad for x in results])
+    if ledger.scheduled and any([each.severed for each in known]) and not severed:
+        return [Unknown(name)] * len(results)
+    if live and ledger.scheduled and results and not severed:
         one = len(live) == 1 and (name in _PRODUCTS or name in _QUOTIENTS and call.args[0] is live[0])
         vectors = [x.entry.function for x in known if isinstance(x.entry, Atom) and x.tensor.numel() > 1]
         linear = one or name in ADDING or RULES.get(name) in _LINEAR
-        if vectors or not linear or not results[0].requires_grad:
+        if vectors or not linear:
             return [Unknown([*vectors, name][0])] * len(results)
     if name in SCALING and 0 in numbers:
         return [Aggregate(Atom(CONSTANT, grad=x.requires_grad), x, False, nothing=True) for x in results]
@@ -74,7 +77,7 @@ def record(
     return [
         Aggregate(
             Instruction(name, function, args, kwargs, in_place, x.requires_grad, which), x, sums and not quotient,
-            x.requires_grad and any([each.live for each in nodes.values()]), nothing=nothing,
+            x.requires_grad and any([each.live for each in nodes.values()]), nothing=nothing, severed=severed,
         )
         for which, x in enumerate(results)
     ]

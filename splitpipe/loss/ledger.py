@@ -75,6 +75,7 @@ class Aggregate:
     version: int | None = None  #: Of the tensor, when it was made.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
     hooked: bool = False  #: Whether it had a hook before the code wrote to it.
+    severed: bool = False  #: Whether it is computed of live ones, without their graph.
 
 
 Meaning = Rows | TimeMajor | Constant | Aggregate | Unknown

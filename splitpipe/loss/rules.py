@@ -37,6 +37,7 @@ def divide(call: FunctionCall) -> Meaning | None:
     if not isinstance(above, Rows) or not isinstance(below, Aggregate) or call.kwargs:
         return multiply(call)
     plain = not below.tensor.requires_grad and below.tensor.numel() == 1
+    plain = plain and not (below.severed and call.ledger.scheduled)
     return replace(above, share=below) if plain and above.share is None and not above.counting else None
 
 

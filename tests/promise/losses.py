@@ -687,7 +687,7 @@ COMPUTED: dict[str, tuple[str, Loss, str]] = {
     "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), "nan_to_num"),
     "written numbers": ("flat", written, "setitem"),
     "experts": ("flat", balanced_experts, "mean"),
-    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "detach"),
+    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "div"),
     "by class": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
         0, t, F.cross_entropy(o, t, reduction="none")).mean(), "scatter_add"),
     "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), "rdiv"),

@@ -173,6 +173,27 @@ def test_a_number_for_each_row_is_said(loss: str, way: str) -> None:
         found(*batch("flat", EVEN))
 
 
+class Logged(Own):
+    """Returns what its loss consists of, too."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.last(self.first(x).tanh())
+        one, other = F.mse_loss(y, labels), F.l1_loss(y, labels)
+        parts = torch.stack([one.detach(), other.detach()])
+        return {"loss": one + other, "parts": parts, "root": one.detach().sqrt(), "of rows": y.mean(0)}
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
+def test_numbers_beside_the_loss_are_those_of_the_batch(options: dict[str, Any]) -> None:
+    plain = Logged(F.mse_loss).double()
+    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS, **options)
+    for rows in (EVEN, UNEVEN):
+        x, y = batch("flat", rows)
+        found, expected = model(x, y), plain(x, y)
+        assert_close({**found}, {**expected})
+        assert_close(backward(model, found["loss"]), backward(plain, expected["loss"]))
+
+
 class Shaped(nn.Module):
     """Records the types of what Python reads."""
 
