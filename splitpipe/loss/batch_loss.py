@@ -49,6 +49,7 @@ class BatchLoss:
         self._live: list[bool] = []  #: Whether each atom is a sum or mean with a graph.
         self._amounts: list[Any] = []  #: For the batch: the counts of what is live, and the values of other atoms.
         self._last: int | None = None  #: The last microbatch, when all are known.
+        self._same: list[Number] = []  #: Then, those that count anything.
         self._like: Any = None
 
     def part(self, i: int, value: Tensor, number: Number | Unknown) -> Tensor:
@@ -68,9 +69,9 @@ class BatchLoss:
         if number.nothing or not value.requires_grad:
             return value
         if i == self._last or len(number.values) != len(self._amounts):
-            self._aligned([*self._numbers.values()])
+            self._same = self._aligned([self._numbers[i] for i in sorted(self._numbers)])
         own = [
-            _share(atom, x, amount) if live else x if atom.kind is CONSTANT else amount
+            _share(atom, x, amount, len(number.entries) > 1) if live else x if atom.kind is CONSTANT else amount
             for atom, x, live, amount in zip(number.atoms, number.values, self._live, self._amounts)
         ]
         part, names = number.evaluate(own), [getattr(entry, "name", "neg") for entry in number.entries]
@@ -79,14 +80,14 @@ class BatchLoss:
         part = part - number.evaluate(self._without_live(number, self._amounts))
         if i != self._last:
             return part
-        rest = number.evaluate(self._without_live(number, self._totals(self._aligned([*self._numbers.values()]))))
+        rest = number.evaluate(self._without_live(number, self._totals(self._same)))
         unit = self._unit()
         return part + rest if unit is None else part + rest / unit
 
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the factor for gradients from B that started with this scale (None: 1)."""
-        unit, like = self._unit(), self._like
-        loss: Any = numbers.combined(self._aligned([self._numbers[i] for i in sorted(self._numbers)]))
+        self._same = self._same or self._aligned([self._numbers[i] for i in sorted(self._numbers)])
+        unit, like, loss = self._unit(), self._like, numbers.computed(self._same)
         dtype = torch.promote_types(like.dtype, torch.float32)
         if unit is not None:  # The host doesn't wait for it.
             unit = torch.full((), unit, dtype=dtype, device=like.device) if isinstance(unit, float) else unit.to(
@@ -149,8 +150,7 @@ class BatchLoss:
 
     def _unit(self) -> Any:
         """What gradients are to be multiplied by; None: 1."""
-        same = self._aligned([*self._numbers.values()])
-        totals = self._totals(same)
+        same, totals = self._same, self._totals(self._same)
         known = [k for k, live in enumerate(self._live) if live and not same[0].atoms[k].unknown]
         units: list[Any] = [
             1.0 if totals[k] is None else
@@ -198,12 +198,14 @@ class BatchLoss:
         return "; ".join([f"{name} has the counts {', '.join(each)}" for name, each in counts.items()])
 
 
-def _share(atom: Atom, x: Tensor, whole: Amount | None) -> Tensor:
-    """A microbatch's part of a sum or mean, of which this is the count of the batch."""
+def _share(atom: Atom, x: Tensor, whole: Amount | None, guarded: bool) -> Tensor:
+    """A microbatch's part of a sum or mean, of which this is the count of the batch; ``guarded``: from 0 / 0."""
     if whole is None:
         return x
-    whole = as_amount(whole, x)
-    return numbers.weighted(x, as_amount(atom.count, x), whole) if atom.divided else x / whole
+    count, whole = as_amount(atom.count, x), as_amount(whole, x)
+    if not atom.divided:
+        return x / whole
+    return numbers.weighted(x, count, whole) if guarded else x * (count / whole)
 
 
 def _quotient(above: Any, below: Any) -> Any:

@@ -136,8 +136,11 @@ def simple(value: Tensor, kind: str, count: Amount = 1.0, divided: bool = True) 
 def combined(numbers: Sequence[Number]) -> Tensor | None:
     """The number of the batch, with the graphs of the microbatches'; None if they were computed in different ways."""
     same = aligned(numbers)
-    if not same:
-        return None
+    return computed(same) if same else None
+
+
+def computed(same: Sequence[Number]) -> Tensor:
+    """The number of the batch, of which these were computed in the same way."""
     columns = [[number.values[k] for number in same] for k in range(len(same[0].values))]
     atoms = [[number.atoms[k] for number in same] for k in range(len(columns))]
     return same[0].evaluate([whole(own, column) for own, column in zip(atoms, columns)])
@@ -159,21 +162,16 @@ def aligned(numbers: Sequence[Number]) -> list[Number]:
         if not counted or not all([number.empty for number in rest]):
             return []
     other = len({number.asked for number in some}) > 1  # They have run other code.
-    return some if all([_alike(first, number, other) for number in some[1:]]) else []
-
-
-def _alike(x: Number, y: Number, other: bool) -> bool:
-    return len(x.entries) == len(y.entries) and all([
-        _facts(a, other) == _facts(b, other) for a, b in zip(x.entries, y.entries)
-    ])
+    facts = [[_facts(entry, other) for entry in number.entries] for number in some]
+    return some if all([each == facts[0] for each in facts]) else []
 
 
 def _facts(entry: Atom | Instruction, other: bool) -> tuple[Any, ...]:
     """What has to be the same in all microbatches."""
     if isinstance(entry, Atom):
         return entry.kind, entry.function, entry.selected, entry.asked * (not other), isinstance(entry.count, Tensor)
-    args, kwargs = (mapped(each, lambda x: None if isinstance(x, Tensor) else x) for each in (entry.args, entry.kwargs))
-    return entry.name, entry.in_place, entry.which, repr(args), repr(kwargs)
+    given = entry.changed(lambda x: None if isinstance(x, Tensor) else x)
+    return entry.name, entry.in_place, entry.which, repr(given.args), repr(given.kwargs)
 
 
 def whole(atoms: Sequence[Atom], values: Sequence[Tensor]) -> Tensor:
