@@ -37,7 +37,8 @@ def record(
         return [Unknown(name)] * len(results)
     if name in ADDING:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         numbers = [x for x in numbers if abs(x) >= 1 and x is not call.kwargs.get("alpha")]
-    size = name in SCALING and ledger.has_size(*[x for x in numbers if type(x) is int])  # loss * len(x)
+    # A mean is only taken to be multiplied or divided by a size itself: loss * len(x)
+    size = name in SCALING | DIVIDING and ledger.has_size(*[x for x in numbers if type(x) is int])
     if name in _FACTORS and (sums or size):
         if ledger.counts(*numbers) or call.kwargs.get("alpha", 1) != 1 and ledger.counts(call.kwargs["alpha"]):
             return [Unknown(MAY_COUNT)] * len(results)
