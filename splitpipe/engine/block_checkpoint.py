@@ -68,7 +68,7 @@ class BlockChains:
             return output  # With its graph: R would get other inputs, or numbers' terms have lost theirs.
         block.places = [*places.values()]
         distinct = [made[k] for k in block.places]
-        if self.step.outer and not (self.i and block.modules in stage.reached_by):
+        if self.step.drop_in and not (self.i and block.modules in stage.reached_by):
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
             self._shared.reach(stage, walk([get_gradient_edge(y) for y in distinct], ends, False).parameters())
             if all([id(p) in stage.reached for _, _, p in block.modules.parameters if p.requires_grad]):

@@ -179,7 +179,7 @@ class ModuleForward:
         for stage in step.stages if step.call.state.grad else ():
             segment = stage.fwd_cache[self.i]
             segment.close(step.split, stage.own)
-            if step.outer:
+            if step.drop_in:
                 self._call.shared.reach(stage, segment.graph.parameters())
 
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,7 +195,7 @@ class ModuleForward:
         modes = _get_current_function_mode_stack()
         set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
         token, self._block = taker.set(None), block
-        reading = None if self.trace is None else replace(self.trace.ledger.reading)
+        reading = None if self.trace is None else replace(self.trace.ledger.host_reads)
         try:
             value = self._run_block(block, call, args, kwargs, local)
             self._block = None

@@ -91,9 +91,9 @@ class SequentialForward:
         else:
             values = run.first(partial(layers, "forward"))
         written = verify_shared(stage.name, given, versions)
-        if call.state.grad and (run is None or step.outer and not (i > 0 and stage.reached_all())):
+        if call.state.grad and (run is None or step.drop_in and not (i > 0 and stage.reached_all())):
             segment.close(step.split, stage.own)
-            if step.outer:
+            if step.drop_in:
                 stage.reached.update(segment.graph.parameters())
         if run is not None:
             modules.in_place, kept = written or bool(modules.in_place), kept if written else given

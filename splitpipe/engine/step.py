@@ -40,7 +40,7 @@ class StepRun:
     workers: tuple[int, ...]  #: That of each stage.
     route: Callable[[int, int], Route | None]  #: That between two stages; None: nothing is copied.
     split: bool  #: Whether weight gradients may wait for W.
-    outer: bool  #: Whether a backward of the caller's starts B, so that the leaves of the stages' graphs must be known.
+    drop_in: bool  #: Whether the caller's backward starts B: then the leaves of the stages' graphs must be known.
     hooks: LeafHooks  #: Where hooks of leaves are parked while B runs.
     recorder: Recorder | None = None
     keep: bool = False  #: Whether graphs are needed again after B.

@@ -23,6 +23,7 @@ from splitpipe.loss.numbers import (
     SUM,
     Amount,
     Atom,
+    Instruction,
     Number,
     Unknown,
     as_amount,
@@ -47,7 +48,7 @@ class BatchLoss:
         self._numbers: dict[int, Number] = {}
         self._by_rows: bool | None = None  #: Whether all are means over rows, since the first one isn't recognised.
         self._live: list[bool] = []  #: Whether each atom is a sum or mean with a graph.
-        self._amounts: list[Any] = []  #: For the batch: the counts of what is live, and the values of other atoms.
+        self._estimates: list[Any] = []  #: Of the batch: the counts of what is live, and the values of other atoms.
         self._last: int | None = None  #: The last microbatch, when all are known.
         self._same: list[Number] = []  #: Then, those that count anything.
         self._like: Any = None
@@ -59,35 +60,35 @@ class BatchLoss:
         if isinstance(number, Unknown) or self._by_rows:
             number = numbers.simple(value, MEAN, float(self._rows[i]))
         self._numbers[i], self._like = number.mapped(Tensor.detach), value.detach()
-        if not self._amounts and not number.nothing:
+        if not self._estimates and not number.nothing:
             self._live = [atom.grad and atom.kind is not CONSTANT for atom in number.atoms]
-            self._amounts = self._expected(number, self._rows[i])
+            self._estimates = self._expected(number, self._rows[i])
         if self._last is None and len(self._numbers) == len(self._rows):
             self._last = i
         if number.nothing and i == self._last and self._adds_graph():
             raise self._different()
         if number.nothing or not value.requires_grad:
             return value
-        if i == self._last or len(number.values) != len(self._amounts):
+        if i == self._last or len(number.values) != len(self._estimates):
             self._same = self._aligned([self._numbers[i] for i in sorted(self._numbers)])
         own = [
             _share(atom, x, amount, len(number.entries) > 1) if live else x if atom.kind is CONSTANT else amount
-            for atom, x, live, amount in zip(number.atoms, number.values, self._live, self._amounts)
+            for atom, x, live, amount in zip(number.atoms, number.values, self._live, self._estimates)
         ]
-        part, names = number.evaluate(own), [getattr(entry, "name", "neg") for entry in number.entries]
+        part, names = number.evaluate(own), [entry.name for entry in number.entries if isinstance(entry, Instruction)]
         if any(self._live) and all([name in _SCALES or RULES.get(name) in (views.keep, views.view) for name in names]):
             return part  # Nothing is added to it.
-        part = part - number.evaluate(self._without_live(number, self._amounts))
+        part = part - number.evaluate(self._without_live(number, self._estimates))
         if i != self._last:
             return part
         rest = number.evaluate(self._without_live(number, self._totals(self._same)))
-        unit = self._unit()
+        unit = self._correction()
         return part + rest if unit is None else part + rest / unit
 
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the factor for gradients from B that started with this scale (None: 1)."""
         self._same = self._same or self._aligned([self._numbers[i] for i in sorted(self._numbers)])
-        unit, like, loss = self._unit(), self._like, numbers.computed(self._same)
+        unit, like, loss = self._correction(), self._like, numbers.computed(self._same)
         dtype = torch.promote_types(like.dtype, torch.float32)
         if unit is not None:  # The host doesn't wait for it.
             unit = torch.full((), unit, dtype=dtype, device=like.device) if isinstance(unit, float) else unit.to(
@@ -114,7 +115,7 @@ class BatchLoss:
 
     def _with_slopes(self, number: Number, amounts: list[Any]) -> list[Any]:
         """Amounts on which the loss grows with its sums and means: one that is 0 or NaN can't be corrected."""
-        factors = self._factors(number)
+        factors = self._without_graph(number)
         if not any(factors) or not any(self._live):
             return amounts
         slopes = torch.stack([x.float() for x in self._slopes(number, amounts).values()])
@@ -148,16 +149,16 @@ class BatchLoss:
             for live, column in zip(self._live, columns)
         ]
 
-    def _unit(self) -> Any:
+    def _correction(self) -> Any:
         """What gradients are to be multiplied by; None: 1."""
         same, totals = self._same, self._totals(self._same)
         known = [k for k, live in enumerate(self._live) if live and not same[0].atoms[k].unknown]
         units: list[Any] = [
             1.0 if totals[k] is None else
-            _quotient(as_amount(self._amounts[k], self._like), as_amount(totals[k], self._like)) for k in known
+            _quotient(as_amount(self._estimates[k], self._like), as_amount(totals[k], self._like)) for k in known
         ]
-        if any(self._factors(same[0])) and known:
-            slopes, estimated = self._slopes(same[0], totals), self._slopes(same[0], self._amounts)
+        if any(self._without_graph(same[0])) and known:
+            slopes, estimated = self._slopes(same[0], totals), self._slopes(same[0], self._estimates)
             units = [unit * _quotient(slopes[k], estimated[k]) for unit, k in zip(units, known)]
         # If some are tensors, the host waits for them, which only happens for several sums or means.
         if not all([unit is units[0] or math.isclose(float(unit), float(units[0]), rel_tol=1e-4) for unit in units]):
@@ -168,7 +169,7 @@ class BatchLoss:
             )
         return None if not units or isinstance(units[0], float) and math.isclose(units[0], 1) else units[0]
 
-    def _factors(self, number: Number) -> list[bool]:
+    def _without_graph(self, number: Number) -> list[bool]:
         """Which atoms are sums or means without a graph, such as counts."""
         return [not live and atom.kind is not CONSTANT for live, atom in zip(self._live, number.atoms)]
 

@@ -39,7 +39,7 @@ class FunctionCall:
         """An argument by its position or name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    def number(self, x: Any) -> float | None:
+    def scalar(self, x: Any) -> float | None:
         """A number of Python or NumPy, or the one of which all of a tensor is made; None for anything else."""
         if isinstance(x, Tensor):
             meaning = self.of(x)
@@ -48,9 +48,9 @@ class FunctionCall:
         return value if isinstance(value, (int, float)) else None
 
     @property
-    def numbers(self) -> list[float]:
+    def scalars(self) -> list[float]:
         """The arguments that are numbers."""
-        each = map(self.number, (*self.args, *self.kwargs.values()))
+        each = map(self.scalar, (*self.args, *self.kwargs.values()))
         return [x for x in each if x is not None]
 
     def joined(

@@ -29,7 +29,7 @@ def record(
     call: FunctionCall, function: Callable[..., Any], in_place: bool, results: Sequence[Tensor]
 ) -> list[Meaning]:
     """What the results of a function are that was called with numbers of the batch, and with constants."""
-    name, ledger, numbers = call.name, call.ledger, call.numbers
+    name, ledger, numbers = call.name, call.ledger, call.scalars
     known = [each for each in call.meanings if isinstance(each, Aggregate)]
     sums = any([each.sums for each in known])
     unseen = in_place and results[0].requires_grad and not torch.is_grad_enabled()  # By the graph.
@@ -40,7 +40,7 @@ def record(
     # A mean is only taken to be multiplied or divided by a size itself: loss * len(x)
     size = name in SCALING | DIVIDING and ledger.has_size(*[x for x in numbers if type(x) is int])
     if name in _FACTORS and (sums or size):
-        if ledger.counts(*numbers) or call.kwargs.get("alpha", 1) != 1 and ledger.counts(call.kwargs["alpha"]):
+        if ledger.may_count(*numbers) or call.kwargs.get("alpha", 1) != 1 and ledger.may_count(call.kwargs["alpha"]):
             return [Unknown(MAY_COUNT)] * len(results)
     live = [x for x in call.operands if getattr(call.of(x), "live", False)]
     severed = any([each.severed or each.live for each in known]) and not any([x.requires_grad for x in results])

@@ -33,7 +33,9 @@ MAY_COUNT = "a number that may count rows"
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """``chosen``: the mask that has selected entries. ``share``: the number that has divided it.
+    """It has the rows of the batch along its first dimension.
+
+    ``chosen``: the mask that has selected entries. ``share``: the number that has divided it.
 
     ``counting``: whether a number that may count rows has divided it, which matters to sums.
     """
@@ -51,26 +53,28 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class TimeMajor:
+    """It has the rows along its second dimension."""
+
     rows: Rows
 
 
 @dataclass(frozen=True)
 class Constant:
-    """``made``: by the code: ``uniform`` (all are ``value``, if known), torch.arange(``positions``), or other."""
+    """It is the same for every microbatch, or made by the code."""
 
     made: bool = False
-    uniform: bool = False
-    value: float | None = None
-    positions: int | None = None
+    uniform: bool = False  #: Whether all entries are the same.
+    value: float | None = None  #: That of all entries, if it is known.
+    positions: int | None = None  #: Of torch.arange(positions).
 
 
 @dataclass(eq=False)
 class Aggregate:
-    """``tensor``: its value, of which numbers are made; ``sums``: whether it grows with the rows, as sums do."""
+    """It is a sum or mean over rows, or computed of such numbers."""
 
-    entry: Atom | Instruction  #: Numbers among the arguments of a step are Aggregate, too.
-    tensor: Tensor
-    sums: bool
+    entry: Atom | Instruction  #: Numbers among the arguments of an instruction are Aggregates, too.
+    tensor: Tensor  #: Its value.
+    sums: bool  #: Whether it grows with the rows, as sums do.
     live: bool = False  #: Whether it has the graph of a sum or mean.
     version: int | None = None  #: Of the tensor, when it was made.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
@@ -88,7 +92,7 @@ class HostReads:
 
     sizes: frozenset[int] = frozenset()  #: Sizes along the rows, alone and times all others.
     values: str = ""  #: The function by which it has read values.
-    counts: frozenset[float] = frozenset()  #: Whole numbers among these.
+    whole_numbers: frozenset[float] = frozenset()  #: Those among these.
     asked: int = 0  #: How many conditions it has asked,
     empty: bool = False  #: and whether one of them was that nothing counts.
 
@@ -108,7 +112,7 @@ class Ledger:
         self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
         self.scheduled = scheduled
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
-        self.reading = HostReads()
+        self.host_reads = HostReads()
 
     def put(self, x: Tensor, meaning: Meaning) -> None:
         """Records what a tensor is."""
@@ -125,7 +129,7 @@ class Ledger:
             if entry[2] or not isinstance(x.grad_fn, BackwardCFunction):
                 return entry[1]  # Otherwise, an autograd function has made it, whose graph isn't traced.
         if x.grad_fn is None:  # torch.Tensor([n]), from NumPy: made where no mode sees it.
-            return Unknown(self.reading.values) if self.reading.values and not isinstance(x, Parameter) else GIVEN
+            return Unknown(self.host_reads.values) if self.host_reads.values and not isinstance(x, Parameter) else GIVEN
         return Unknown(x.grad_fn.name()) if isinstance(x.grad_fn, BackwardCFunction) else self._of_block(x, "")
 
     def _of_block(self, x: Tensor, block: str) -> Meaning:
@@ -147,7 +151,7 @@ class Ledger:
 
     def begin_entries(self, value: Any) -> None:
         """Records a list with one entry per row, of which Python knows the length."""
-        self.reading.sizes |= {self.rows}
+        self.host_reads.sizes |= {self.rows}
         self.note_numbers(value, "a list with one number per row")
         for x in tensors((value,)):
             self.put(x, Unknown("an entry of a list with one per row"))
@@ -186,21 +190,21 @@ class Ledger:
             for each in order
         ]
         values = tuple([each.tensor for each in order if isinstance(each.entry, Atom)])
-        return Number(tuple(entries), values, self.reading.asked, self.reading.empty, meaning.nothing)
+        return Number(tuple(entries), values, self.host_reads.asked, self.host_reads.empty, meaning.nothing)
 
     def atom(
         self, x: Tensor, function: str, rows: Rows, count: Amount | None = None, divided: bool = True
     ) -> Aggregate:
         """A new mean with this count, or a sum, of these rows."""
         kind, selected, count = SUM if count is None else MEAN, rows.chosen is not None, 1.0 if count is None else count
-        entry = Atom(kind, function, count, divided, selected, self.reading.asked, x.requires_grad)
+        entry = Atom(kind, function, count, divided, selected, self.host_reads.asked, x.requires_grad)
         return Aggregate(entry, x, kind is SUM, x.requires_grad, version_of(x))
 
     # Python's numbers.
 
     def note_size(self, x: Tensor, rows: Rows) -> None:
         """Records that Python has read a size along the rows."""
-        self.reading.sizes |= {len(x), x.numel()}
+        self.host_reads.sizes |= {len(x), x.numel()}
         if rows.chosen is not None:
             self.note_read(len(x), "the length of a selection")
 
@@ -208,8 +212,8 @@ class Ledger:
         """Records that Python has read a value of the batch."""
         whole = not isinstance(value, (int, float)) or math.isfinite(value) and value == round(value)
         if whole:
-            self.reading.counts |= {float(value) if isinstance(value, (int, float)) else 1.0}
-        self.reading.values = self.reading.values or name
+            self.host_reads.whole_numbers |= {float(value) if isinstance(value, (int, float)) else 1.0}
+        self.host_reads.values = self.host_reads.values or name
 
     def note_numbers(self, value: Any, block: str) -> bool:
         """Records the Python numbers that a block has returned, if its name is given; true if there are any."""
@@ -222,16 +226,16 @@ class Ledger:
 
     def is_read(self, value: float) -> bool:
         """True for a number that may be computed from values that Python has read."""
-        if not self.reading.values or value in self._given:
+        if not self.host_reads.values or value in self._given:
             return False
         return not _is_literal(value) or any([
             count and math.isclose(1 / value, round(1 / value)) and not round(1 / value) % count
-            for count in self.reading.counts
+            for count in self.host_reads.whole_numbers
         ])
 
-    def counts(self, *values: Any) -> bool:
+    def may_count(self, *values: Any) -> bool:
         """True if one of the numbers may count rows; of others, such as tensors, it is false."""
-        if not self.reading.sizes or self.rows < self.most:  # The largest microbatch decides.
+        if not self.host_reads.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
         return any([isinstance(each, (int, float)) and each not in self._given and (
             self._divides(each) or self._divides(1 / each)) for each in values])
@@ -239,8 +243,8 @@ class Ledger:
     def has_size(self, *values: Any) -> bool:
         """True if one of the numbers, or of their inverses, is a size itself; 0.1 is taken for a literal."""
         return self.rows == self.most and any([
-            x in self.reading.sizes if isinstance(x, int) else bool(x) and not _is_literal(x) and any(
-                [math.isclose(1 / x, size, rel_tol=1e-6) for size in self.reading.sizes])
+            x in self.host_reads.sizes if isinstance(x, int) else bool(x) and not _is_literal(x) and any(
+                [math.isclose(1 / x, size, rel_tol=1e-6) for size in self.host_reads.sizes])
             for x in values if isinstance(x, (int, float))
         ])
 
@@ -248,7 +252,7 @@ class Ledger:
         """True for a tensor that may repeat a number, or a vector of ``widest`` entries, for each row."""
         if not x.dim() or 1 == self.rows < self.most or len(x) % self.rows:
             return False
-        return x.numel() > widest or self.most == 1 and bool(self.reading.sizes)
+        return x.numel() > widest or self.most == 1 and bool(self.host_reads.sizes)
 
     def _divides(self, value: float) -> bool:
         nearest = round(abs(value)) if math.isfinite(value) else 0

@@ -61,7 +61,7 @@ class Instruction:
     which: int  #: Which of the tensors in its result.
 
     def changed(self, change: Callable[[Any], Any]) -> Instruction:
-        """The step with other arguments."""
+        """The same with other arguments."""
         return replace(self, args=mapped(self.args, change), kwargs=mapped(self.kwargs, change))
 
     def leaves(self) -> list[Any]:
@@ -118,7 +118,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Unknown:
-    """A number that isn't recognised beyond ``function``."""
+    """It isn't recognised beyond ``function``, or for the reason that this says."""
 
     function: str
 

@@ -16,15 +16,15 @@ from splitpipe.loss.numbers import SCALING, Atom, Instruction, Unknown, tensors,
 def each_entry(call: FunctionCall) -> Meaning | None:
     """A function of entries, which broadcasting brings together."""
     rows = call.joined()
-    filled = call.name in ("where", "masked_fill", "fill") and call.ledger.counts(*call.numbers)
+    filled = call.name in ("where", "masked_fill", "fill") and call.ledger.may_count(*call.scalars)
     return replace(rows, counting=True) if filled and isinstance(rows, Rows) else rows
 
 
 def multiply(call: FunctionCall) -> Meaning | None:
     """A product or quotient of entries, of which some may be numbers that count rows."""
-    joined, values = call.joined(), [x for x in map(call.number, call.args) if x is not None]
+    joined, values = call.joined(), [x for x in map(call.scalar, call.args) if x is not None]
     if isinstance(joined, Rows):
-        return replace(joined, counting=True) if call.ledger.counts(*values) else joined
+        return replace(joined, counting=True) if call.ledger.may_count(*values) else joined
     if joined == UNIFORM and len(values) == 2:
         x, y = values[::-1] if call.name in ("rdiv", "rtruediv") else values
         return replace(UNIFORM, value=x * y if call.name in SCALING else x / y)
@@ -57,8 +57,8 @@ def reduce(call: FunctionCall) -> Meaning | None:
         return None
     if meaning.share is not None:
         total = call.ledger.atom(weighted(call.out, meaning.share.tensor), call.name, meaning)
-        step = Instruction("div", torch.div, (total, meaning.share), {}, False, call.out.requires_grad, 0)
-        return Aggregate(step, call.out, not meaning.share.sums)
+        quotient = Instruction("div", torch.div, (total, meaning.share), {}, False, call.out.requires_grad, 0)
+        return Aggregate(quotient, call.out, not meaning.share.sums)
     return call.ledger.atom(call.out, call.name, meaning, float(x.shape[0] if x.dim() else 1) if mean else None)
 
 
@@ -119,7 +119,7 @@ def pad(call: FunctionCall) -> Meaning | None:
 
 def create(call: FunctionCall) -> Meaning | None:
     """A new tensor: of a single number, of several, or a copy."""
-    name, args, read = call.name, call.args, call.ledger.reading.values
+    name, args, read = call.name, call.args, call.ledger.host_reads.values
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning
     one: Any = args[-1] if args else next(iter(call.kwargs.values()), None)
@@ -128,7 +128,7 @@ def create(call: FunctionCall) -> Meaning | None:
     if value is None and "empty" not in name:
         if "like" not in name and not all([isinstance(call.of(x), Constant) for x in tensors((one,))]):
             return None  # torch.tensor([mask.sum()])
-        value = None if isinstance(one, Tensor) else call.number(call.kwargs.get("fill_value", one))
+        value = None if isinstance(one, Tensor) else call.scalar(call.kwargs.get("fill_value", one))
         if value is None or call.ledger.is_read(value):
             return Unknown(read) if read else None if "full" in name else VARIED
     return replace(UNIFORM, value=value)
@@ -145,7 +145,7 @@ def vary(call: FunctionCall) -> Meaning:
 
 def ask(call: FunctionCall) -> Meaning:
     """A condition, which Python asks for each microbatch; it may be whether anything counts."""
-    reading, meaning = call.ledger.reading, call.meaning
+    reading, meaning = call.ledger.host_reads, call.meaning
     reading.asked += not isinstance(meaning, Constant)
     some, none = meaning == Unknown("any"), meaning == Unknown("all")  # mask.any(); that all are ignored.
     if isinstance(meaning, Aggregate):
@@ -233,5 +233,5 @@ def meaning_of(call: FunctionCall) -> Any:
         return unknown
     try:
         return rule(call)
-    except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError):
-        return None  # Odd arguments.
+    except _ODD:
+        return None

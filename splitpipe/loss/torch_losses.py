@@ -71,7 +71,7 @@ def _unknown(call: FunctionCall) -> Meaning | None:
     """What isn't known of the arguments; Python may have computed them: delta=errors.median().item()."""
     unknown = next((each for each in call.meanings if isinstance(each, Unknown)), None)
     if any([isinstance(x, float) and call.ledger.is_read(x) for x in call.kwargs.values()]):
-        return Unknown(call.ledger.reading.values)
+        return Unknown(call.ledger.host_reads.values)
     odd = any([isinstance(each, Rows) and each.share is not None for each in call.meanings]) or any(
         [call.kwargs.get(old) is not None for old in ("size_average", "reduce")])  # torch's deprecated options.
     return unknown or (Unknown(call.name) if odd else None)
@@ -79,8 +79,8 @@ def _unknown(call: FunctionCall) -> Meaning | None:
 
 def _may_count(call: FunctionCall) -> bool:
     """True for an argument that was divided by, or consists of, a number that may count rows."""
-    values = [call.number(x) for x in call.operands]
-    return call.ledger.counts(*values) or any([isinstance(each, Rows) and each.counting for each in call.meanings])
+    values = [call.scalar(x) for x in call.operands]
+    return call.ledger.may_count(*values) or any([isinstance(each, Rows) and each.counting for each in call.meanings])
 
 
 def _counted(call: FunctionCall) -> Rows | None:

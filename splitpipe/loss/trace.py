@@ -37,7 +37,7 @@ class Trace(TorchFunctionMode):
             return self.ledger.number(x)
 
     def has_number(self, values: Sequence[Tensor]) -> bool:
-        """True if numbers of the batch are among the values, whose atoms have a graph."""
+        """True if a number of the batch is among the values."""
         with DisableTorchFunction():
             return any([isinstance(self.ledger.of(x), Aggregate) for x in values])
 
@@ -83,7 +83,7 @@ class Trace(TorchFunctionMode):
 
 def _meanings(call: FunctionCall, function: Any, in_place: bool, results: Sequence[Tensor]) -> list[Meaning]:
     """What each of the results is of a function, which may have written to its first argument."""
-    rule, read, kinds = RULES.get(call.name), call.ledger.reading.values, call.kinds
+    rule, read, kinds = RULES.get(call.name), call.ledger.host_reads.values, call.kinds
     found: Any = None
     if read and rule is not None and rule not in BY_PLACE and _has_read(call):
         found = Unknown(read)
@@ -98,7 +98,7 @@ def _meanings(call: FunctionCall, function: Any, in_place: bool, results: Sequen
 def _has_read(call: FunctionCall) -> bool:
     """True if an argument may be computed from values of the batch."""
     whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
-    return any([(whole or isinstance(x, float)) and call.ledger.is_read(x) for x in call.numbers])
+    return any([(whole or isinstance(x, float)) and call.ledger.is_read(x) for x in call.scalars])
 
 
 @lru_cache(1024)

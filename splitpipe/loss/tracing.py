@@ -75,7 +75,7 @@ class Tracing:
                 else:
                     ledger.returned(x, described)
             if not numbers:
-                ledger.reading = before
+                ledger.host_reads = before
 
 
 def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:

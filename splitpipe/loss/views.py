@@ -82,8 +82,8 @@ def index(call: FunctionCall) -> Meaning | None:
         return None if any([isinstance(each, Tensor) for each in places]) else meaning
     if not any([isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places]):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
-        if any([isinstance(y, int) and abs(y) > 1 and call.ledger.is_read(y) for y in map(call.number, bounds)]):
-            return Unknown(call.ledger.reading.values)
+        if any([isinstance(y, int) and abs(y) > 1 and call.ledger.is_read(y) for y in map(call.scalar, bounds)]):
+            return Unknown(call.ledger.host_reads.values)
         if not all([isinstance(call.ledger.of(y), Constant) for y in bounds]):
             return None  # x[:, :lengths.max()]
         return _cut(call, meaning, places) if isinstance(meaning, Rows) else _viewed(call, x, call.out)
@@ -131,7 +131,7 @@ def write(call: FunctionCall) -> Meaning | None:
     constant = isinstance(call.of(value), Constant) and not (isinstance(value, Tensor) and value.dim())
     if not isinstance(by, Rows) or not constant or mask.dtype != torch.bool or mask.shape != x.shape[: mask.dim()]:
         return None
-    if call.ledger.counts(call.number(value), getattr(meaning, "value", None)):
+    if call.ledger.may_count(call.scalar(value), getattr(meaning, "value", None)):
         return None
     same = isinstance(meaning, Rows) and meaning.alike(by) and not meaning.counting
     return by if same or isinstance(meaning, Constant) and meaning.uniform else None

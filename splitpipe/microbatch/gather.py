@@ -32,7 +32,7 @@ class _Batch(NamedTuple):
 
 
 def gather(outputs: Sequence[Any], rows: Sequence[int], along: Sequence[int | None] = (0,), reducer: Any = None) -> Any:
-    """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.reducing``).
+    """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.reduction``).
 
     ``along``: the dimensions along which the input was split, None for what was not.
     """

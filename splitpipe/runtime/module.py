@@ -116,8 +116,8 @@ class ModuleRuntime(Runtime):
         attributes = self._attributes if len(call.rows) > 1 else Attributes()
         if len(call.rows) > 1:
             attributes.begin(batch.module.training and call.state.grad)
-        tracing = self._kinds.begin(batch.kind, call.input, not step.outer) if options.reduction is None else None
-        stitched = step.outer and not options.split
+        tracing = self._kinds.begin(batch.kind, call.input, not step.drop_in) if options.reduction is None else None
+        stitched = step.drop_in and not options.split
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
         carry = new(step, len(call.rows)).carry if stitched else None
@@ -125,7 +125,7 @@ class ModuleRuntime(Runtime):
         finish: Callable[[Any, Any], None] = keep_stitched_output if stitched else keep_output
         if objective is not None:
             finish = partial(keep_loss, objective, targets)
-        elif not step.outer:
+        elif not step.drop_in:
             finish = partial(keep_own_loss, options.reduction, self._loss_warnings)
         labels = labelled(dict(name_arguments(self.signature, batch.args, batch.kwargs)))
         own = ModuleCall(

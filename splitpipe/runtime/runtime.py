@@ -122,7 +122,7 @@ class Runtime:
     def _output(self, batch: Batch, state: State) -> Any:
         # In one graph, microbatches that shared a weight's cast would add up its gradient in low precision.
         cached = self.options.split or not any([enabled for _, enabled, _ in state.autocast])
-        step, _ = self._begin(batch, state if cached else state._replace(autocast_cache=False), outer=True)
+        step, _ = self._begin(batch, state if cached else state._replace(autocast_cache=False), drop_in=True)
         call = step.call
         with noted(call.input):
             shared, forwards = self._begin_forwards(batch, step, None, [None] * len(call.rows)), step.forwards
@@ -147,7 +147,7 @@ class Runtime:
             )
             self.hand_over = None
         scale = scale_of(options.grad_scaler, state, self._resources.devices[-1])
-        step, target = self._begin(batch, state, outer=False)
+        step, target = self._begin(batch, state, drop_in=False)
         call = step.call
         targets = call.cut(target, len(step.stages) - 1, TARGET, detached=True)
         shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
@@ -190,10 +190,10 @@ class Runtime:
             self._looked = True
             warn_of_losses(batch.module)
 
-    def _begin(self, batch: Batch, state: State, outer: bool) -> tuple[StepRun, Division]:
-        """The step of a call, and the target; ``outer``: drop-in."""
+    def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division]:
+        """The step of a call, and the target."""
         resources, options, (division, given, layers) = self._resources, self.options, self.prepare(batch)
-        if layers.computed and state.grad and (options.split or not outer):
+        if layers.computed and state.grad and (options.split or not drop_in):
             raise RuntimeError(
                 f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
                 "each microbatch would run backward: expected, without a schedule, SplitPipe(..., backward='autograd')."
@@ -209,13 +209,13 @@ class Runtime:
         odd = odd or objective is not None and objective.compiled
         # Forwards that stay on their threads' stacks need one each.
         pool = None if odd else resources.pool(layers.workers, len(call.rows) - 1 if self.own_forward else 0)
-        sides = resources.named if outer else None
-        stages = [RunningStage(own, call, outer, options.stash_limit, sides, layers.names) for own in layers.stages]
+        sides = resources.named if drop_in else None
+        stages = [RunningStage(own, call, drop_in, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
-        recorder = self.recordings.current if state.grad and not outer else None
+        recorder = self.recordings.current if state.grad and not drop_in else None
         step = StepRun(
             call, stages, pool, layers.workers, resources.routes(call.computes), split=options.split and state.grad,
-            outer=outer, hooks=self._hooks, recorder=recorder,
+            drop_in=drop_in, hooks=self._hooks, recorder=recorder,
         )
         return step, call.moves.move(target, resources.devices[-1])
 
@@ -244,7 +244,7 @@ class Runtime:
         self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
     ) -> SharedParameters:
         """Gives a step its forwards, with their targets; returns the parameters that stages share."""
-        call, stitched, streams = step.call, step.outer and not self.options.split, self._resources.named
+        call, stitched, streams = step.call, step.drop_in and not self.options.split, self._resources.named
         step.forwards = [
             StitchedForward(step, i, part, streams) if stitched else SequentialForward(step, i, part, target)
             for i, (part, target) in enumerate(zip(call.cut(call.input, 0, detached=not stitched), targets))

@@ -115,7 +115,7 @@ class RunningStage:
     """
 
     def __init__(
-        self, own: StageLayers, call: Call, outer: bool, limit: int | None, streams: Callable[..., Stream] | None,
+        self, own: StageLayers, call: Call, drop_in: bool, limit: int | None, streams: Callable[..., Stream] | None,
         names: Mapping[int, str],
     ) -> None:
         self.own, self.index, self.name = own, own.index, own.name
@@ -124,7 +124,7 @@ class RunningStage:
         # Checkpointed, what waits keeps what was just recomputed; otherwise, what the forward has kept anyway.
         limit = own.weight_bytes // (4 if call.checkpointed else 1) if limit is None else limit
         weights = None if streams is None else streams(self.device, "weights")
-        self.store = WeightGradStore(self.compute, weights, limit if outer else None, names)
+        self.store = WeightGradStore(self.compute, weights, limit if drop_in else None, names)
         self.fwd_cache: dict[int, Segment] = {}
         #: The leaves to which its microbatches' graphs lead, by identity.
         self.reached: dict[int, Tensor] = {}
