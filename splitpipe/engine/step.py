@@ -1,4 +1,4 @@
-"""One call of a module: its stages and microbatches, and the ops that its threads run.
+"""The ops of a call, which its threads run on stages and microbatches.
 
     F    a forward's way through a stage
     R    the segment of a checkpointed microbatch is made again; it needs no gradient
@@ -32,7 +32,7 @@ from splitpipe.stage.segment import RunningStage, Segment
 
 @dataclass(eq=False)
 class StepRun:
-    """One call; ``run`` and ``whole`` are what its threads do (see ``Executor``)."""
+    """The ops of a call; ``run`` and ``whole`` are what its threads do (see ``Executor``)."""
 
     call: Call
     stages: Sequence[RunningStage]

@@ -80,7 +80,7 @@ class ModuleRuntime(Runtime):
     def batch(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, whole: bool = False
     ) -> Batch:
-        """A call of the module, or of what wraps it."""
+        """What the module, or what wraps it, was called with."""
         module, given = self.module, name_arguments(self.signature, args, kwargs)
         names = tuple([name for name, value in given if value is not None])
         kind = module.training, torch.is_grad_enabled(), target is not None, names

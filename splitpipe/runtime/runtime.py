@@ -107,7 +107,7 @@ class Runtime:
         return Runtime, (self.options,)
 
     def batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
-        """A call of the module."""
+        """What the module was called with."""
         return Batch(module, args, kwargs, target)
 
     def run(self, batch: Batch) -> Any:

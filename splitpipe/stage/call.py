@@ -1,4 +1,4 @@
-"""One call of the model: its microbatches, the caller's state and streams.
+"""What a call has in all stages: its microbatches, and the caller's state and streams.
 
     Call       make the stages' streams wait for the caller's; the stages run
     rejoin     make the caller's streams wait for the stages'; the output or the loss is put together
