@@ -15,19 +15,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss import numbers, views
-from splitpipe.loss.numbers import (
-    CONSTANT,
-    DIVIDING,
-    MEAN,
-    SCALING,
-    SUM,
-    Amount,
-    Atom,
-    Instruction,
-    Number,
-    Unknown,
-    as_amount,
-)
+from splitpipe.loss.numbers import CONSTANT, DIVIDING, MEAN, SCALING, SUM, Amount, Atom, Instruction, Number, Unknown
 from splitpipe.loss.rules import RULES
 
 _WAYS = (
@@ -145,7 +133,7 @@ class BatchLoss:
         columns = [*zip(*[zip(number.atoms, number.values) for number in each])]
         return [
             None if live and column[0][0].kind is SUM else
-            sum([as_amount(atom.count, self._like) for atom, _ in column]) if live else numbers.whole(*zip(*column))
+            sum([numbers.as_amount(atom.count, self._like) for atom, _ in column]) if live else numbers.whole(*zip(*column))
             for live, column in zip(self._live, columns)
         ]
 
@@ -155,7 +143,7 @@ class BatchLoss:
         known = [k for k, live in enumerate(self._live) if live and not same[0].atoms[k].unknown]
         units: list[Any] = [
             1.0 if totals[k] is None else
-            _quotient(as_amount(self._estimates[k], self._like), as_amount(totals[k], self._like)) for k in known
+            _quotient(numbers.as_amount(self._estimates[k], self._like), numbers.as_amount(totals[k], self._like)) for k in known
         ]
         if any(self._without_graph(same[0])) and known:
             slopes, estimated = self._slopes(same[0], totals), self._slopes(same[0], self._estimates)
@@ -203,7 +191,7 @@ def _share(atom: Atom, x: Tensor, whole: Amount | None, guarded: bool) -> Tensor
     """A microbatch's part of a sum or mean, of which this is the count of the batch; ``guarded``: from 0 / 0."""
     if whole is None:
         return x
-    count, whole = as_amount(atom.count, x), as_amount(whole, x)
+    count, whole = numbers.as_amount(atom.count, x), numbers.as_amount(whole, x)
     if not atom.divided:
         return x / whole
     return numbers.weighted(x, count, whole) if guarded else x * (count / whole)

@@ -15,9 +15,10 @@ from splitpipe.loss.numbers import SCALING, Atom, Instruction, Unknown, tensors,
 
 def each_entry(call: FunctionCall) -> Meaning | None:
     """A function of entries, which broadcasting brings together."""
-    rows = call.joined()
-    filled = call.name in ("where", "masked_fill", "fill") and call.ledger.may_count(*call.scalars)
-    return replace(rows, counting=True) if filled and isinstance(rows, Rows) else rows
+    rows, filled = call.joined(), call.name in ("where", "masked_fill", "fill")
+    factors = call.scalars if filled else [call.kwargs.get("alpha")]
+    counting = call.ledger.may_count(*factors) or call.ledger.has_size(*[x for x in call.scalars if type(x) is float])
+    return replace(rows, counting=True) if counting and isinstance(rows, Rows) else rows
 
 
 def multiply(call: FunctionCall) -> Meaning | None:
@@ -36,8 +37,8 @@ def divide(call: FunctionCall) -> Meaning | None:
     above, below = call.meaning, call.of(call.args[-1])
     if not isinstance(above, Rows) or not isinstance(below, Aggregate) or call.kwargs:
         return multiply(call)
-    plain = not below.tensor.requires_grad and below.tensor.numel() == 1
-    plain = plain and not (below.severed and call.ledger.scheduled)
+    severed = below.severed and call.ledger.scheduled
+    plain = not severed and not below.tensor.requires_grad and below.tensor.numel() == 1
     return replace(above, share=below) if plain and above.share is None and not above.counting else None
 
 
@@ -114,7 +115,11 @@ def matmul(call: FunctionCall) -> Meaning | None:
 def pad(call: FunctionCall) -> Meaning | None:
     """Entries before and after those of the last dimensions, or between those of all but the first two."""
     rows, last = call.meaning, 2 if call.name == "interpolate" else len(call.argument(1, "pad")) // 2
-    return rows if not isinstance(rows, Rows) or call.args[0].dim() > last else None
+    if not isinstance(rows, Rows):
+        return rows
+    if call.args[0].dim() <= last:
+        return None
+    return replace(rows, counting=True) if call.ledger.has_size(call.argument(3, "value", 0.0)) else rows
 
 
 def create(call: FunctionCall) -> Meaning | None:

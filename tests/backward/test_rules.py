@@ -83,6 +83,14 @@ def test_a_weight_is_deferred(name: str, way: dict[str, Any]) -> None:
     assert deferred(model) == {f"1.w{k}": name.partition(":")[0] for k in range(len(layer._parameters))}
 
 
+@tried(RULED, [f"{rule}: {name}" for rule, cases in RULES.items() for name in [*cases][:2]])
+def test_a_weight_before_it_in_its_stage_gets_its_gradient(name: str, way: dict[str, Any]) -> None:
+    """B follows the edges that the rule names."""
+    function, shapes, shape = RULED[name]
+    layer, x = layer_of((lambda x, scale, *weights: function(x * scale, *weights), ((), *shapes), shape))
+    trained(layer, x, **way)
+
+
 MM, ADDMM, CONV, EMBED = (f"{name}Backward0: its rule doesn't take this call"
                           for name in ("Mm", "Addmm", "Convolution", "Embedding"))
 #: Left to autograd, and why.

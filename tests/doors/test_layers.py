@@ -31,15 +31,15 @@ ROOMS: list[set[str]] = [
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 #: What users import from; the package itself takes each name from the file that owns it.
 DOORS = {"", "skip", "balance", "distributed", "schedule"}
-#: The lines that a room may have; "": the files next to the rooms. A number may only fall, to the one behind it, of
-#: section 12 of the design: a line is added for a public report or a bar, and another one goes.
+#: The lines that a room has; "": the files next to the rooms. Behind each is what it may have at most in the end: a
+#: number falls with its room, and is only raised with the reason in the change.
 BUDGETS = {
     "core": 1036,  # 1,050
     "schedule": 3180,  # 3,500
     "microbatch": 945,  # 950
     "skip": 330,  # 340
     "backward": 1240,  # 1,250
-    "loss": 1858,  # 1,100
+    "loss": 1851,  # 1,100
     "partition": 822,  # 850
     "stage": 644,  # 650
     "engine": 2183,  # 2,200
@@ -164,7 +164,11 @@ def test_no_room_has_more_lines_than_its_budget() -> None:
         inside = path.relative_to(ROOT).parts
         lines[inside[0] if len(inside) > 1 else ""] += len(path.read_text(encoding="utf-8").splitlines())
     assert lines.keys() == BUDGETS.keys(), "a room has no budget, or a budget no room"
-    assert {room: count for room, count in lines.items() if count > BUDGETS[room]} == {}
+    full = [
+        f"splitpipe/{room or '*.py'} has {count} lines: expected at most {BUDGETS[room]}. Remove some, or raise the "
+        "number in BUDGETS, and say why in the change" for room, count in lines.items() if count > BUDGETS[room]
+    ]
+    assert full == []
 
 
 @pytest.mark.parametrize("line", [

@@ -586,6 +586,10 @@ SAID: Table = {
     "a size and an item": ("flat", lambda o, t: o.abs().sum() / (o.shape[0] + int((t > 0).sum()))),
 
     "keywords alone": ("flat", lambda o, t: torch.mean(input=torch.stack(tensors=[(o - t).square(), o.abs()]))),
+    "an alpha of entries": ("flat", lambda o, t: torch.add(o.abs(), (o - t).square(), alpha=1 / len(o)).sum()),
+    "entries and a share": ("values", lambda o, t: ((o - t).square() + 1 / o.numel()).sum()),
+    "padded with a share": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=1 / o.numel()).sum()),
+    "at most a share": ("values", lambda o, t: (o - t).square().clamp(max=1 / o.numel()).sum()),
     "an alpha": ("flat", lambda o, t: torch.add(o.abs().sum(), (o - t).square().sum(), alpha=1 / o.shape[0])),
     "a size less an item": ("flat", lambda o, t: o[t <= 0].square().sum() / (t.numel() - (t > 0).sum().item())),
     "a size less a count": ("flat", lambda o, t: o[t <= 0].square().sum() / (t.numel() - (t > 0).sum())),
