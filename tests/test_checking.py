@@ -199,9 +199,7 @@ def test_a_mean_of_two_losses_is_not_taken_for_one_of_two_rows(schedule: str | N
 @pytest.mark.draws
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("numbers", [None, torch.Generator()], ids=["the default", "a generator of its own"])
-def test_a_module_that_draws_is_compared_in_eval_mode_and_not_blamed_if_it_draws_there(
-    numbers: torch.Generator | None, always: bool
-) -> None:
+def test_a_module_that_draws_is_compared_in_eval_mode_and_not_blamed_if_it_draws_there(numbers, always):
     class Noisy(Net):
         def between(self, x: Tensor) -> Tensor:
             return x + torch.randn(x.shape, generator=self.numbers) if always or self.training else x

@@ -26,9 +26,7 @@ def identities(count: int) -> nn.Sequential:
     ("each", "balance"),
     [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4]), ([9, 1, 1, 1, 1, 1], [1, 5])],
 )
-def test_times_or_bytes_of_stages_are_as_even_as_can_be(
-    each: list[int], balance: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_or_bytes_of_stages_are_as_even_as_can_be(each, balance, monkeypatch):
     slow = [Layer(time, 2 * time, time / 2, saved=1000 - time) for time in each]
     monkeypatch.setattr(balances, "measure", lambda *_, **__: slow)
     assert balance_by_time(2, identities(6), torch.ones(2, 3)) == balance
@@ -59,9 +57,7 @@ def test_blocks_are_balanced_by_their_names() -> None:
     ("cpu", ["cpu"]), (torch.device("cpu"), ["cpu"]), (None, ["cpu"]), ("cuda:1", ["cuda:1"]),
     (None, ["cuda:0", "cuda:1"]),
 ])
-def test_a_copy_runs_on_the_device_that_is_named_or_by_default_on_accelerators(
-    device: Any, found: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_runs_on_the_device_that_is_named_or_by_default_on_accelerators(device, found, monkeypatch):
     if "cuda:0" in found or "cuda:1" in found:
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)

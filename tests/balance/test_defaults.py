@@ -138,9 +138,7 @@ def test_unequal_devices_get_unequal_stages(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == ["4"]
 
 
-def test_a_model_that_devices_cant_hold_is_an_error_and_nothing_is_changed(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_devices_cant_hold_is_an_error_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack()
     before = dict(vars(model))
     weights = sum(x.nbytes for x in model.parameters())

@@ -226,9 +226,7 @@ ALL_WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.compiles
 @graded({"how": [None, wrap, compile_in_place], "backend": ["eager", "aot_eager"], "name": [*ALL_WAYS]},
         essence=[["how"]], thorough=[["how", "backend"], ["how", "name"]])
-def test_layers_of_ours_and_the_users_run_in_the_callers_thread_and_are_compiled_once(
-    how: Any, backend: str, name: str, graphs: list[str]
-) -> None:
+def test_layers_of_ours_and_the_users_run_in_the_callers_thread_and_are_compiled_once(how, backend, name, graphs):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     way = ALL_WAYS[name]

@@ -126,9 +126,7 @@ def test_a_plan_predicts_the_memory_that_devices_count(by_cuts: bool) -> None:
 
 
 @fake
-def test_what_a_failed_step_has_begun_is_done_before_its_memory_has_another_use(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_failed_step_has_begun_is_done_before_its_memory_has_another_use(monkeypatch):
     model, accumulate = made(False, stash_limit=0), WeightGradStore._accumulate
 
     def failing(self: WeightGradStore, pending: Any) -> None:

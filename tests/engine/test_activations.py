@@ -101,9 +101,7 @@ def assert_alive(census: Census, plan: Schedule, which: int, begins: str, ends: 
      "alone": [False, True]},
     essence=[["backward", "checkpoint", "alone"]], thorough=[["name", "backward", "alone"], ["name", "checkpoint"]],
 )
-def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w_and_inputs_to_b(
-    name: str, backward: Any, checkpoint: str, alone: bool
-) -> None:
+def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w_and_inputs_to_b(name, backward, checkpoint, alone):
     plan, census = counted(name, alone, backward=backward, checkpoint=checkpoint)
     split = backward == "split"
     if checkpoint == "never":
@@ -182,9 +180,7 @@ def watched(by: str, options: dict[str, Any]) -> tuple[SplitPipe, list[weakref.r
 
 @OPTIONS
 @pytest.mark.parametrize("by", ["balance", "cuts"])
-def test_what_layers_save_goes_with_a_dropped_call_or_with_backward_though_the_loss_lives_on(
-    by: str, options: dict[str, Any]
-) -> None:
+def test_what_layers_save_goes_with_a_dropped_call_or_with_backward_though_the_loss_lives_on(by, options):
     model, alive = watched(by, options)
     loss_of(model, torch.randn(4, 4, requires_grad=True) * 1)
     assert alive and not any(ref() is not None for ref in alive)

@@ -57,9 +57,7 @@ def assert_right(plain: nn.Module, model: nn.Module) -> None:
 
 
 @graded(AXES, [["error"], ["place"]], [["way", "checkpoint"], ["way", "error"], ["way", "place"], ["way", "first"]])
-def test_an_error_in_a_forward_has_its_place_and_the_next_step_is_right(
-    way: dict[str, Any], checkpoint: str, place: Any, error: Any, first: bool
-) -> None:
+def test_an_error_in_a_forward_has_its_place_and_the_next_step_is_right(way, checkpoint, place, error, first):
     plain, model = pair(way, checkpoint)
     if not first:
         step(model)

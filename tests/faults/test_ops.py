@@ -34,9 +34,7 @@ KINDS = {
 class Case:
     """A module and its pipeline, with a fault in the pipeline and hooks on its parameters."""
 
-    def __init__(
-        self, stages: int, chunks: int, name: str | None = None, device: str = "cpu", **options: Any
-    ) -> None:
+    def __init__(self, stages: int, chunks: int, name: str | None = None, device: str = "cpu", **options: Any) -> None:
         threads = set(threading.enumerate())
         module, balance, self.fault = fragile(stages)
         self.plain = copy.deepcopy(module).to(device)

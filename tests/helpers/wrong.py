@@ -251,9 +251,7 @@ BY_CUTS: Rows = {
     + each(TypeError, "batched", [{"x": 1.0}, {"x": "row"}]),
     "sample": each(TypeError, "sample", [1, "x", [torch.ones(2, 3)]]) + each(TypeError, "holds no tensor", [{}, ()]),
 }
-ATTACH = Door(
-    "attach", splitpipe.attach, _by_cuts, {"module": UNWRAPPED, **BY_CUTS}
-)
+ATTACH = Door("attach", splitpipe.attach, _by_cuts, {"module": UNWRAPPED, **BY_CUTS})
 DEVICE_MAP = Door(
     "device_map", splitpipe.device_map, lambda: {"module": Net(), "devices": ["cpu", "cpu"]},
     {"module": each(TypeError, "expected an nn.Module", UNMODULE)
@@ -457,8 +455,7 @@ CHECK = Door(
 )
 SIMULATE = Door(
     "schedule.simulate", simulate, lambda: {"schedule": build("1f1b", 2, 2)},
-    {**CHECK.wrong,
-     "costs": COSTS + each(ValueError, "3 numbers", [Costs([1, 1, 1]), Costs(copy=[1, 1, 1])])},
+    {**CHECK.wrong, "costs": COSTS + each(ValueError, "3 numbers", [Costs([1, 1, 1]), Costs(copy=[1, 1, 1])])},
 )
 
 

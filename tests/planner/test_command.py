@@ -67,15 +67,10 @@ def test_without_a_loss_it_plans_the_drop_in(room: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("sample", "says"),
-    [
-        ("ids=4x5:int64:10,labels=4x5:int64:4", "schedule='zb-h1')"),
-        ("planned_train:words", "checkpoint="),
-    ],
+    [("ids=4x5:int64:10,labels=4x5:int64:4", "schedule='zb-h1')"), ("planned_train:words", "checkpoint=")],
 )
 @pytest.mark.thorough
-def test_a_module_with_a_forward_of_its_own_gets_cuts(
-    sample: str, says: str, room: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_with_a_forward_of_its_own_gets_cuts(sample, says, room, capsys):
     options = QUICK if "labels" in sample else QUICK[:6]
     assert main(["plan", "planned_train:Net", "--sample", sample, *options, "--json", "plan.json"]) == 0
     said = capsys.readouterr().out
@@ -112,9 +107,7 @@ MODEL = "planned_train:model --sample 4x6"
         (f"{MODEL} --json .", "'.' can't be written"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(
-    line: str, message: str, room: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_said_in_a_line(line, message, room, capsys):
     assert main(["plan", "--seconds", "0", *shlex.split(line)]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and said.err.startswith("splitpipe plan: ")

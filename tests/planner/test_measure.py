@@ -157,9 +157,7 @@ def test_a_stream_is_refused() -> None:
         places_of([place])
 
 
-@pytest.mark.parametrize("mode", few(1, [
-    torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16),
-]))
+@pytest.mark.parametrize("mode", few(1, [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16)]))
 def test_in_inference_mode_and_under_autocast_a_plan_is_made(mode: Any) -> None:
     with mode():
         x = torch.randn(4, 3)

@@ -85,9 +85,7 @@ def test_a_transformer_is_planned_by_its_layers(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Torch's.
 @pytest.mark.parametrize("by_cuts", [False, True])
-def test_layers_are_compiled_for_each_number_of_chunks(
-    by_cuts: bool, nothing_compiled: None, graphs: list[str]
-) -> None:
+def test_layers_are_compiled_for_each_number_of_chunks(by_cuts, nothing_compiled, graphs):
     module = Net() if by_cuts else blocks(4)
     x = torch.randn(8, 4)
     given: dict[str, Any] = {"sample": batch()} if by_cuts else {"sample": x, "target": x, "loss_fn": nn.MSELoss()}

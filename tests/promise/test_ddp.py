@@ -111,9 +111,7 @@ def at(module: nn.Module, rank: int) -> None:
     ({"gradient_as_bucket_view": True}, 2, (5, 7)),
 ], ids=["plainly", "without sync", "fewer microbatches", "a static graph", "views of buckets"])
 @both
-def test_two_processes_train_as_one_on_the_data_of_both(
-    rank: int, way: Way, wrap: dict[str, Any], batches: int, rows: tuple[int, ...]
-) -> None:
+def test_two_processes_train_as_one_on_the_data_of_both(rank, way, wrap, batches, rows):
     train(rank, *twins(layers(), way), wrap, batches, rows)
 
 
@@ -127,9 +125,7 @@ def test_parameters_that_some_process_does_not_use(rank: int, way: Way, users: t
 
 @ways
 @both
-def test_hooks_after_accumulation_are_called_once_in_the_callers_backward_and_each_gradient_is_sent_once(
-    rank: int, way: Way
-) -> None:
+def test_hooks_after_accumulation_are_called_once_in_the_callers_backward_and_each_gradient_is_sent_once(rank, way):
     from torch.nn.parallel import DistributedDataParallel
 
     model = twins(layers(), way)[1]

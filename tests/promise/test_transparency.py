@@ -45,9 +45,7 @@ def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **optio
     AXES, essence=[["name"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
     thorough=[["name", "by"], ["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"]],
 )
-def test_a_pipeline_is_its_module(
-    name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str, backward: str
-) -> None:
+def test_a_pipeline_is_its_module(name, by, way, sizes, checkpoint, backward):
     assert_promise(name, by, way, sizes, checkpoint=checkpoint, backward=backward)
 
 
@@ -60,9 +58,7 @@ BY_NAMES: dict[str, list[Any]] = {
 @graded(BY_NAMES, essence=[["name"], ["way", "checkpoint"]], thorough=[
     ["name", "way"], ["name", "checkpoint"], ["name", "backward"], ["name", "more"], ["way", "checkpoint", "backward"],
 ])
-def test_a_module_that_is_cut_by_names_is_itself(
-    name: str, way: str, checkpoint: str, backward: str, more: dict[str, Any]
-) -> None:
+def test_a_module_that_is_cut_by_names_is_itself(name, way, checkpoint, backward, more):
     plain = FORWARDS[name]().double()
     options = inside({"schedule": way, "checkpoint": checkpoint, "backward": backward, **more})
     model = SplitPipe(copy.deepcopy(plain), cuts=CUTS, devices=["cpu"] * 3, **options)
@@ -79,12 +75,8 @@ COMPILED = {
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Torch's, which it hides from users.
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated")  # The compiler's own.
-@graded(
-    COMPILED, essence=[["way"]], thorough=[["name"], *pairs(["by", "way", "sizes", "checkpoint"])]
-)
-def test_a_compiled_pipeline_is_its_module(
-    name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str
-) -> None:
+@graded(COMPILED, essence=[["way"]], thorough=[["name"], *pairs(["by", "way", "sizes", "checkpoint"])])
+def test_a_compiled_pipeline_is_its_module(name, by, way, sizes, checkpoint):
     assert_promise(name, by, way, sizes, checkpoint=checkpoint, compile=EAGER)
 
 
@@ -98,9 +90,7 @@ SCHEDULES: dict[str, list[Any]] = {
     SCHEDULES, essence=[["name"], ["devices"], ["sizes"]],
     thorough=[*pairs([*SCHEDULES]), ["name", "checkpoint", "backward"]],
 )
-def test_every_schedule(
-    by: str, checkpoint: str, backward: str, name: str, devices: int, sizes: tuple[int, int]
-) -> None:
+def test_every_schedule(by, checkpoint, backward, name, devices, sizes):
     kinds = [lambda: nn.Linear(6, 6), nn.Tanh, lambda: nn.LayerNorm(6)]
     layers = [kinds[k % 3]() for k in range(devices * scheduled.stages_of(name) + 1)]
     size, chunks = sizes

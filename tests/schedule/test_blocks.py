@@ -25,9 +25,7 @@ def test_no_schedule_of_that_memory_is_shorter(name: str, p: int) -> None:
         assert timeline.makespan == max(timeline.bounds.values())
 
 
-@pytest.mark.parametrize(
-    "p", [4, 5, 7, 8, *(pytest.param(p, marks=thorough) for p in (10, 11, 15, 16))]
-)
+@pytest.mark.parametrize("p", [4, 5, 7, 8, *(pytest.param(p, marks=thorough) for p in (10, 11, 15, 16))])
 def test_no_1f1b_v_is_shorter_unless_3_divides_the_devices(p: int) -> None:
     timeline = simulate(build("1f1b-v", p, 2 * p))
     assert timeline.makespan == max(timeline.bounds.values())
@@ -39,9 +37,7 @@ def test_the_peak_is_its_formula(name: str, p: int) -> None:
     assert 2 * max(simulate(build(name, p, 2 * p + 1)).peak_activations) == HALVES[name](p)
 
 
-@pytest.mark.parametrize(
-    ("name", "peaks"), [("1f1b-v", {4: 3, 8: 6, 16: 11}), ("two-thirds", {4: 4, 8: 6, 16: 12})]
-)
+@pytest.mark.parametrize(("name", "peaks"), [("1f1b-v", {4: 3, 8: 6, 16: 11}), ("two-thirds", {4: 4, 8: 6, 16: 12})])
 def test_two_thirds_of_the_memory_of_1f1b(name: str, peaks: dict[int, float]) -> None:
     assert {p: max(simulate(build(name, p, 2 * p)).peak_activations) for p in peaks} == peaks
 

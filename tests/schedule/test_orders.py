@@ -64,9 +64,7 @@ MEASURED = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("times", "p", "m", "bubbles"), MEASURED)
-def test_bubbles_of_measured_times_are_the_papers(
-    times: tuple[float, float, float, float], p: int, m: int, bubbles: tuple[float, float, float]
-) -> None:
+def test_bubbles_of_measured_times_are_the_papers(times, p, m, bubbles):
     costs = Costs(*times)
     found = [simulate(build(name, p, m), costs) for name in ("1f1b", "zb-h1", "zb-h2")]
     assert [round(found[0].bubble, 4), round(found[1].bubble, 4), round(found[2].bubble_longest, 4)] == list(bubbles)

@@ -51,9 +51,7 @@ def span_of(problem: Problem, words: list[Word]) -> float:
         (64, REAL, 2, 1, 689),
     )),
 ])
-def test_the_makespan_is_not_above_what_is_known(
-    chunks: int, costs: Costs | None, memory: float, seconds: float, most: float
-) -> None:
+def test_the_makespan_is_not_above_what_is_known(chunks, costs, memory, seconds, most):
     timeline = found(4, chunks, costs, memory, 2, seconds=seconds)
     assert timeline.makespan <= most and max(timeline.peak_activations) <= memory
 
@@ -100,9 +98,7 @@ def test_without_a_number_of_stages_one_and_two_are_tried() -> None:
 @pytest.mark.thorough
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 9), times, times, times, times, st.sampled_from((1, 1.5, 2, 3, None)))
-def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
-    devices: int, chunks: int, f: float, b: float, w: float, copy: float, memory: float | None
-) -> None:
+def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(devices, chunks, f, b, w, copy, memory):
     timeline = found(devices, chunks, Costs(f, b, w, copy), memory, seconds=0.02)
     assert max(timeline.peak_activations) <= (memory or chunks)
     assert timeline.makespan >= max(timeline.bounds.values()) * (1 - 1e-9)
@@ -138,9 +134,7 @@ def test_ops_without_time_never_come_to_wait_in_a_circle_and_those_that_do_take_
 @pytest.mark.thorough
 @pytest.mark.parametrize(("times", "devices", "chunks", "bubble", "span"), [
     (*PAPER[0], "makespan"), (*PAPER[0], "longest"), (*PAPER[1], "longest"), (*PAPER[2], "makespan")])
-def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(
-    times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float, span: str
-) -> None:
+def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(times, devices, chunks, bubble, span):
     costs = Costs(*times)
     found = search(devices, chunks, costs, memory=devices, stages_per_device=1, seconds=0.05, span=span)  # type: ignore[arg-type]
     timeline = simulate(found, costs)
