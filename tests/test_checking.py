@@ -164,9 +164,8 @@ class Encoder(nn.Module):
         }
 
 
-@pytest.mark.parametrize("how", [
-    {}, {"checkpoint": "always"}, {"backward": "autograd"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"},
-], ids=lambda how: "-".join(map(str, how.values())) or "drop-in")
+@pytest.mark.parametrize("how", [{}, {"checkpoint": "always"}, {"backward": "autograd"}, {"schedule": "1f1b"},
+                                 {"schedule": "zb-h1"}], ids=lambda how: "-".join(map(str, how.values())) or "drop-in")
 def test_it_is_quiet_where_rows_are_independent(how: dict[str, Any]) -> None:
     own = {**how, "loss_fn": F.cross_entropy} if "schedule" in how else how
     x, y = torch.randn(11, WIDTH), torch.randint(3, (11,))

@@ -30,10 +30,8 @@ def losses(printed: str) -> list[float]:
     return [float(found) for found in re.findall(r"^step \d+: held-out (\S+)", printed, flags=re.MULTILINE)]
 
 
-@pytest.mark.parametrize("mode", [
-    pytest.param(["--schedule", "v-half"], id="v-half"),
-    pytest.param([], id="drop-in", marks=pytest.mark.thorough),
-])
+@pytest.mark.parametrize("mode", [pytest.param(["--schedule", "v-half"], id="v-half"),
+                                  pytest.param([], id="drop-in", marks=pytest.mark.thorough)])
 def test_it_learns_and_a_resumed_run_equals_a_straight_one(script, tmp_path, capsys, mode):
     straight, half, resumed = (str(tmp_path / name) for name in ("straight.pt", "half.pt", "resumed.pt"))
     assert train_gpt.main([*TINY, *mode, "--steps", "8", "--eval-every", "4", "--save", straight]) == 0
@@ -47,11 +45,9 @@ def test_it_learns_and_a_resumed_run_equals_a_straight_one(script, tmp_path, cap
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ("--lr 0", "argument --lr: expected more than 0, and finite; found 0"),
-        ("--width 10 --heads 4", "width must be a multiple of heads; found width 10 and 4 heads"),
-        ("--resume nowhere.pt", "--resume nowhere.pt: no such file"),
-    ],
+    [("--lr 0", "argument --lr: expected more than 0, and finite; found 0"),
+     ("--width 10 --heads 4", "width must be a multiple of heads; found width 10 and 4 heads"),
+     ("--resume nowhere.pt", "--resume nowhere.pt: no such file")],
 )
 def test_options_that_make_no_run_are_refused_in_one_line(options, said, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -50,9 +50,8 @@ def linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def convolution(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = aten.convolution_backward(
-        grad, x, weight, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
-    )
+    found: tuple[Tensor, ...] = aten.convolution_backward(grad, x, weight, [4], [1, 1], [1, 1], [1, 1], False, [0, 0],
+                                                          1, [True, True, True])
     return found
 
 

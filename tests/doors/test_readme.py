@@ -130,10 +130,8 @@ def test_code_says_its_language_is_as_wide_as_the_site_shows_it_and_is_python(pa
     assert "<!-- value:" not in TEXT[page]  # Tables are filled between lines; numbers are held by tests.
 
 
-@pytest.mark.parametrize(("page", "most"), [
-    ("README.md", 200), ("CONTRIBUTING.md", 150), ("docs/architecture.md", 120), ("docs/limits.md", 120),
-    ("CHANGELOG.md", 50),
-])
+@pytest.mark.parametrize(("page", "most"), [("README.md", 200), ("CONTRIBUTING.md", 150), ("docs/architecture.md", 120),
+                                            ("docs/limits.md", 120), ("CHANGELOG.md", 50)])
 def test_a_page_that_is_read_from_top_to_bottom_is_short(page: str, most: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
 
@@ -253,9 +251,8 @@ def table(file: str, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize(("divided_by", "against"), [
-    ("the best other pipeline", "the best pipelined peer"), ("the plain module, on both cores", "the bound"),
-])
+@pytest.mark.parametrize(("divided_by", "against"), [("the best other pipeline", "the best pipelined peer"),
+                                                     ("the plain module, on both cores", "the bound")])
 def test_the_readme_has_the_throughput_that_was_measured(divided_by: str, against: str) -> None:
     (shown,) = re.findall(rf"^\| {divided_by} \| (.*) \|$", TEXT[README], flags=re.MULTILINE)
     ratios = [

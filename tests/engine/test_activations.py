@@ -128,10 +128,9 @@ def test_in_the_second_half_of_a_drop_in_call_activations_go_with_their_w() -> N
     assert alive == [1, 0, 0]
 
 
-OPTIONS = pytest.mark.parametrize("options", [
-    {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b"},
-    {"schedule": "zb-h1", "checkpoint": "always"}, {"backward": "autograd", "checkpoint": "always"},
-], ids=str)
+OPTIONS = pytest.mark.parametrize("options", [{"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b"},
+                                              {"schedule": "zb-h1", "checkpoint": "always"},
+                                              {"backward": "autograd", "checkpoint": "always"}], ids=str)
 
 
 @pytest.fixture(autouse=True)

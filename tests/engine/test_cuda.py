@@ -16,10 +16,8 @@ from tests.helpers.scheduled import stages_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-AXES: dict[str, list[Any]] = {
-    "name": [None, *schedule.names()], "checkpoint": ["never", "except_last", "always"],
-    "backward": ["split", "autograd"],
-}
+AXES: dict[str, list[Any]] = {"name": [None, *schedule.names()], "checkpoint": ["never", "except_last", "always"],
+                              "backward": ["split", "autograd"]}
 
 
 def syncs(mode: str) -> None:

@@ -25,9 +25,8 @@ WAYS = pytest.mark.parametrize(("name", "by"), [
 X, Y = torch.linspace(-1, 1, 28).reshape(7, 4), torch.linspace(0, 1, 28).reshape(7, 4)
 
 
-def piped(
-    name: str | None, by: str = "balance", call: Callable[[Tensor], Tensor] = torch.tanh
-) -> tuple[nn.Sequential, SplitPipe]:
+def piped(name: str | None, by: str = "balance",
+          call: Callable[[Tensor], Tensor] = torch.tanh) -> tuple[nn.Sequential, SplitPipe]:
     """A module that calls what is given in its last stage, and its pipeline, which has made a step."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Call(call), nn.Linear(4, 4))
     options: dict[str, Any] = {} if name is None else {"schedule": name, "loss_fn": F.mse_loss}

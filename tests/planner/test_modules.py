@@ -90,9 +90,8 @@ def test_layers_are_compiled_for_each_number_of_chunks(by_cuts, nothing_compiled
     x = torch.randn(8, 4)
     given: dict[str, Any] = {"sample": batch()} if by_cuts else {"sample": x, "target": x, "loss_fn": nn.MSELoss()}
     before = [x.clone() for x in module.state_dict().values()]
-    found = splitpipe.plan(
-        module, **given, devices=["cpu"] * 2, chunks=[1, 2], schedules=["1f1b"], seconds=0, compile=EAGER
-    )
+    found = splitpipe.plan(module, **given, devices=["cpu"] * 2, chunks=[1, 2], schedules=["1f1b"], seconds=0,
+                           compile=EAGER)
     assert found.compile == found.arguments()["compile"] == EAGER and "compile={" in str(found)
     assert len(graphs) >= 2
     assert all(part._compiled_call_impl is None for part in module.modules())

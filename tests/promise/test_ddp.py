@@ -61,9 +61,8 @@ def loss_of(module: nn.Module, x: Tensor) -> Tensor:
     return scheduled.loss_of(module, x, loss_fn=square)
 
 
-def twins(
-    module: nn.Sequential, way: Way, balance: list[int] | None = None, **more: Any
-) -> tuple[nn.Sequential, SplitPipe]:
+def twins(module: nn.Sequential, way: Way, balance: list[int] | None = None,
+          **more: Any) -> tuple[nn.Sequential, SplitPipe]:
     name, options = way[0], {"chunks": 3, **way[1], **more}
     if "compile" in options:
         warnings.filterwarnings("ignore", "The .grad attribute")  # Torch's, which it hides from users.
@@ -72,10 +71,8 @@ def twins(
                            loss_fn=square, **options)
 
 
-def train(
-    rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any], batches: int = 1,
-    rows: tuple[int, ...] = (5, 7),
-) -> None:
+def train(rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any], batches: int = 1,
+          rows: tuple[int, ...] = (5, 7)) -> None:
     """Trains both for some steps of that many batches, and compares after each backward that communicates."""
     from torch.nn.parallel import DistributedDataParallel
 

@@ -41,18 +41,15 @@ def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **optio
         nn.Sequential(*make()), value(size), *way, by=by, chunks=chunks, batched=batched_of(name, by), **options)
 
 
-@graded(
-    AXES, essence=[["name"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
-    thorough=[["name", "by"], ["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"]],
-)
+@graded(AXES, essence=[["name"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
+        thorough=[["name", "by"], ["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"]])
 def test_a_pipeline_is_its_module(name, by, way, sizes, checkpoint, backward):
     assert_promise(name, by, way, sizes, checkpoint=checkpoint, backward=backward)
 
 
-BY_NAMES: dict[str, list[Any]] = {
-    "name": [*FORWARDS], "way": ["gpipe", "1f1b", "zb-h1"], "checkpoint": AXES["checkpoint"],
-    "backward": AXES["backward"], "more": [{"chunks": 3}, {"chunks": 1}, {"chunks": 2, "stash_limit": 0}],
-}
+BY_NAMES: dict[str, list[Any]] = {"name": [*FORWARDS], "way": ["gpipe", "1f1b", "zb-h1"],
+                                  "checkpoint": AXES["checkpoint"], "backward": AXES["backward"],
+                                  "more": [{"chunks": 3}, {"chunks": 1}, {"chunks": 2, "stash_limit": 0}]}
 
 
 @graded(BY_NAMES, essence=[["name"], ["way", "checkpoint"]], thorough=[
@@ -66,10 +63,8 @@ def test_a_module_that_is_cut_by_names_is_itself(name, way, checkpoint, backward
 
 
 #: All but what torch refuses: a second derivative.
-COMPILED = {
-    "name": [name for name in AXES["name"][::2] if name != "gradient inside forward"], "by": AXES["by"],
-    "way": AXES["way"], "sizes": [(4, 2), (5, 2), (3, 8)], "checkpoint": ["always", "never"],
-}
+COMPILED = {"name": [name for name in AXES["name"][::2] if name != "gradient inside forward"], "by": AXES["by"],
+            "way": AXES["way"], "sizes": [(4, 2), (5, 2), (3, 8)], "checkpoint": ["always", "never"]}
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -80,24 +75,19 @@ def test_a_compiled_pipeline_is_its_module(name, by, way, sizes, checkpoint):
     assert_promise(name, by, way, sizes, checkpoint=checkpoint, compile=EAGER)
 
 
-SCHEDULES: dict[str, list[Any]] = {
-    **{axis: AXES[axis] for axis in ("by", "checkpoint", "backward")},
-    "name": [*schedule.names()], "devices": [1, 2, 4], "sizes": [(8, 8), (13, 8), (3, 8), (6, 3), (5, 1)],
-}
+SCHEDULES: dict[str, list[Any]] = {**{axis: AXES[axis] for axis in ("by", "checkpoint", "backward")},
+                                   "name": [*schedule.names()], "devices": [1, 2, 4],
+                                   "sizes": [(8, 8), (13, 8), (3, 8), (6, 3), (5, 1)]}
 
 
-@graded(
-    SCHEDULES, essence=[["name"], ["devices"], ["sizes"]],
-    thorough=[*pairs([*SCHEDULES]), ["name", "checkpoint", "backward"]],
-)
+@graded(SCHEDULES, essence=[["name"], ["devices"], ["sizes"]],
+        thorough=[*pairs([*SCHEDULES]), ["name", "checkpoint", "backward"]])
 def test_every_schedule(by, checkpoint, backward, name, devices, sizes):
     kinds = [lambda: nn.Linear(6, 6), nn.Tanh, lambda: nn.LayerNorm(6)]
     layers = [kinds[k % 3]() for k in range(devices * scheduled.stages_of(name) + 1)]
     size, chunks = sizes
-    scheduled.assert_transparent(
-        nn.Sequential(*layers), torch.randn(size, 6), name, devices, by=by, chunks=chunks,
-        checkpoint=checkpoint, backward=backward, target=torch.randn(size, 6), steps=1,
-    )
+    scheduled.assert_transparent(nn.Sequential(*layers), torch.randn(size, 6), name, devices, by=by, chunks=chunks,
+                                 checkpoint=checkpoint, backward=backward, target=torch.randn(size, 6), steps=1)
 
 
 @pairwise(by=AXES["by"], training=[True, False], mode=[torch.enable_grad, torch.no_grad, torch.inference_mode],

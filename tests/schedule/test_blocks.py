@@ -12,9 +12,8 @@ BLOCKS = ["v-min", "v-half", "v-zb", "1f1b-v", "two-thirds"]
 thorough = pytest.mark.thorough
 #: Numbers of devices.
 SOME: list[object] = [1, 2, 3, 4, 5, 8, *(pytest.param(p, marks=thorough) for p in (6, 7, 9, 10, 16))]
-HALVES: dict[str, Callable[[int], int]] = {
-    "v-min": lambda p: 2 * ((p + 4) // 3), "v-half": lambda p: 2 * ((p + 2) // 2), "v-zb": lambda p: 2 * p
-}
+HALVES: dict[str, Callable[[int], int]] = {"v-min": lambda p: 2 * ((p + 4) // 3),
+                                           "v-half": lambda p: 2 * ((p + 2) // 2), "v-zb": lambda p: 2 * p}
 
 
 @pytest.mark.parametrize("name", ["v-min", "v-half", "v-zb", "two-thirds"])
@@ -51,9 +50,8 @@ def test_microbatches_keep_their_order_in_each_stage(name: str) -> None:
                 assert [op.microbatch for op in ops] == list(range(m))
 
 
-@pytest.mark.parametrize(
-    ("p", "v"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (8, 2), pytest.param(9, 3, marks=thorough)]
-)
+@pytest.mark.parametrize(("p", "v"),
+                         [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (8, 2), pytest.param(9, 3, marks=thorough)])
 def test_smaller_groups_take_less_memory_and_more_time(p: int, v: int) -> None:
     for g in range((p + 1) // 2, p + 1):
         timeline = simulate(build("interleaved-low-memory", p, 3 * g, stages_per_device=v, group=g))

@@ -15,9 +15,8 @@ from splitpipe.schedule.op import Kind
 from tests.schedule.test_orders import MEASURED
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)
-UNEQUAL = Costs(
-    forward=[3, 2, 2, 2, 2, 2, 2, 4], backward_input=[2, 2, 2, 2, 2, 2, 2, 5], backward_weight=[3, 1, 1, 1, 1, 1, 1, 2]
-)
+UNEQUAL = Costs(forward=[3, 2, 2, 2, 2, 2, 2, 4], backward_input=[2, 2, 2, 2, 2, 2, 2, 5],
+                backward_weight=[3, 1, 1, 1, 1, 1, 1, 2])
 FOUR = Costs([3, 2, 2, 5], [3, 2, 4, 2], [1, 2, 3, 1], 0.25)
 #: The bubbles that the zero bubble paper's own search reaches with 1F1B's memory: those of its ZB-H1.
 PAPER = [(times, p, m, bubbles[1]) for times, p, m, bubbles in MEASURED]
@@ -25,10 +24,8 @@ PAPER = [(times, p, m, bubbles[1]) for times, p, m, bubbles in MEASURED]
 times = st.one_of(st.integers(0, 4), st.floats(0.01, 9)).map(float)
 
 
-def found(
-    devices: int, chunks: int, costs: Costs | None = None, memory: float | list[float] | None = None,
-    stages_per_device: int | None = None, seconds: float = 0.1,
-) -> Timeline:
+def found(devices: int, chunks: int, costs: Costs | None = None, memory: float | list[float] | None = None,
+          stages_per_device: int | None = None, seconds: float = 0.1) -> Timeline:
     """What pure Python finds, simulated."""
     return simulate(search(devices, chunks, costs, memory, stages_per_device, seconds=seconds), costs)
 

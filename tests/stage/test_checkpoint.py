@@ -99,14 +99,12 @@ def read(xs: tuple[Tensor, Tensor], scale: Tensor, part: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("how", [
-    lambda y: (y, y), lambda y: (y, y[:, :3]), lambda y: (y[:, :3], y[:, 3:]), lambda y: (y, y.detach()),
-])
+@pytest.mark.parametrize("how", [lambda y: (y, y), lambda y: (y, y[:, :3]), lambda y: (y[:, :3], y[:, 3:]),
+                                 lambda y: (y, y.detach())])
 def test_writing_to_memory_that_another_input_or_a_skip_has_is_an_error(how, checkpoint, backward):
     write = Apply(lambda xs: xs[0].relu_() + xs[1].sum(-1, keepdim=True))
-    for layers in (
-        [Apply(how), write], [Apply(how), nn.Identity(), write], [stashing("part")(aside), popping("part")(read)],
-    ):
+    for layers in ([Apply(how), write], [Apply(how), nn.Identity(), write],
+                   [stashing("part")(aside), popping("part")(read)]):
         model = SplitPipe(nn.Sequential(nn.Linear(6, 4), *layers), [2] + [1] * (len(layers) - 1), devices=["cpu"] * 3,
                           chunks=2, checkpoint=checkpoint, backward=backward)
         with pytest.raises(RuntimeError, match="shares memory with another"):

@@ -130,10 +130,8 @@ def test_a_layer_that_does_what_none_did_before_is_noticed(where, schedule, back
         plain, x, y = copy.deepcopy(module), torch.randn(6, 4), torch.randn(6, 2)
         how: dict[str, Any] = {"cuts": ["1"]} if where == "cuts" else {"balance": [1, 1]}
         loss_fn = None if schedule == "gpipe" else F.mse_loss
-        model = SplitPipe(
-            module, devices=["cpu", "cpu"], chunks=2, schedule=schedule, loss_fn=loss_fn, checkpoint="always",
-            backward=backward, **how,
-        )
+        model = SplitPipe(module, devices=["cpu", "cpu"], chunks=2, schedule=schedule, loss_fn=loss_fn,
+                          checkpoint="always", backward=backward, **how)
         for step in range(4):
             if step == 2:
                 for each in (module, plain):
