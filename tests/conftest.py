@@ -34,9 +34,8 @@ hypothesis.settings.register_profile("repeats", derandomize=True, deadline=None,
 # Of the essence: a few of them.
 hypothesis.settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=5)
 # Other cases each time, and many: --hypothesis-profile thorough.
-hypothesis.settings.register_profile(
-    "thorough", derandomize=False, deadline=None, database=None, max_examples=3000, print_blob=False
-)
+hypothesis.settings.register_profile("thorough", derandomize=False, deadline=None, database=None, max_examples=3000,
+                                     print_blob=False)
 hypothesis.settings.load_profile("repeats")
 
 #: Folders whose files take longest, so that they are not left to the end of a run by several processes.

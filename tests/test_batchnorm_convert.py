@@ -67,11 +67,9 @@ def test_others_are_left_alone():
     deferred = convert(nn.BatchNorm1d(3))
     untracked = nn.BatchNorm1d(3)
     untracked.track_running_stats = False
-    model = nn.Sequential(
-        nn.SyncBatchNorm(3), nn.InstanceNorm1d(3, track_running_stats=True), nn.LayerNorm(3), OwnForward(3), patched,
-        nn.BatchNorm1d(3, track_running_stats=False), nn.LazyBatchNorm1d(track_running_stats=False), deferred,
-        untracked,
-    )
+    model = nn.Sequential(nn.SyncBatchNorm(3), nn.InstanceNorm1d(3, track_running_stats=True), nn.LayerNorm(3),
+                          OwnForward(3), patched, nn.BatchNorm1d(3, track_running_stats=False),
+                          nn.LazyBatchNorm1d(track_running_stats=False), deferred, untracked)
     before = kinds(model)
     convert(model)
     assert kinds(model) == before and deferred._original is nn.BatchNorm1d

@@ -164,9 +164,8 @@ class Encoder(nn.Module):
         }
 
 
-@pytest.mark.parametrize("how", [
-    {}, {"checkpoint": "always"}, {"backward": "autograd"}, {"schedule": "1f1b"}, {"schedule": "zb-h1"},
-], ids=lambda how: "-".join(map(str, how.values())) or "drop-in")
+@pytest.mark.parametrize("how", [{}, {"checkpoint": "always"}, {"backward": "autograd"}, {"schedule": "1f1b"},
+                                 {"schedule": "zb-h1"}], ids=lambda how: "-".join(map(str, how.values())) or "drop-in")
 def test_it_is_quiet_where_rows_are_independent(how: dict[str, Any]) -> None:
     own = {**how, "loss_fn": F.cross_entropy} if "schedule" in how else how
     x, y = torch.randn(11, WIDTH), torch.randint(3, (11,))
@@ -199,9 +198,7 @@ def test_a_mean_of_two_losses_is_not_taken_for_one_of_two_rows(schedule: str | N
 @pytest.mark.draws
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("numbers", [None, torch.Generator()], ids=["the default", "a generator of its own"])
-def test_a_module_that_draws_is_compared_in_eval_mode_and_not_blamed_if_it_draws_there(
-    numbers: torch.Generator | None, always: bool
-) -> None:
+def test_a_module_that_draws_is_compared_in_eval_mode_and_not_blamed_if_it_draws_there(numbers, always):
     class Noisy(Net):
         def between(self, x: Tensor) -> Tensor:
             return x + torch.randn(x.shape, generator=self.numbers) if always or self.training else x

@@ -61,9 +61,7 @@ def affine(function: type[SplitFunction] = Affine, **options: Any) -> Call:
     (lambda x, w: Affine.apply(x, w, w * 2), f"MulBackward0 has no rule, SplitCallBackward: {REFUSED}"),
     (lambda x, w: Affine.apply(x, w, None) * w.sin(), f"SinBackward0 has no rule, SplitCallBackward: {REFUSED}"),
 ], ids=["w, None", "None, w", "w, w", "transposed", "computed", "in another way, too"])
-def test_parameters_and_none_are_weights_that_are_deferred_and_no_others(
-    function: Any, why: str, way: dict[str, Any]
-) -> None:
+def test_parameters_and_none_are_weights_that_are_deferred_and_no_others(function, why, way):
     # Square, so that a gradient which isn't transposed back is only wrong in its values.
     model = trained(Call(function, w=torch.randn(5, 5)), torch.randn(7, 5, 5), **way)
     assert (fused(model) if why else deferred(model)) == {"1.w": why or "Affine"}

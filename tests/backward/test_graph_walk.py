@@ -90,9 +90,7 @@ def test_a_hook_set_on_an_activation_after_the_forward_counts() -> None:
 @pytest.mark.parametrize(("layer", "shape"), [
     (nn.Linear(6, 4), (7, 6)), (nn.Conv1d(4, 6, 3), (7, 4, 9)), (nn.Embedding(11, 6), None)])
 @pytest.mark.parametrize("what", ["node", "saved tensors"])
-def test_what_a_newer_torch_calls_by_another_name_loses_deferral_alone(
-    what: str, layer: nn.Module, shape: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_newer_torch_calls_by_another_name_loses_deferral_alone(what, layer, shape, monkeypatch):
     def read(node: Any, edges: Any) -> Any:
         return node._saved_under_another_name
 
@@ -130,8 +128,7 @@ REPORTED: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "functions without a rule, products": (
         lambda x, w, v: x * w.exp().sum() + w.sin().sum() + F.linear(x @ v, v),
         "ExpBackward0 has no rule, SinBackward0 has no rule", "+ linear"),
-    "a view, in another way, too": (
-        both, f"{MM}, SelectBackward0 has no rule", "SelectBackward0 has no rule"),
+    "a view, in another way, too": (both, f"{MM}, SelectBackward0 has no rule", "SelectBackward0 has no rule"),
     "a function of one's own": (
         lambda x, w, v: Scale.apply(F.prelu(x, w[0, :1])[:, None], v), "SelectBackward0 has no rule", "+ Scale"),
 }

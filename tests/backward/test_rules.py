@@ -184,10 +184,7 @@ def test_a_table_that_counts_its_rows_is_fused(way: dict[str, Any]) -> None:
     # A microbatch has 4 * (8 + 48) bytes: two go together.
     (lambda: nn.Embedding(11, 6), (16, 4), 16, "aten::embedding_dense_backward", 500, 8 + 1),
 ])
-def test_microbatches_share_a_kernel_that_is_not_too_large(
-    layer: Any, shape: tuple[int, ...], chunks: int, kernel: str, together: int | None, calls: int,
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_microbatches_share_a_kernel_that_is_not_too_large(layer, shape, chunks, kernel, together, calls, monkeypatch):
     if together is not None:
         monkeypatch.setattr(weight_gradients, "_TOGETHER", together)
     x = torch.randn(shape) if len(shape) == 3 else torch.randint(0, 11, shape)

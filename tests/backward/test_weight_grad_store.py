@@ -47,9 +47,8 @@ def kinds(log: list[tuple[str, str]], stage: str = "0") -> str:
 WAITING = 2 * 2 * 4 * 8
 
 
-@pytest.mark.parametrize(("limit", "order"), [
-    (ALL, "BBBBWWWW"), (0, "BWBWBWBW"), (WAITING - 1, "BWBWBWBW"), (WAITING, "BBWWBBWW"), (2 * WAITING, "BBBWWWBW"),
-])
+@pytest.mark.parametrize(("limit", "order"), [(ALL, "BBBBWWWW"), (0, "BWBWBWBW"), (WAITING - 1, "BWBWBWBW"),
+                                              (WAITING, "BBWWBBWW"), (2 * WAITING, "BBBWWWBW")])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_w_of_all_that_waits_comes_when_it_is_more_than_the_limit(checkpoint: str, limit: int, order: str) -> None:
     log: list[Any] = []

@@ -22,13 +22,9 @@ def identities(count: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Identity() for _ in range(count)))
 
 
-@pytest.mark.parametrize(
-    ("each", "balance"),
-    [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4]), ([9, 1, 1, 1, 1, 1], [1, 5])],
-)
-def test_times_or_bytes_of_stages_are_as_even_as_can_be(
-    each: list[int], balance: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("each", "balance"),
+                         [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4]), ([9, 1, 1, 1, 1, 1], [1, 5])])
+def test_times_or_bytes_of_stages_are_as_even_as_can_be(each, balance, monkeypatch):
     slow = [Layer(time, 2 * time, time / 2, saved=1000 - time) for time in each]
     monkeypatch.setattr(balances, "measure", lambda *_, **__: slow)
     assert balance_by_time(2, identities(6), torch.ones(2, 3)) == balance
@@ -55,19 +51,14 @@ def test_blocks_are_balanced_by_their_names() -> None:
     torch.testing.assert_close(model(**batch())["logits"], copy.deepcopy(module)(**batch())["logits"])
 
 
-@pytest.mark.parametrize(("device", "found"), [
-    ("cpu", ["cpu"]), (torch.device("cpu"), ["cpu"]), (None, ["cpu"]), ("cuda:1", ["cuda:1"]),
-    (None, ["cuda:0", "cuda:1"]),
-])
-def test_a_copy_runs_on_the_device_that_is_named_or_by_default_on_accelerators(
-    device: Any, found: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("device", "found"), [("cpu", ["cpu"]), (torch.device("cpu"), ["cpu"]), (None, ["cpu"]),
+                                               ("cuda:1", ["cuda:1"]), (None, ["cuda:0", "cuda:1"])])
+def test_a_copy_runs_on_the_device_that_is_named_or_by_default_on_accelerators(device, found, monkeypatch):
     if "cuda:0" in found or "cuda:1" in found:
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        monkeypatch.setattr(
-            torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
-        )
+        monkeypatch.setattr(torch.accelerator, "current_accelerator",
+                            lambda check_available=False: torch.device("cuda"))
     seen: list[Place] = []
     monkeypatch.setattr(balances, "measure", lambda _, places, **__: seen.extend(places) or [Layer(1, 1, 1)])
     balance_by_time(1, identities(1), torch.ones(1), device=device)
@@ -110,9 +101,8 @@ def stack() -> Run:
 
 CASES = {
     "layers of a list": (stack(), ["blocks.1"]),
-    "what is first in a stack of which there are two": (
-        Run(in_turn("a", "b"), a=stack(), b=stack()), ["a.blocks.1", "b.blocks.0", "b.blocks.1"]
-    ),
+    "what is first in a stack of which there are two": (Run(in_turn("a", "b"), a=stack(), b=stack()),
+                                                        ["a.blocks.1", "b.blocks.0", "b.blocks.1"]),
     "blocks of an nn.Sequential in a list": (
         Run(in_turn("body.0", "body.1"), body=nn.ModuleList(nn.Sequential(pair(), pair()) for _ in range(2))),
         ["body.0.1", "body.1.0", "body.1.1"],
@@ -156,9 +146,8 @@ def test_two_rows_of_the_batch_run_in_a_copy_in_eval_mode() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("loss", "one"), [
-    (lambda y: y.mean(), True), (lambda y: y.mean().reshape(1), True), (lambda y: y.mean(1), False)
-])
+@pytest.mark.parametrize(("loss", "one"), [(lambda y: y.mean(), True), (lambda y: y.mean().reshape(1), True),
+                                           (lambda y: y.mean(1), False)])
 def test_a_loss_for_each_row_is_no_loss_of_a_schedule(loss: Any, one: bool, rows: int) -> None:
     module = Run(lambda own, x: {"loss": loss(own.b(own.a(x)))}, a=pair(), b=pair())
     assert survey(module, torch.randn(rows, 3)).has_loss == (one or rows == 1)

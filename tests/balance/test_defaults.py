@@ -102,9 +102,8 @@ def test_with_fewer_layers_than_devices_some_are_left_out() -> None:
         SplitPipe(layers(2), devices=["cpu"] * 3, schedule="1f1b", loss_fn=nn.functional.mse_loss)
 
 
-SAMPLES = pytest.mark.parametrize(
-    "sample", few(1, [(torch.zeros(4, 4),), torch.zeros(4, 4)]), ids=["the arguments", "a tensor"]
-)
+SAMPLES = pytest.mark.parametrize("sample", few(1, [(torch.zeros(4, 4),), torch.zeros(4, 4)]),
+                                  ids=["the arguments", "a tensor"])
 
 
 @SAMPLES
@@ -138,9 +137,7 @@ def test_unequal_devices_get_unequal_stages(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == ["4"]
 
 
-def test_a_model_that_devices_cant_hold_is_an_error_and_nothing_is_changed(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_devices_cant_hold_is_an_error_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack()
     before = dict(vars(model))
     weights = sum(x.nbytes for x in model.parameters())
@@ -164,9 +161,8 @@ def test_devices_and_cuts_are_those_of_the_map_that_a_model_was_loaded_by() -> N
     splitpipe.attach(model, devices=["cpu", "cpu"])
 
 
-@pytest.mark.parametrize("given", [
-    {"chunks": 0}, {"schedule": 4}, {"schedule": "nothing"}, {"devices": 4}, {"cuts": "layers.1"},
-])
+@pytest.mark.parametrize("given", [{"chunks": 0}, {"schedule": 4}, {"schedule": "nothing"}, {"devices": 4},
+                                   {"cuts": "layers.1"}])
 def test_a_wrong_argument_is_said_where_others_are_chosen(given: dict[str, Any]) -> None:
     for make in (splitpipe.attach, SplitPipe):
         with pytest.raises((TypeError, ValueError), match=next(iter(given))):

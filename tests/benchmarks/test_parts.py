@@ -122,16 +122,12 @@ def test_a_result_has_tables_and_says_where_they_are_from(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "fault"),
-    [
-        ("sys.exit(3)", "ended with exit code 3"),
-        ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {}}))", "measured nothing"),
-        ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {'a': [{'b': 1}]}}))", None),
-    ],
+    [("sys.exit(3)", "ended with exit code 3"),
+     ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {}}))", "measured nothing"),
+     ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {'a': [{'b': 1}]}}))", None)],
     ids=["fails", "measures nothing", "succeeds"],
 )
-def test_a_part_that_fails_leaves_the_older_result(
-    code: str, fault: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_leaves_the_older_result(code, fault, tmp_path, monkeypatch):
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/__init__.py").touch()
     (tmp_path / "benchmarks/planted.py").write_text(f"import json, sys\npath = sys.argv[-1]\n{code}\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,13 +30,9 @@ def losses(printed: str) -> list[float]:
     return [float(found) for found in re.findall(r"^step \d+: held-out (\S+)", printed, flags=re.MULTILINE)]
 
 
-@pytest.mark.parametrize("mode", [
-    pytest.param(["--schedule", "v-half"], id="v-half"),
-    pytest.param([], id="drop-in", marks=pytest.mark.thorough),
-])
-def test_it_learns_and_a_resumed_run_equals_a_straight_one(
-    script: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: list[str]
-) -> None:
+@pytest.mark.parametrize("mode", [pytest.param(["--schedule", "v-half"], id="v-half"),
+                                  pytest.param([], id="drop-in", marks=pytest.mark.thorough)])
+def test_it_learns_and_a_resumed_run_equals_a_straight_one(script, tmp_path, capsys, mode):
     straight, half, resumed = (str(tmp_path / name) for name in ("straight.pt", "half.pt", "resumed.pt"))
     assert train_gpt.main([*TINY, *mode, "--steps", "8", "--eval-every", "4", "--save", straight]) == 0
     before, _, after = losses(capsys.readouterr().out)
@@ -50,15 +45,11 @@ def test_it_learns_and_a_resumed_run_equals_a_straight_one(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ("--lr 0", "argument --lr: expected more than 0, and finite; found 0"),
-        ("--width 10 --heads 4", "width must be a multiple of heads; found width 10 and 4 heads"),
-        ("--resume nowhere.pt", "--resume nowhere.pt: no such file"),
-    ],
+    [("--lr 0", "argument --lr: expected more than 0, and finite; found 0"),
+     ("--width 10 --heads 4", "width must be a multiple of heads; found width 10 and 4 heads"),
+     ("--resume nowhere.pt", "--resume nowhere.pt: no such file")],
 )
-def test_options_that_make_no_run_are_refused_in_one_line(
-    options: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_make_no_run_are_refused_in_one_line(options, said, capsys):
     with pytest.raises(SystemExit) as ended:
         train_gpt.main(options.split())
     found = capsys.readouterr().err
@@ -67,9 +58,7 @@ def test_options_that_make_no_run_are_refused_in_one_line(
 
 @gloo
 @pytest.mark.thorough
-def test_two_processes_train_to_the_losses_of_one(
-    script: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_train_to_the_losses_of_one(script, tmp_path, capsys, monkeypatch):
     monkeypatch.undo()  # All of the text, as in the processes.
     words = "--steps 3 --eval-every 3 --batch 64 --chunks 2 --context 128 --width 16 --heads 2 --layers 2".split()
     words += ["--lr", "0.1", "--schedule", "v-half"]

@@ -50,9 +50,8 @@ def linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def convolution(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = aten.convolution_backward(
-        grad, x, weight, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
-    )
+    found: tuple[Tensor, ...] = aten.convolution_backward(grad, x, weight, [4], [1, 1], [1, 1], [1, 1], False, [0, 0],
+                                                          1, [True, True, True])
     return found
 
 
@@ -64,9 +63,7 @@ X, W, G = torch.randn(5, 3), torch.randn(4, 3), torch.randn(5, 4)
     (convolution, [torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.randn(2, 4, 5, 5)],
      aten.convolution_backward.default),
 ], ids=["linear", "convolution"])
-def test_the_two_halves_give_what_the_whole_gives_each_with_a_product(
-    call: Callable[..., tuple[Tensor, ...]], given: list[Tensor], product: Any
-) -> None:
+def test_the_two_halves_give_what_the_whole_gives_each_with_a_product(call, given, product):
     found = halved(traced(call, *given), [1, 2])
     assert found is not None and found.first is not None and (found.inputs, found.weights) == ((0,), (1, 2))
     gradients = apart(found, given)

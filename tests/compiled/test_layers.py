@@ -31,9 +31,8 @@ pytestmark = [
 ]
 ALWAYS: dict[str, Any] = {"checkpoint": "always"}
 SCHEDULED: dict[str, Any] = {"schedule": "zb-h1", "loss_fn": F.mse_loss}
-WAYS = pytest.mark.parametrize("way", [
-    pytest.param(ALWAYS, id="always"), pytest.param(SCHEDULED, id="zb-h1", marks=pytest.mark.thorough),
-])
+WAYS = pytest.mark.parametrize("way", [pytest.param(ALWAYS, id="always"),
+                                       pytest.param(SCHEDULED, id="zb-h1", marks=pytest.mark.thorough)])
 
 
 class Block(nn.Module):
@@ -187,9 +186,8 @@ def test_copies_are_compiled_when_they_are_called(copied: Any) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("how", "way"), [
-    ("torch.compile", SCHEDULED), pytest.param("layer.compile", ALWAYS, marks=pytest.mark.thorough),
-])
+@pytest.mark.parametrize(("how", "way"), [("torch.compile", SCHEDULED),
+                                          pytest.param("layer.compile", ALWAYS, marks=pytest.mark.thorough)])
 def test_layers_that_the_user_compiles_by_our_backend_are_the_same(how: str, way: dict[str, Any]) -> None:
     plain = blocks()
     module = copy.deepcopy(plain)
@@ -217,18 +215,15 @@ def compile_in_place(layers: nn.Sequential, backend: Any) -> None:
         layer.compile(backend=backend)
 
 
-ALL_WAYS: dict[str, dict[str, Any]] = {
-    "never": {"checkpoint": "never"}, "always": ALWAYS, "zb-h1": {**SCHEDULED, **ALWAYS},
-    "autograd": {**SCHEDULED, **ALWAYS, "backward": "autograd"},
-}
+ALL_WAYS: dict[str, dict[str, Any]] = {"never": {"checkpoint": "never"}, "always": ALWAYS,
+                                       "zb-h1": {**SCHEDULED, **ALWAYS},
+                                       "autograd": {**SCHEDULED, **ALWAYS, "backward": "autograd"}}
 
 
 @pytest.mark.compiles
 @graded({"how": [None, wrap, compile_in_place], "backend": ["eager", "aot_eager"], "name": [*ALL_WAYS]},
         essence=[["how"]], thorough=[["how", "backend"], ["how", "name"]])
-def test_layers_of_ours_and_the_users_run_in_the_callers_thread_and_are_compiled_once(
-    how: Any, backend: str, name: str, graphs: list[str]
-) -> None:
+def test_layers_of_ours_and_the_users_run_in_the_callers_thread_and_are_compiled_once(how, backend, name, graphs):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     way = ALL_WAYS[name]
@@ -315,7 +310,6 @@ def test_by_inductor() -> None:
 def test_modes_are_inductors() -> None:
     found = verify_compile({"mode": "max-autotune-no-cudagraphs", "options": {"epilogue_fusion": False}})
     assert found is not None
-    assert dict(found.of_inductor()) == {
-        "max_autotune": True, "coordinate_descent_tuning": True, "epilogue_fusion": False,
-    }
+    assert dict(found.of_inductor()) == {"max_autotune": True, "coordinate_descent_tuning": True,
+                                         "epilogue_fusion": False}
     assert verify_compile(False) is None and verify_compile({}) == verify_compile(True)

@@ -27,10 +27,8 @@ def settings() -> tuple[dict[str, object], list[object]]:
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         "cache": torch.is_autocast_cache_enabled(),
         "default device": devices[-1] if devices else None,
-    }, [
-        *[mode for mode in modes if not isinstance(mode, DeviceContext)], *_get_current_dispatch_mode_stack(),
-        *(_autograd._top_saved_tensors_default_hooks(True) or ()),
-    ]
+    }, [*[mode for mode in modes if not isinstance(mode, DeviceContext)], *_get_current_dispatch_mode_stack(),
+        *(_autograd._top_saved_tensors_default_hooks(True) or ())]
 
 
 @contextmanager

@@ -33,11 +33,9 @@ COMPILED = tuple(name for name in PATHS if "compiled" in name)
 #: Rows and microbatches of layers.
 SIZES = ((5, 2), (7, 3), (3, 8))
 #: Options of a case, and what there is of each.
-WAYS: dict[str, Sequence[Any]] = {
-    "checkpoint": ("always", "except_last", "never"), "backward": ("split", "autograd"),
-    "schedule": (None, "1f1b", "zb-h1", "zb-v"),
-    "own": (False, True, "forward"), "parts": (False, True), "given": ("there", "cpu", "pinned", "elsewhere"),
-}
+WAYS: dict[str, Sequence[Any]] = {"checkpoint": ("always", "except_last", "never"), "backward": ("split", "autograd"),
+                                  "schedule": (None, "1f1b", "zb-h1", "zb-v"), "own": (False, True, "forward"),
+                                  "parts": (False, True), "given": ("there", "cpu", "pinned", "elsewhere")}
 
 
 @dataclass(frozen=True)
@@ -141,10 +139,8 @@ def run(case: Case) -> Outcome:
         module = subject.make(case.stages)
         batch = subject.value(case.chunks * ROWS if case.rows is None else case.rows)
         target = torch.randn(subject.rows(batch))
-        options: dict[str, Any] = {
-            **subject.borders(case.stages), "chunks": case.chunks, "checkpoint": case.checkpoint,
-            "backward": case.backward, "devices": case.devices(), **subject.options,
-        }
+        options: dict[str, Any] = {**subject.borders(case.stages), "chunks": case.chunks, "checkpoint": case.checkpoint,
+                                   "backward": case.backward, "devices": case.devices(), **subject.options}
         if case.own or case.rows is not None:
             options["stash_limit"] = 0  # As in large models, W runs during B.
         if case.schedule is not None:
@@ -181,10 +177,8 @@ def _put(x: Tensor, given: str, home: torch.device) -> Tensor:
     return x.to(home if given == "there" else f"{home.type}:{torch.accelerator.device_count() - 1}")
 
 
-def _steps(
-    case: Case, model: nn.Module, batch: Any, target: Tensor, device: torch.device,
-    others: Sequence[stream.Stream] | None = None,
-) -> list[dict[str, Tensor | None]]:
+def _steps(case: Case, model: nn.Module, batch: Any, target: Tensor, device: torch.device,
+           others: Sequence[stream.Stream] | None = None) -> list[dict[str, Tensor | None]]:
     """Trains the pipeline or what it is compared with; gives all there is after each step.
 
     On ``others`` somebody else computes meanwhile; None: of what is compared with, whose batch is on the device.

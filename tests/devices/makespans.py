@@ -58,10 +58,8 @@ class Way:
         devices: list[Any] = [f"cuda:{number}" for number in range(self.devices)]
         if self.own:
             devices = [torch.Stream(device=name, priority=-1) for name in devices]
-        model = SplitPipe(
-            chain(stages), [1] * stages, devices=devices, chunks=self.chunks, checkpoint=self.checkpoint,
-            backward=self.backward, stash_limit=self.limit, **options,
-        )
+        model = SplitPipe(chain(stages), [1] * stages, devices=devices, chunks=self.chunks, checkpoint=self.checkpoint,
+                          backward=self.backward, stash_limit=self.limit, **options)
         x, y = torch.randn(ROWS * self.chunks, WIDTH), torch.randn(ROWS * self.chunks)
         given, target = x.to(model.devices[0]).requires_grad_(), y.to(model.devices[-1])
         found = []

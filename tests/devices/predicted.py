@@ -41,10 +41,8 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
     kind = Chain if by_cuts else nn.Sequential
     module = kind(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(6)), nn.Linear(WIDTH, WIDTH))
     x, y = torch.randn(2, ROWS, WIDTH).unbind()
-    measured = profile(
-        survey(module, x), y, squared, [Place(torch.device("cpu"))] * 2, [8],
-        compile=False, memory=[math.inf] * 2, optimizer_state=0.0, seconds=0.0,
-    )
+    measured = profile(survey(module, x), y, squared, [Place(torch.device("cpu"))] * 2, [8], compile=False,
+                       memory=[math.inf] * 2, optimizer_state=0.0, seconds=0.0)
     # With times of their own, layers would be cut by luck.
     even = {
         chunks: tuple(replace(layer, forward=1, backward_input=1, backward_weight=1) for layer in layers)
@@ -53,11 +51,9 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
     measured = replace(measured, layers=even)
     for choice in choose(measured, schedules=SCHEDULES, tries=0):
         way = choice.candidate
-        model = SplitPipe(
-            copy.deepcopy(module), cuts=[measured.names[start] for start in choice.cut[1:-1]],
-            devices=["cuda:0", "cuda:1"], chunks=way.chunks, checkpoint=way.checkpoint, schedule=way.schedule,
-            loss_fn=squared,
-        )
+        model = SplitPipe(copy.deepcopy(module), cuts=[measured.names[start] for start in choice.cut[1:-1]],
+                          devices=["cuda:0", "cuda:1"], chunks=way.chunks, checkpoint=way.checkpoint,
+                          schedule=way.schedule, loss_fn=squared)
         counted = _counted(lambda x, y, model=model: model(x, target=y), model, x, y)
         yield f"{way}{', by cuts' * by_cuts}", [most / real for most, real in zip(choice.memory, counted)]
 

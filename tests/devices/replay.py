@@ -64,9 +64,8 @@ def replay(launches: Sequence[Launch], cost: Callable[[Launch], float]) -> list[
     return spans
 
 
-def _offers(
-    idle: dict[_Stream, deque[tuple[int, Launch]]], to_come: set[int], cost: Callable[[Launch], float]
-) -> list[tuple[int, int, Launch, float]]:
+def _offers(idle: dict[_Stream, deque[tuple[int, Launch]]], to_come: set[int],
+            cost: Callable[[Launch], float]) -> list[tuple[int, int, Launch, float]]:
     """Does all that takes no time. What idle streams offer then: priority, number, launch, how long it takes."""
     before = -1
     offers: dict[_Stream, tuple[int, int, Launch, float]] = {}

@@ -121,9 +121,8 @@ def in_each(*makes: Make) -> Callable[[int], nn.Sequential]:
 
 def and_last(make: Make, *makes: Make) -> Callable[[int], nn.Sequential]:
     """One layer in every stage but the last, which has others."""
-    return lambda stages: nn.Sequential(
-        *(make() for _ in range(stages - 1)), nn.Sequential(*(make() for make in makes))
-    )
+    return lambda stages: nn.Sequential(*(make() for _ in range(stages - 1)),
+                                        nn.Sequential(*(make() for make in makes)))
 
 
 def skips(stages: int) -> nn.Sequential:
@@ -153,19 +152,16 @@ SUBJECTS = {
     "chain": Subject(chain),
     "pairs": Subject(and_last(layered(paired), layered(paired), first)),
     "skips": Subject(skips),
-    "statistics": Subject(
-        in_each(linear, lambda: nn.BatchNorm1d(WIDTH)), options={"deferred_batch_norm": True}, measure="cpu"
-    ),
+    "statistics": Subject(in_each(linear, lambda: nn.BatchNorm1d(WIDTH)), options={"deferred_batch_norm": True},
+                          measure="cpu"),
     "slices": Subject(in_each(layered(sliced))),
     "elsewhere": Subject(in_each(layered(elsewhere, own=None))),
     "elsewhere, a batch without grad": Subject(in_each(layered(elsewhere, own=None)), differentiable=False),
     "compiled": Subject(in_each(Block, Block), options={"compile": EAGER}),
     "ties": Subject(ties),
     "dropouts": Subject(in_each(linear, nn.Dropout, nn.Tanh), measure="never"),
-    "tables": Subject(
-        and_last(layered(scaled), layered(scaled), first), lambda size: (_rows(size), _rows(1)[0]),
-        {"batched": (True, False)},
-    ),
+    "tables": Subject(and_last(layered(scaled), layered(scaled), first), lambda size: (_rows(size), _rows(1)[0]),
+                      {"batched": (True, False)}),
     **{f"module: {name}": Subject(make, cuts=modules.cuts) for name, make in modules.MODULES.items()},
     "module: compiled": Subject(modules.Carried, options={"compile": EAGER}, cuts=modules.cuts),
     **{f"layers: {name}": _between(name) for name in LAYERS},

@@ -25,10 +25,8 @@ from tests.tools.covered import ROOT, environment, measured
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(2), pytest.mark.fake, pytest.mark.thorough]
 
-WAYS: tuple[dict[str, Any], ...] = (
-    {"checkpoint": "always"}, {"checkpoint": "always", "backward": "autograd"},
-    {"checkpoint": "never", "schedule": "zb-h1", "loss_fn": mean},
-)
+WAYS: tuple[dict[str, Any], ...] = ({"checkpoint": "always"}, {"checkpoint": "always", "backward": "autograd"},
+                                    {"checkpoint": "never", "schedule": "zb-h1", "loss_fn": mean})
 
 
 def test_an_allocation_that_fails_anywhere_reaches_the_caller_and_changes_nothing() -> None:

@@ -127,10 +127,8 @@ def test_copies_pickles_and_states_are_whole(called: bool) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1", None])
 def test_what_is_detached_goes_to_one_device_or_stays(device: str | None) -> None:
-    for model in (
-        SplitPipe(sequential(), [2, 1, 2], devices=DEVICES), wrapped(Tied(3)),
-        splitpipe.attach(Tied(3), cuts(3), devices=DEVICES),
-    ):
+    for model in (SplitPipe(sequential(), [2, 1, 2], devices=DEVICES), wrapped(Tied(3)),
+                  splitpipe.attach(Tied(3), cuts(3), devices=DEVICES)):
         with torch.no_grad():  # Torch swaps tensors of such devices, and none that a graph has.
             expected = model(batch())
         before, tensors = homes(model), [*model.parameters()]

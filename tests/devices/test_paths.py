@@ -17,9 +17,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "subject", [pytest.param(name, marks=[pytest.mark.compiles] * (name in COMPILED)) for name in PATHS]
-)
+@pytest.mark.parametrize("subject",
+                         [pytest.param(name, marks=[pytest.mark.compiles] * (name in COMPILED)) for name in PATHS])
 def test_a_path_between_stages(subject: str) -> None:
     assert wrong(subject) == {}
 

@@ -59,19 +59,16 @@ def test_the_interpreters_lock_is_free_while_the_driver_has_an_event(scheduled: 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_copies_go_first_and_weight_gradients_behind_stages_that_do() -> None:
     told: dict[str, list[int]] = {}
-    for name, devices in {
-        "default": ["cuda:0", "cuda:1"],
-        "first": [torch.Stream(device=f"cuda:{index}", priority=-1) for index in range(2)],
-    }.items():
+    for name, devices in {"default": ["cuda:0", "cuda:1"],
+                          "first": [torch.Stream(device=f"cuda:{index}", priority=-1) for index in range(2)]}.items():
         model = made(False, devices=devices, stash_limit=0)
         softcuda.log()
         trained(model, False)
         log = launches()
         told[f"{name}: copies"] = sorted({each.priority for each in log if each.kind == "copy"})
         told[f"{name}: products"] = sorted({each.priority for each in log if each.multiplications})
-    assert told == {
-        "default: copies": [-1], "default: products": [0], "first: copies": [-1], "first: products": [-1, 0]
-    }
+    assert told == {"default: copies": [-1], "default: products": [0], "first: copies": [-1],
+                    "first: products": [-1, 0]}
 
 
 @pytest.fixture
@@ -126,9 +123,7 @@ def test_a_plan_predicts_the_memory_that_devices_count(by_cuts: bool) -> None:
 
 
 @fake
-def test_what_a_failed_step_has_begun_is_done_before_its_memory_has_another_use(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_failed_step_has_begun_is_done_before_its_memory_has_another_use(monkeypatch):
     model, accumulate = made(False, stash_limit=0), WeightGradStore._accumulate
 
     def failing(self: WeightGradStore, pending: Any) -> None:

@@ -37,9 +37,8 @@ def small(module: nn.Module | None = None, **more: Any) -> Pipeline:
     return Pipeline(module or nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), [1, 1], **given)
 
 
-def assert_trained_alike(
-    rank: int, module: nn.Sequential, balance: list[int], name: str, steps: int = 2, buffers: bool = True
-) -> None:
+def assert_trained_alike(rank: int, module: nn.Sequential, balance: list[int], name: str, steps: int = 2,
+                         buffers: bool = True) -> None:
     """Losses and summed gradients of some steps are those of the whole module."""
     plain = copy.deepcopy(module)
     model = Pipeline(module, balance, chunks=CHUNKS, schedule=name, loss_fn=nn.MSELoss(), device="cpu")

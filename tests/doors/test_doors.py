@@ -67,11 +67,8 @@ def test_a_public_name_is_explained_by_an_example(door: ModuleType, name: str) -
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_run(name: str, no_accelerator: None) -> None:
     known = {name: getattr(door, name) for door in PUBLIC for name in door.__all__}
-    failed, _ = doctest.testmod(
-        importlib.import_module(name),
-        extraglobs={**known, "torch": torch, "nn": torch.nn},
-        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
-    )
+    failed, _ = doctest.testmod(importlib.import_module(name), extraglobs={**known, "torch": torch, "nn": torch.nn},
+                                optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert failed == 0, "the report above, in captured stdout, shows the lines"
 
 

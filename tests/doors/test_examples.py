@@ -19,10 +19,8 @@ from tests.doors.test_layers import DOORS, imports
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "docs" / "examples").glob("*.py"))
 #: The command of each script, by its name.
-COMMANDS = dict(re.findall(
-    r"^\| \[(\S+)\]\(examples/\1\) \|.*\| `(.*)` \|$", (ROOT / "docs/examples.md").read_text(encoding="utf-8"),
-    flags=re.MULTILINE,
-))
+COMMANDS = dict(re.findall(r"^\| \[(\S+)\]\(examples/\1\) \|.*\| `(.*)` \|$",
+                           (ROOT / "docs/examples.md").read_text(encoding="utf-8"), flags=re.MULTILINE))
 scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 Run = Callable[..., str]
 
@@ -51,10 +49,8 @@ def losses(said: str) -> list[tuple[float, float]]:
 def torchrun(*words: str) -> str:
     """What the processes of a script print, on CPUs."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words], cwd=ROOT, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as launcher:
+    with subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", *words], cwd=ROOT,
+                          env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
         try:
             said, complaints = launcher.communicate(timeout=250)
         finally:

@@ -7,7 +7,7 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.draws
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", [
-    page for page in PAGES if blocks(page, "python")
-], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 @pytest.mark.filterwarnings("default:::transformers", "default:::lightning")
 @pytest.mark.filterwarnings("default:`torch.jit.script_method` is deprecated")  # bitsandbytes, when it is imported.
 @pytest.mark.filterwarnings("ignore:no accelerator is available")
@@ -132,10 +130,8 @@ def test_code_says_its_language_is_as_wide_as_the_site_shows_it_and_is_python(pa
     assert "<!-- value:" not in TEXT[page]  # Tables are filled between lines; numbers are held by tests.
 
 
-@pytest.mark.parametrize(("page", "most"), [
-    ("README.md", 200), ("CONTRIBUTING.md", 150), ("docs/architecture.md", 120), ("docs/limits.md", 120),
-    ("CHANGELOG.md", 50),
-])
+@pytest.mark.parametrize(("page", "most"), [("README.md", 200), ("CONTRIBUTING.md", 150), ("docs/architecture.md", 120),
+                                            ("docs/limits.md", 120), ("CHANGELOG.md", 50)])
 def test_a_page_that_is_read_from_top_to_bottom_is_short(page: str, most: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
 
@@ -177,9 +173,7 @@ def test_the_commands_are_these_and_those_of_schedules_and_plans() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", [line for line in commands(*PAGES) if line.startswith(PLAN)])
-def test_a_command_of_plans_does_what_it_says(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_plans_does_what_it_says(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(
         "from torch import nn\nmodel = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16), nn.Linear(16, 10))\n"
     )
@@ -193,9 +187,7 @@ def test_a_command_of_plans_does_what_it_says(
 
 
 @pytest.mark.parametrize("command", [line for line in commands(*PAGES) if line.startswith(SCHEDULE)])
-def test_a_command_of_schedules_does_what_it_says(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_schedules_does_what_it_says(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)[3:]) == 0
@@ -248,9 +240,7 @@ def test_the_pictures_are_a_drop_in_call_with_and_without_the_split_on_one_time_
     first = forward_rows(m, workers)
     second = backward_rows(m, workers, lowest=0, checkpointed=0, weights=True)
     split = [[*one, *other] for one, other in zip(first, second)]
-    fused = [
-        [run._replace(kind="BW") if run.kind == "B" else run for run in row if run.kind != "W"] for row in split
-    ]
+    fused = [[run._replace(kind="BW") if run.kind == "B" else run for run in row if run.kind != "W"] for row in split]
     pictures = [[line.rstrip() for line in drawn(rows).splitlines()] for rows in (fused, split)]
     assert [source.splitlines() for _, source in blocks(README, "text")] == pictures
 
@@ -261,9 +251,8 @@ def table(file: str, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize(("divided_by", "against"), [
-    ("the best other pipeline", "the best pipelined peer"), ("the plain module, on both cores", "the bound"),
-])
+@pytest.mark.parametrize(("divided_by", "against"), [("the best other pipeline", "the best pipelined peer"),
+                                                     ("the plain module, on both cores", "the bound")])
 def test_the_readme_has_the_throughput_that_was_measured(divided_by: str, against: str) -> None:
     (shown,) = re.findall(rf"^\| {divided_by} \| (.*) \|$", TEXT[README], flags=re.MULTILINE)
     ratios = [
@@ -297,10 +286,7 @@ def words(text: str) -> list[str]:
 @pytest.mark.parametrize(("example", "first", "compared"), [
     ("class Centred", "8 rows", words), ("deferral_report", "parameter", str),
 ], ids=["check", "deferral report"])
-def test_an_example_prints_what_the_page_shows(
-    example: str, first: str, compared: Callable[[str], object], no_accelerator: None,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_example_prints_what_the_page_shows(example, first, compared, no_accelerator, capsys):
     page = ROOT / "docs/reference.md"
     (imports, *others) = [source for _, source in blocks(page, "python")]
     exec(f"{imports}\n{next(source for source in others if example in source)}", {})

@@ -25,14 +25,12 @@ COMPILED = ROOT / "splitpipe" / "compiled" / "torch_private.py"
 FILES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
          for path in sorted((ROOT / "splitpipe").rglob("*.py")) if path not in (CORE, DISTRIBUTED, COMPILED)}
 #: Attributes that are read with a default, or from nodes and from classes that torch imports late.
-LATE = {
-    "_raw_saved_tensors", "_raw_saved_input", "_raw_saved_indices", "_raw_saved_mat1", "_raw_saved_self",
-    "_saved_input", "_saved_weight", "_saved_indices", "_saved_mat1", "_saved_self", "_saved_weight_sym_argsize_0",
-    "_saved_padding_idx", "_saved_sparse", "_saved_scale_grad_by_freq", "_saved_stride", "_saved_padding",
-    "_saved_dilation", "_saved_transposed", "_saved_output_padding", "_saved_groups", "_saved_alpha", "_saved_beta",
-    "_saved_dim0", "_saved_dim1", "_saved_dims", "_is_full_backward_hook", "_local_tensor", "_boxed_call",
-    "_torchdynamo_orig_callable",
-}
+LATE = {"_raw_saved_tensors", "_raw_saved_input", "_raw_saved_indices", "_raw_saved_mat1", "_raw_saved_self",
+        "_saved_input", "_saved_weight", "_saved_indices", "_saved_mat1", "_saved_self", "_saved_weight_sym_argsize_0",
+        "_saved_padding_idx", "_saved_sparse", "_saved_scale_grad_by_freq", "_saved_stride", "_saved_padding",
+        "_saved_dilation", "_saved_transposed", "_saved_output_padding", "_saved_groups", "_saved_alpha", "_saved_beta",
+        "_saved_dim0", "_saved_dim1", "_saved_dims", "_is_full_backward_hook", "_local_tensor", "_boxed_call",
+        "_torchdynamo_orig_callable"}
 
 
 def is_private(name: str) -> bool:
@@ -103,11 +101,9 @@ def test_no_other_file_names_what_is_private_to_torch() -> None:
 
 
 def test_a_private_name_is_seen_where_public_and_listed_ones_are_fine() -> None:
-    for line in (
-        "torch._C._current_graph_task_id()", "import torch._dynamo", "from torch._C import name", "x._unlisted",
-        "from torch import _C", "from torch.nn.modules.batchnorm import _BatchNorm", "super()._unlisted()",
-        "getattr(x, '_unlisted', None)",
-    ):
+    for line in ("torch._C._current_graph_task_id()", "import torch._dynamo", "from torch._C import name",
+                 "x._unlisted", "from torch import _C", "from torch.nn.modules.batchnorm import _BatchNorm",
+                 "super()._unlisted()", "getattr(x, '_unlisted', None)"):
         assert faults(f"def f(x):\n    {line}", {"_listed"}) != [], line
     fine = "import torch.nn\nx._listed\ngetattr(x, '_listed', None)\nself._mine\nx.__dict__"
     assert faults(fine, {"_listed"}) == []

@@ -101,9 +101,7 @@ def assert_alive(census: Census, plan: Schedule, which: int, begins: str, ends: 
      "alone": [False, True]},
     essence=[["backward", "checkpoint", "alone"]], thorough=[["name", "backward", "alone"], ["name", "checkpoint"]],
 )
-def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w_and_inputs_to_b(
-    name: str, backward: Any, checkpoint: str, alone: bool
-) -> None:
+def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w_and_inputs_to_b(name, backward, checkpoint, alone):
     plan, census = counted(name, alone, backward=backward, checkpoint=checkpoint)
     split = backward == "split"
     if checkpoint == "never":
@@ -130,10 +128,9 @@ def test_in_the_second_half_of_a_drop_in_call_activations_go_with_their_w() -> N
     assert alive == [1, 0, 0]
 
 
-OPTIONS = pytest.mark.parametrize("options", [
-    {"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b"},
-    {"schedule": "zb-h1", "checkpoint": "always"}, {"backward": "autograd", "checkpoint": "always"},
-], ids=str)
+OPTIONS = pytest.mark.parametrize("options", [{"checkpoint": "never"}, {"checkpoint": "always"}, {"schedule": "1f1b"},
+                                              {"schedule": "zb-h1", "checkpoint": "always"},
+                                              {"backward": "autograd", "checkpoint": "always"}], ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -182,9 +179,7 @@ def watched(by: str, options: dict[str, Any]) -> tuple[SplitPipe, list[weakref.r
 
 @OPTIONS
 @pytest.mark.parametrize("by", ["balance", "cuts"])
-def test_what_layers_save_goes_with_a_dropped_call_or_with_backward_though_the_loss_lives_on(
-    by: str, options: dict[str, Any]
-) -> None:
+def test_what_layers_save_goes_with_a_dropped_call_or_with_backward_though_the_loss_lives_on(by, options):
     model, alive = watched(by, options)
     loss_of(model, torch.randn(4, 4, requires_grad=True) * 1)
     assert alive and not any(ref() is not None for ref in alive)

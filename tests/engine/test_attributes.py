@@ -38,9 +38,7 @@ def experts() -> nn.Module:
 class Mixture(nn.Module):
     """Experts; the loss includes what ``after`` computes right after a block."""
 
-    def __init__(
-        self, after: Callable[[Any], Any] = lambda block: 0, block: Callable[[], nn.Module] = experts
-    ) -> None:
+    def __init__(self, after: Callable[[Any], Any] = lambda block: 0, block: Callable[[], nn.Module] = experts) -> None:
         super().__init__()
         self.blocks, self.head, self.after = nn.ModuleList(block() for _ in range(4)), nn.Linear(4, 4), after
 

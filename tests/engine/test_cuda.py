@@ -14,15 +14,10 @@ from splitpipe import SplitPipe, schedule
 from tests.helpers.covering import graded
 from tests.helpers.scheduled import stages_of
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-AXES: dict[str, list[Any]] = {
-    "name": [None, *schedule.names()], "checkpoint": ["never", "except_last", "always"],
-    "backward": ["split", "autograd"],
-}
+AXES: dict[str, list[Any]] = {"name": [None, *schedule.names()], "checkpoint": ["never", "except_last", "always"],
+                              "backward": ["split", "autograd"]}
 
 
 def syncs(mode: str) -> None:

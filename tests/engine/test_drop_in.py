@@ -37,9 +37,7 @@ def gradients(module: nn.Module) -> list[Any]:
 
 @pairwise(checkpoint=CHECKPOINTS, stash_limit=LIMITS, by=["balance", "cuts"],
           chosen=[["0.weight"], ["4.bias"], ["2.bias", "0.weight"], ["4.weight", "0.bias"], ["input"]])
-def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(
-    checkpoint: str, stash_limit: Any, by: str, chosen: list[str]
-) -> None:
+def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(checkpoint, stash_limit, by, chosen):
     plain, model = pair(checkpoint=checkpoint, stash_limit=stash_limit, by=by)
     given, found = torch.randn(7, 4), []
     for each in (plain, model):

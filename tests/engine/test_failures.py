@@ -31,10 +31,9 @@ def fragile(self: Any, x: Tensor, rows: Tensor) -> dict[str, Tensor]:
 
 #: Where it goes wrong: the number of a block or "between", the stage, the first row of a microbatch.
 PLACES = [(0, 0, 4), (1, 1, 0), (2, 1, 2), (3, 2, 4), (3, 2, 0), ("between", 2, 2)]
-AXES: dict[str, list[Any]] = {
-    "way": [{}, {"schedule": "1f1b"}, {"schedule": "zb-h1"}, {"backward": "autograd"}],
-    "checkpoint": ["never", "always"], "place": PLACES, "error": [*ERRORS], "first": [True, False],
-}
+AXES: dict[str, list[Any]] = {"way": [{}, {"schedule": "1f1b"}, {"schedule": "zb-h1"}, {"backward": "autograd"}],
+                              "checkpoint": ["never", "always"], "place": PLACES, "error": [*ERRORS],
+                              "first": [True, False]}
 X = {"x": torch.linspace(-1, 1, 24).reshape(6, 4), "rows": torch.arange(6)}
 
 
@@ -57,9 +56,7 @@ def assert_right(plain: nn.Module, model: nn.Module) -> None:
 
 
 @graded(AXES, [["error"], ["place"]], [["way", "checkpoint"], ["way", "error"], ["way", "place"], ["way", "first"]])
-def test_an_error_in_a_forward_has_its_place_and_the_next_step_is_right(
-    way: dict[str, Any], checkpoint: str, place: Any, error: Any, first: bool
-) -> None:
+def test_an_error_in_a_forward_has_its_place_and_the_next_step_is_right(way, checkpoint, place, error, first):
     plain, model = pair(way, checkpoint)
     if not first:
         step(model)

@@ -21,10 +21,9 @@ from tests.helpers.twin import Nothing, assert_same, assert_same_tensors
 from tests.promise.layers import Apply
 
 Way = tuple[str, dict[str, Any]]
-WAYS: dict[str, Way] = {
-    "1f1b": ("1f1b", {}), "zb-v": ("zb-v", {}), "zb-v, checkpointed": ("zb-v", {"checkpoint": "always"}),
-    "zb-h1, autograd": ("zb-h1", {"backward": "autograd"}),
-}
+WAYS: dict[str, Way] = {"1f1b": ("1f1b", {}), "zb-v": ("zb-v", {}),
+                        "zb-v, checkpointed": ("zb-v", {"checkpoint": "always"}),
+                        "zb-h1, autograd": ("zb-h1", {"backward": "autograd"})}
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
@@ -47,9 +46,8 @@ def gradients(loss: Tensor, *leaves: Tensor) -> list[Any]:
     return found
 
 
-def assert_equal_for(
-    layers: list[nn.Module], way: Way, *leaves: Tensor, given: Any = None, target: Any = 0.25, loss_fn: Any = mean,
-) -> None:
+def assert_equal_for(layers: list[nn.Module], way: Way, *leaves: Tensor, given: Any = None, target: Any = 0.25,
+                     loss_fn: Any = mean) -> None:
     """The same module, run plainly and by a schedule, gives the same gradients of leaves that both share."""
     x = torch.randn(7, 4) if given is None else given
     plain, model = nn.Sequential(*layers), wrapped(layers, way, loss_fn)

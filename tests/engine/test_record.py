@@ -17,10 +17,8 @@ from tests.helpers.deferring import double as double
 from tests.helpers.scheduled import assert_transparent, mlp, twins
 
 
-@graded(
-    {"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["always", "never"]},
-    essence=[["backward"]], thorough=[["name"]],
-)
+@graded({"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["always", "never"]},
+        essence=[["backward"]], thorough=[["name"]])
 def test_each_device_has_done_its_row_in_order(name: str, backward: str, checkpoint: str, tmp_path: Path) -> None:
     _, it = twins(mlp(9), name, loss_fn=nn.MSELoss(), chunks=4, backward=backward, checkpoint=checkpoint)
     x = torch.randn(8, 4)

@@ -79,8 +79,7 @@ def penalised(net: Net, x: Tensor) -> Tensor:
 
 #: A forward; the error and its words; whether its blocks are checkpointed.
 FORWARDS: dict[str, tuple[Callable[[Net, Tensor], Any], type[Exception], str, str]] = {
-    **{each.__name__: (each, RuntimeError, "was written to in place", "never")
-       for each in (late, remade)},
+    **{each.__name__: (each, RuntimeError, "was written to in place", "never") for each in (late, remade)},
     "forces": (forces, RuntimeError, "runs backward between blocks", "never"),
     "replaced": (replaced, ValueError, "was called while other tensors replace its parameters", "never"),
     "overwritten": (overwritten, RuntimeError, "was written to in place after its forward", "always"),
@@ -111,9 +110,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], obj
 
 
 @pairwise(kind=[*CONTAINERS], schedule=["gpipe", "1f1b", "zb-h1"], checkpoint=["never", "always"])
-def test_a_block_that_changes_a_container_on_a_later_stage_or_checkpointed_is_an_error(
-    kind: str, schedule: str, checkpoint: str
-) -> None:
+def test_a_block_that_changes_a_container_on_a_later_stage_or_checkpointed_is_an_error(kind, schedule, checkpoint):
     make, change = CONTAINERS[kind]
 
     def changing(self: Any, x: Tensor, given: Any) -> Tensor:

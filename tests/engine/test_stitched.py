@@ -25,9 +25,7 @@ def mlp(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), *more, nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
-def stitched(
-    module: nn.Sequential, balance: list[int] | None = None, by: str = "balance", **options: Any
-) -> SplitPipe:
+def stitched(module: nn.Sequential, balance: list[int] | None = None, by: str = "balance", **options: Any) -> SplitPipe:
     """A pipeline of a copy."""
     balance = balance or [len(module) - 2, 2]
     wrapped, where = stages(copy.deepcopy(module), balance, by)

@@ -123,10 +123,8 @@ class Whole(nn.Linear):
         return vars(self).copy()
 
 
-@pairwise(
-    place=[SplitPipe, attach], called=[False, True], schedule=SCHEDULES,
-    way=[copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-)
+@pairwise(place=[SplitPipe, attach], called=[False, True], schedule=SCHEDULES,
+          way=[copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_and_pickles_run_by_themselves(place: Any, schedule: str, way: Any, called: bool) -> None:
     model, given = placed(place, Stack(block=Whole), schedule=schedule), batch()
     model.layers[2].bias.requires_grad_(False)

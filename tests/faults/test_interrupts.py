@@ -25,9 +25,8 @@ WAYS = pytest.mark.parametrize(("name", "by"), [
 X, Y = torch.linspace(-1, 1, 28).reshape(7, 4), torch.linspace(0, 1, 28).reshape(7, 4)
 
 
-def piped(
-    name: str | None, by: str = "balance", call: Callable[[Tensor], Tensor] = torch.tanh
-) -> tuple[nn.Sequential, SplitPipe]:
+def piped(name: str | None, by: str = "balance",
+          call: Callable[[Tensor], Tensor] = torch.tanh) -> tuple[nn.Sequential, SplitPipe]:
     """A module that calls what is given in its last stage, and its pipeline, which has made a step."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Call(call), nn.Linear(4, 4))
     options: dict[str, Any] = {} if name is None else {"schedule": name, "loss_fn": F.mse_loss}
@@ -91,9 +90,7 @@ def test_an_interrupt_waits_for_running_ops(name: str | None, by: str, interrupt
 
 @WAYS
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_dead_worker_fails_the_call_and_is_replaced_in_the_next(
-    name: str | None, by: str, worker: int, monkeypatch: pytest.MonkeyPatch, untraced: None
-) -> None:
+def test_a_dead_worker_fails_the_call_and_is_replaced_in_the_next(name, by, worker, monkeypatch, untraced):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     before = set(threading.enumerate())
     plain, model = piped(name, by)
@@ -111,9 +108,7 @@ def test_a_dead_worker_fails_the_call_and_is_replaced_in_the_next(
 
 @pytest.mark.parametrize("name", [None, "1f1b"])
 @pytest.mark.parametrize("started", range(2))
-def test_a_thread_that_cannot_start_is_an_error_and_the_next_call_is_right(
-    name: str | None, started: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_cannot_start_is_an_error_and_the_next_call_is_right(name, started, monkeypatch):
     plain, model = piped(name)
     model = copy.deepcopy(model)
     start, starts = threading.Thread.start, iter([True] * started + [False])

@@ -21,22 +21,17 @@ from tests.helpers.twin import assert_same_tensors
 FORWARD = ("forward", "stash", "pop", "loss")
 #: By kind of op: what notes say that a layer, or a stage, did. A parameter's hook runs in the caller's own backward.
 LAYER = {**dict.fromkeys(FORWARD, "forward"), "recomputation": "recomputation"}
-STAGE = {
-    "recomputation": "recomputation", "weight": "(weight gradients|backward)",
-    **dict.fromkeys(["input", "tensor hook", "stashed hook"], "backward"),
-}
+STAGE = {"recomputation": "recomputation", "weight": "(weight gradients|backward)",
+         **dict.fromkeys(["input", "tensor hook", "stashed hook"], "backward")}
 #: Kinds that every case meets.
-KINDS = {
-    "forward", "stash", "pop", "tensor hook", "stashed hook", "input", "weight", "parameter hook", "accumulated hook",
-}
+KINDS = {"forward", "stash", "pop", "tensor hook", "stashed hook", "input", "weight", "parameter hook",
+         "accumulated hook"}
 
 
 class Case:
     """A module and its pipeline, with a fault in the pipeline and hooks on its parameters."""
 
-    def __init__(
-        self, stages: int, chunks: int, name: str | None = None, device: str = "cpu", **options: Any
-    ) -> None:
+    def __init__(self, stages: int, chunks: int, name: str | None = None, device: str = "cpu", **options: Any) -> None:
         threads = set(threading.enumerate())
         module, balance, self.fault = fragile(stages)
         self.plain = copy.deepcopy(module).to(device)
@@ -111,9 +106,8 @@ class Case:
         assert_same_tensors(self.model, self.plain)
         torch.testing.assert_close(self.inputs[self.model].grad, self.inputs[self.plain].grad)
 
-    def fails(
-        self, place: Place, act: Callable[[], None], error: type[BaseException], same: bool = True
-    ) -> BaseException:
+    def fails(self, place: Place, act: Callable[[], None], error: type[BaseException],
+              same: bool = True) -> BaseException:
         """A step that fails at a place with the error, which is given back, and one that works."""
         self.fault.arm(place, act)
         try:

@@ -189,9 +189,8 @@ WAYS = "scheduled", "drop-in", "by cuts"
 def test_processes_end_as_they_should() -> None:
     cases = [(way, name) for way in WAYS for name in CASES]
     given = [(f"{way}: {name}", way, textwrap.dedent(CASES[name].code)) for way, name in cases]
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE], input=json.dumps(given), capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([sys.executable, "-c", PRELUDE], input=json.dumps(given), capture_output=True, text=True,
+                          timeout=280)
     assert not done.returncode, done.stderr
     found = json.loads(done.stdout)
     assert len(found) == len(cases)

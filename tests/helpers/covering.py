@@ -18,10 +18,8 @@ def pairs(names: Sequence[str]) -> list[tuple[str, ...]]:
     return list(combinations(names, 2))
 
 
-def graded(
-    axes: Mapping[str, Sequence[Any]], essence: Iterable[Sequence[str]], thorough: Iterable[Sequence[str]] = (),
-    allowed: Callable[..., bool] = lambda **_: True,
-) -> pytest.MarkDecorator:
+def graded(axes: Mapping[str, Sequence[Any]], essence: Iterable[Sequence[str]], thorough: Iterable[Sequence[str]] = (),
+           allowed: Callable[..., bool] = lambda **_: True) -> pytest.MarkDecorator:
     """Parametrizes a test by cases that have every combination of each group of axes, but those that are not allowed.
 
     What groups of the essence do not need is marked ``thorough``.
@@ -48,10 +46,9 @@ def _name(case: Iterable[Any]) -> str:
     return "-".join(str(getattr(value, "__name__", value)) for value in case)
 
 
-def covering(
-    axes: Mapping[str, Sequence[Any]], groups: Iterable[Sequence[str]], allowed: Callable[..., bool] = lambda **_: True,
-    given: Sequence[tuple[Any, ...]] = (),
-) -> list[tuple[Any, ...]]:
+def covering(axes: Mapping[str, Sequence[Any]], groups: Iterable[Sequence[str]],
+             allowed: Callable[..., bool] = lambda **_: True,
+             given: Sequence[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:
     """Cases that have every combination of each group of axes that an allowed case has; the same in every process.
 
     Of the whole product, in an order of chance, those cases are taken first that have most combinations that are new.

@@ -14,14 +14,12 @@ from tests.helpers.covering import few
 from tests.helpers.scheduled import assert_transparent
 
 #: Drop-in: W of all microbatches at once; W after each B; recomputed.
-WAYS: dict[str, dict[str, Any]] = {
-    "merged": {"checkpoint": "never"}, "at once": {"checkpoint": "never", "stash_limit": 0},
-    "checkpointed": {"checkpoint": "except_last"},
-}
+WAYS: dict[str, dict[str, Any]] = {"merged": {"checkpoint": "never"},
+                                   "at once": {"checkpoint": "never", "stash_limit": 0},
+                                   "checkpointed": {"checkpoint": "except_last"}}
 #: For ``trained``, by a schedule, too.
-ALL: dict[str, dict[str, Any]] = {
-    **WAYS, "zb-h1": {"schedule": "zb-h1"}, "zb-h1, checkpointed": {"schedule": "zb-h1", "checkpoint": "always"},
-}
+ALL: dict[str, dict[str, Any]] = {**WAYS, "zb-h1": {"schedule": "zb-h1"},
+                                  "zb-h1, checkpointed": {"schedule": "zb-h1", "checkpoint": "always"}}
 
 
 def tried(names: Iterable[str], more: Iterable[str] = ()) -> pytest.MarkDecorator:

@@ -28,9 +28,7 @@ class Special(BaseException):
 
 
 #: What an op may raise.
-ERRORS: tuple[type[BaseException], ...] = (
-    ValueError, Special, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError,
-)
+ERRORS: tuple[type[BaseException], ...] = (ValueError, Special, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError)
 
 
 def _kill() -> None:

@@ -123,13 +123,11 @@ def borders(acts: Sequence[Act], blocks: int) -> list[str]:
 def _common(draw: Any) -> dict[str, Any]:
     """What both kinds of cases have."""
     step = st.builds(Step, st.sampled_from(STEPS), st.integers(1, 9))
-    return {
-        "chunks": draw(st.integers(1, 6)), "steps": tuple(draw(st.lists(step, min_size=1, max_size=4))),
-        "checkpoint": draw(st.sampled_from([None, "always", "except_last", "never"])),
-        "backward": draw(st.sampled_from(["split", "autograd"])), "stash_limit": draw(st.sampled_from([None, 0, 300])),
-        "input_grad": draw(st.booleans()), "deferred": draw(st.booleans()), "hooks": draw(st.booleans()),
-        "seed": draw(st.integers(0, 3)),
-    }
+    return {"chunks": draw(st.integers(1, 6)), "steps": tuple(draw(st.lists(step, min_size=1, max_size=4))),
+            "checkpoint": draw(st.sampled_from([None, "always", "except_last", "never"])),
+            "backward": draw(st.sampled_from(["split", "autograd"])),
+            "stash_limit": draw(st.sampled_from([None, 0, 300])), "input_grad": draw(st.booleans()),
+            "deferred": draw(st.booleans()), "hooks": draw(st.booleans()), "seed": draw(st.integers(0, 3))}
 
 
 @st.composite
@@ -143,10 +141,8 @@ def chains(draw: Any, more: tuple[str, ...] = ()) -> Case:
     cuts = draw(st.sets(st.integers(1, max(1, len(layers) - 1)), min_size=stages - 1, max_size=stages - 1))
     ends, last = [*sorted(cuts), len(layers)], len(layers) - 1
     skip = st.integers(0, max(0, last - 1)).flatmap(lambda k: st.builds(Skip, st.just(k), st.integers(k + 1, last)))
-    return Case(
-        tuple(layers), tuple(end - start for start, end in zip([0, *ends], ends)), schedule=name,
-        skips=tuple(draw(st.lists(skip, max_size=3)) if last else []), **_common(draw),
-    )
+    return Case(tuple(layers), tuple(end - start for start, end in zip([0, *ends], ends)), schedule=name,
+                skips=tuple(draw(st.lists(skip, max_size=3)) if last else []), **_common(draw))
 
 
 @st.composite
@@ -160,10 +156,8 @@ def forwards(draw: Any, more: tuple[str, ...] = ()) -> Case:
     each = stages_per_device(name)
     count = each * draw(st.integers(1, min(4, (len(possible) + 1) // each))) - 1
     chosen = draw(st.sets(st.sampled_from(possible), min_size=count, max_size=count)) if count else set()
-    return Case(
-        tuple(blocks), acts=tuple(acts), cuts=tuple(border for border in possible if border in chosen), schedule=name,
-        output=draw(st.sampled_from(["dict", "dataclass", "tuple"])), **_common(draw),
-    )
+    return Case(tuple(blocks), acts=tuple(acts), cuts=tuple(border for border in possible if border in chosen),
+                schedule=name, output=draw(st.sampled_from(["dict", "dataclass", "tuple"])), **_common(draw))
 
 
 def module_of(case: Case, reference: bool = False, plain: bool = False) -> nn.Module:

@@ -47,10 +47,8 @@ def played(name: str = "1f1b", devices: int = 4, chunks: int = 8, costs: Costs |
 MIB = 2**20
 
 
-def emulated(
-    seed: int, layers: int = 8, devices: int = 3, chunks: Sequence[int] = (1, 2, 4, 8),
-    memory: Sequence[float] | float = math.inf, **more: Any,
-) -> Profile:
+def emulated(seed: int, layers: int = 8, devices: int = 3, chunks: Sequence[int] = (1, 2, 4, 8),
+             memory: Sequence[float] | float = math.inf, **more: Any) -> Profile:
     """A profile of random layers."""
     draw = random.Random(seed)
     whole = [[draw.uniform(1, 5) for _ in range(3)] for _ in range(layers)]

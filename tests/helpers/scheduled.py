@@ -30,10 +30,9 @@ def stages_of(name: str) -> int:
     return schedule.build(name, 1, 1).stages
 
 
-def twins(
-    module: nn.Sequential, name: str | schedule.Schedule | None, devices: int = 2, balance: list[int] | None = None,
-    loss_fn: Any = mean, by: str = "balance", **options: Any,
-) -> tuple[nn.Sequential, SplitPipe]:
+def twins(module: nn.Sequential, name: str | schedule.Schedule | None, devices: int = 2,
+          balance: list[int] | None = None, loss_fn: Any = mean, by: str = "balance",
+          **options: Any) -> tuple[nn.Sequential, SplitPipe]:
     """A copy of the module, and the module with a schedule, or, without a name, as drop-in."""
     if name is None:
         return twin.twins(module, balance, by, **options)
@@ -55,10 +54,8 @@ def loss_of(module: nn.Module, x: Any, target: Any = 0.25, loss_fn: LossFn = mea
     return loss
 
 
-def assert_steps(
-    plain: nn.Module, model: nn.Module, value: Any, steps: int = 3, loss_of: Callable[[Any, Any], Tensor] = loss_of,
-    grad: bool = True,
-) -> None:
+def assert_steps(plain: nn.Module, model: nn.Module, value: Any, steps: int = 3,
+                 loss_of: Callable[[Any, Any], Tensor] = loss_of, grad: bool = True) -> None:
     """Takes steps with both, and compares the loss, the gradients of the input and all tensors after each.
 
     ``value`` is the input, which requires grad or not, or makes one for each step.
@@ -78,10 +75,9 @@ def assert_steps(
         assert_same_tensors(model, plain)
 
 
-def assert_transparent(
-    module: nn.Sequential, value: Any, name: str | schedule.Schedule | None = None, devices: int = 2, steps: int = 2,
-    target: Any = 0.25, loss_fn: LossFn = mean, factor: float = 1.0, **options: Any,
-) -> SplitPipe:
+def assert_transparent(module: nn.Sequential, value: Any, name: str | schedule.Schedule | None = None, devices: int = 2,
+                       steps: int = 2, target: Any = 0.25, loss_fn: LossFn = mean, factor: float = 1.0,
+                       **options: Any) -> SplitPipe:
     """Trains both for some steps, drop-in or by a schedule, and compares all there is after each."""
     plain, model = twins(module, name, devices, loss_fn=loss_fn, **options)
     for _ in range(steps):
@@ -99,7 +95,6 @@ def assert_transparent(
 
 def mlp(layers: int, width: int = 4) -> nn.Sequential:
     """Linear layers, with a norm and an activation in between."""
-    kinds: list[Callable[[], nn.Module]] = [
-        lambda: nn.Linear(width, width), nn.Tanh, lambda: nn.Linear(width, width), lambda: nn.LayerNorm(width)
-    ]
+    kinds: list[Callable[[], nn.Module]] = [lambda: nn.Linear(width, width), nn.Tanh, lambda: nn.Linear(width, width),
+                                            lambda: nn.LayerNorm(width)]
     return nn.Sequential(*[kinds[k % 4]() for k in range(layers)])

@@ -71,9 +71,8 @@ def stages(module: nn.Sequential, balance: list[int], by: str = "balance") -> tu
     return Looped(*module), {"cuts": [str(start) for start in starts]}
 
 
-def twins(
-    module: nn.Sequential, balance: list[int] | None = None, by: str = "balance", **options: Any
-) -> tuple[nn.Sequential, SplitPipe]:
+def twins(module: nn.Sequential, balance: list[int] | None = None, by: str = "balance",
+          **options: Any) -> tuple[nn.Sequential, SplitPipe]:
     """A copy of the module, and the module as a pipeline."""
     plain = copy.deepcopy(module)
     balance = balance or even(len(module), min(2, len(module)))

@@ -137,9 +137,8 @@ def _within(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
 
 def _serve(rank: int, store: str, line: Connection, measure: bool) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=_COLLECTIVE)
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE,
+                            timeout=timedelta(seconds=_COLLECTIVE))
     with measured() if measure else nullcontext(), suppress(EOFError, OSError):  # The other end was closed.
         while True:
             line.send(_called(rank, *line.recv()))

@@ -166,19 +166,15 @@ SCHEDULES = [
 ]
 LOSS = [*each(TypeError, "loss_fn", UNCALLABLE), *each(ValueError, "expected loss_fn", [None]),
         *each(TypeError, "an instance, such as nn.MSELoss()", [nn.MSELoss])]
-COMPILE = [
-    *each(TypeError, "compile", ["inductor", 1, [True], Odd(), {"fullgraph": True}]),
-    *each(TypeError, "compile has dynamic", [{"dynamic": 1}]),
-    *each(TypeError, "compile has options", [{"options": True}]),
-    *each(ValueError, "compile has the backend", [{"backend": "eager"}, {"backend": None}]),
-    *each(ValueError, "CUDA graphs", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}]),
-]
-DEVICES = [
-    *each(TypeError, ": expected a list", ["cpu", 0, torch.device("cpu"), Odd(), {1: "cpu"}]),
-    *each(TypeError, ": expected a torch.device, an index, or a string", [["cpu", 1.0], [True, "cpu"]]),
-    *each(ValueError, "isn't available: expected one of cpu", [["cpu", "cuda:99"], ["cpu", "meta"]]),
-    *each(ValueError, "expected one of cpu", [["cpu", "gpu"], ["cpu", -1]]),
-]
+COMPILE = [*each(TypeError, "compile", ["inductor", 1, [True], Odd(), {"fullgraph": True}]),
+           *each(TypeError, "compile has dynamic", [{"dynamic": 1}]),
+           *each(TypeError, "compile has options", [{"options": True}]),
+           *each(ValueError, "compile has the backend", [{"backend": "eager"}, {"backend": None}]),
+           *each(ValueError, "CUDA graphs", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])]
+DEVICES = [*each(TypeError, ": expected a list", ["cpu", 0, torch.device("cpu"), Odd(), {1: "cpu"}]),
+           *each(TypeError, ": expected a torch.device, an index, or a string", [["cpu", 1.0], [True, "cpu"]]),
+           *each(ValueError, "isn't available: expected one of cpu", [["cpu", "cuda:99"], ["cpu", "meta"]]),
+           *each(ValueError, "expected one of cpu", [["cpu", "gpu"], ["cpu", -1]])]
 #: What all who wrap a module check in one place.
 OPTIONS: Rows = {
     "devices": DEVICES,
@@ -251,9 +247,7 @@ BY_CUTS: Rows = {
     + each(TypeError, "batched", [{"x": 1.0}, {"x": "row"}]),
     "sample": each(TypeError, "sample", [1, "x", [torch.ones(2, 3)]]) + each(TypeError, "holds no tensor", [{}, ()]),
 }
-ATTACH = Door(
-    "attach", splitpipe.attach, _by_cuts, {"module": UNWRAPPED, **BY_CUTS}
-)
+ATTACH = Door("attach", splitpipe.attach, _by_cuts, {"module": UNWRAPPED, **BY_CUTS})
 DEVICE_MAP = Door(
     "device_map", splitpipe.device_map, lambda: {"module": Net(), "devices": ["cpu", "cpu"]},
     {"module": each(TypeError, "expected an nn.Module", UNMODULE)
@@ -275,29 +269,19 @@ class Held:
 
 
 #: A batch that a model can't take.
-BATCH = [
-    *each(TypeError, "expected a tensor, or a nesting", UNCUT),
-    *each(TypeError, "torch.strided", [lambda: torch.eye(4, 3).to_sparse()]),
-    *each(TypeError, "expected tensors in any nesting", [lambda: [Held(x())]]),
-    *each(ValueError, "2 entries for each of the 4 rows", [lambda: (x(), torch.ones(8, 3))]),
-]
-TARGETS = [
-    *each(TypeError, "the target", [lambda: torch.eye(4, 3).to_sparse(), lambda: [Held(x())]]),
-    *each(ValueError, "has 5 entries, but the", [lambda: torch.ones(5, 3), lambda: (x(), torch.ones(5, 3))]),
-]
-FORWARD = Door(
-    "SplitPipe.forward", SplitPipe.forward, lambda: {"input": x()},
-    {"input": BATCH, "target": each(ValueError, "expected model((x, mask))", [lambda: x(), "x"])},
-    on=model, call=lambda model, **given: model(**given),
-)
-TRAIN = Door(
-    "SplitPipe.forward with a target", SplitPipe.forward, lambda: {"input": x(), "target": x()},
-    {"input": BATCH, "target": TARGETS}, on=scheduled, call=lambda model, **given: model(**given),
-)
-DEVICE = [
-    *each(TypeError, "device is", [0.0, True, ["cpu"], Odd()]),
-    *each(ValueError, "device is", ["gpu", "", "cuda:99", "meta", -1]),
-]
+BATCH = [*each(TypeError, "expected a tensor, or a nesting", UNCUT),
+         *each(TypeError, "torch.strided", [lambda: torch.eye(4, 3).to_sparse()]),
+         *each(TypeError, "expected tensors in any nesting", [lambda: [Held(x())]]),
+         *each(ValueError, "2 entries for each of the 4 rows", [lambda: (x(), torch.ones(8, 3))])]
+TARGETS = [*each(TypeError, "the target", [lambda: torch.eye(4, 3).to_sparse(), lambda: [Held(x())]]),
+           *each(ValueError, "has 5 entries, but the", [lambda: torch.ones(5, 3), lambda: (x(), torch.ones(5, 3))])]
+FORWARD = Door("SplitPipe.forward", SplitPipe.forward, lambda: {"input": x()},
+               {"input": BATCH, "target": each(ValueError, "expected model((x, mask))", [lambda: x(), "x"])}, on=model,
+               call=lambda model, **given: model(**given))
+TRAIN = Door("SplitPipe.forward with a target", SplitPipe.forward, lambda: {"input": x(), "target": x()},
+             {"input": BATCH, "target": TARGETS}, on=scheduled, call=lambda model, **given: model(**given))
+DEVICE = [*each(TypeError, "device is", [0.0, True, ["cpu"], Odd()]),
+          *each(ValueError, "device is", ["gpu", "", "cuda:99", "meta", -1])]
 DETACH = Door(
     "detach", splitpipe.detach, lambda: {"module": splitpipe.attach(Net(), ["layers.2"], devices=["cpu", "cpu"])},
     {"module": each(TypeError, "not a pipeline: expected a SplitPipe", [*UNMODULE, *MODULES]), "device": DEVICE},
@@ -333,10 +317,8 @@ DECORATED = Door(
     {"cls": each(TypeError, "@skippable decorates", [None, nn.Identity(), int, lambda: skippable()(nn.Identity)])},
     call=lambda **given: skippable()(**given), told=[skippable],
 )
-VERIFY = Door(
-    "verify_skippables", verify_skippables, lambda: {"module": layers()},
-    {"module": each(TypeError, "module", UNMODULE) + SKIPS},
-)
+VERIFY = Door("verify_skippables", verify_skippables, lambda: {"module": layers()},
+              {"module": each(TypeError, "module", UNMODULE) + SKIPS})
 
 # Balance and plan
 
@@ -364,17 +346,13 @@ UNCUTTABLE = [
     *each(ValueError, "no repeated blocks", [type("Own", (nn.Sequential,), {"forward": lambda self, x: x})()]),
     *each(TypeError, "module is a SplitPipe", [lambda: SplitPipe(Net(), cuts=["layers.2"], devices=["cpu"] * 2)]),
 ]
-SAMPLE = [
-    *each(TypeError, "", [None, 2, [x()], {}, (), {"x": 1}]),
-    *each(ValueError, "no rows", [lambda: torch.ones(0, 3), lambda: {"x": torch.ones(0, 3)}]),
-]
+SAMPLE = [*each(TypeError, "", [None, 2, [x()], {}, (), {"x": 1}]),
+          *each(ValueError, "no rows", [lambda: torch.ones(0, 3), lambda: {"x": torch.ones(0, 3)}])]
 CUT: Rows = {"partitions": no_number("partitions") + each(ValueError, "1 to 2, as each stage needs at least a", [5]),
              "module": UNCUTTABLE, "device": DEVICE}
-CUT_BY_TIME = Door(
-    "balance_by_time", balance_by_time,
-    lambda: {"partitions": 2, "module": Net(), "device": "cpu", "sample": x(), "timeout": 1e-9},
-    {**CUT, "sample": SAMPLE, "timeout": TIMEOUT},
-)
+CUT_BY_TIME = Door("balance_by_time", balance_by_time,
+                   lambda: {"partitions": 2, "module": Net(), "device": "cpu", "sample": x(), "timeout": 1e-9},
+                   {**CUT, "sample": SAMPLE, "timeout": TIMEOUT})
 PLAN = Door(
     "plan", splitpipe.plan,
     lambda: {"module": layers(), "sample": x(), "target": x(), "loss_fn": mse, "devices": ["cpu", "cpu"], "chunks": 2,
@@ -410,11 +388,9 @@ def timeline(name: str = "1f1b", chunks: int = 2) -> Timeline:
     return played(name, 2, chunks)
 
 
-ARGUMENTS = Door(
-    "Plan.arguments", Plan.arguments, lambda: {"loss_fn": mse},
-    {"loss_fn": each(TypeError, "loss_fn", UNCALLABLE) + each(ValueError, "loss_fn", [None])},
-    on=lambda: planned(loss_fn=None),
-)
+ARGUMENTS = Door("Plan.arguments", Plan.arguments, lambda: {"loss_fn": mse},
+                 {"loss_fn": each(TypeError, "loss_fn", UNCALLABLE) + each(ValueError, "loss_fn", [None])},
+                 on=lambda: planned(loss_fn=None))
 APPLIED = Door(
     "Plan.apply", Plan.apply, lambda: {"module": layers(), "loss_fn": mse},
     {**ARGUMENTS.wrong, "module": MODULE + each(ValueError, "layers", [lambda: layers()[:3], nn.Sequential()])},
@@ -457,8 +433,7 @@ CHECK = Door(
 )
 SIMULATE = Door(
     "schedule.simulate", simulate, lambda: {"schedule": build("1f1b", 2, 2)},
-    {**CHECK.wrong,
-     "costs": COSTS + each(ValueError, "3 numbers", [Costs([1, 1, 1]), Costs(copy=[1, 1, 1])])},
+    {**CHECK.wrong, "costs": COSTS + each(ValueError, "3 numbers", [Costs([1, 1, 1]), Costs(copy=[1, 1, 1])])},
 )
 
 
@@ -488,10 +463,8 @@ def block(**options: Any) -> BuildingBlock:
     return BuildingBlock(**BLOCK.right() | options)
 
 
-REORDER = Door(
-    "schedule.reorder", reorder, lambda: {"schedule": build("1f1b", 2, 2), "memory": 1},
-    {**SIMULATE.wrong, "memory": each(ValueError, "memory=", [None, *UNREAL, -1, math.nan])},
-)
+REORDER = Door("schedule.reorder", reorder, lambda: {"schedule": build("1f1b", 2, 2), "memory": 1},
+               {**SIMULATE.wrong, "memory": each(ValueError, "memory=", [None, *UNREAL, -1, math.nan])})
 BLOCK = Door(
     "schedule.BuildingBlock", BuildingBlock,
     lambda: {"ops": [BlockOp("F", 0, 0), BlockOp("BW", 0, 2)], "placement": [0], "interval": 4},
@@ -510,9 +483,8 @@ PASS = Door(
     },
     call=lambda **given: block(ops=[BlockOp(**given), BlockOp("BW", 0, 2)]), told=[BuildingBlock],
 )
-REPEAT = Door(
-    "schedule.BuildingBlock.repeat", BuildingBlock.repeat, lambda: {"chunks": 2}, {"chunks": SIZES["chunks"]}, on=block
-)
+REPEAT = Door("schedule.BuildingBlock.repeat", BuildingBlock.repeat, lambda: {"chunks": 2}, {"chunks": SIZES["chunks"]},
+              on=block)
 #: No time: neither a number nor one for each stage.
 UNTIME: list[Any] = [None, "1 2", True, 2j, -1, math.nan, 10**400, ["1"], [None], [-1], {1}, lambda: iter(["x"]), Odd()]
 COST = Door(
@@ -521,9 +493,8 @@ COST = Door(
      for name in ("forward", "backward_input", "backward_weight", "copy", "recompute")}
     | {"uncheckpointed": each(ValueError, "uncheckpointed=", [None, *UNWHOLE, -1])},
 )
-OF_SCHEDULES: list[tuple[Any, Callable[..., Any]]] = [
-    (Costs(), Costs.times), (Costs(recompute=1), Costs.again), (Costs(), Costs.hops),
-]
+OF_SCHEDULES: list[tuple[Any, Callable[..., Any]]] = [(Costs(), Costs.times), (Costs(recompute=1), Costs.again),
+                                                      (Costs(), Costs.hops)]
 TIMES, AGAIN, HOPS = (
     Door(f"schedule.{method.__qualname__}", method, CHECK.right, FOR_SCHEDULE, on=lambda whose=whose: whose)
     for whose, method in OF_SCHEDULES
@@ -546,10 +517,8 @@ SVG, HTML = (
          call=lambda drawn, path, method=method, **others: method(drawn, path, *others.values()), free={"path"})
     for method in (Timeline.to_svg, Timeline.to_html)
 )
-CURVE = Door(
-    "schedule.Timeline.curve", Timeline.curve, lambda: {"device": 0},
-    {"device": each(ValueError, "device=", [*WHOLES, -1, 2])}, on=timeline,
-)
+CURVE = Door("schedule.Timeline.curve", Timeline.curve, lambda: {"device": 0},
+             {"device": each(ValueError, "device=", [*WHOLES, -1, 2])}, on=timeline)
 # Several processes
 
 ACROSS = Door(
@@ -574,10 +543,8 @@ def across() -> Pipeline:
     return Pipeline(**ACROSS.right())
 
 
-ROWS_OF = [
-    *each(TypeError, "expected a tensor", ["x", 2, [x()], {"a": x()}, numpy.ones((4, 3)), Odd()]),
-    *each(ValueError, "rows", [torch.ones(3, 3), torch.ones(0, 3), torch.tensor(1.0), torch.ones(6, 3)]),
-]
+ROWS_OF = [*each(TypeError, "expected a tensor", ["x", 2, [x()], {"a": x()}, numpy.ones((4, 3)), Odd()]),
+           *each(ValueError, "rows", [torch.ones(3, 3), torch.ones(0, 3), torch.tensor(1.0), torch.ones(6, 3)])]
 STEPS, EVALUATE = (
     Door(f"distributed.Pipeline.{method.__name__}", method, lambda: {"input": x(), "target": x()},
          {"input": ROWS_OF + each(ValueError, "input", [None, (), lambda: (x(),)])
@@ -586,8 +553,6 @@ STEPS, EVALUATE = (
          on=across, told=[Pipeline.step])
     for method in (Pipeline.step, Pipeline.evaluate)
 )
-CLIP = Door(
-    "distributed.Pipeline.clip_grad_norm_", Pipeline.clip_grad_norm_, lambda: {"max_norm": 1.0},
-    {"max_norm": each(TypeError, "max_norm", [None, *UNREAL]) + each(ValueError, "max_norm", [-1, math.nan])},
-    on=across,
-)
+CLIP = Door("distributed.Pipeline.clip_grad_norm_", Pipeline.clip_grad_norm_, lambda: {"max_norm": 1.0},
+            {"max_norm": each(TypeError, "max_norm", [None, *UNREAL]) + each(ValueError, "max_norm", [-1, math.nan])},
+            on=across)

@@ -97,9 +97,7 @@ def of_tokens(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize(("length", "batched"), [
-    (5, 1), (4, 1), (4, {"input": -2, "target": -1}),
-])
+@pytest.mark.parametrize(("length", "batched"), [(5, 1), (4, 1), (4, {"input": -2, "target": -1})])
 @pytest.mark.filterwarnings("ignore:the loss, .* beyond a batch along dimension 1:UserWarning")
 def test_targets_are_cut_along_theirs(batched: Any, length: int, name: str) -> None:
     target = torch.randint(0, WIDTH, (length, 4))

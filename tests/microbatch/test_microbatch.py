@@ -32,10 +32,8 @@ def split(value: Any, chunks: int) -> list[Any]:
 
 def nestings(rows: int) -> list[Any]:
     x, y = torch.rand(rows, 3), torch.arange(rows)
-    return [
-        x, (x, y), [x, y], OrderedDict(b=x, a=y), Point(x, y), UserDict(a=x, b=y), deque([x, y]),
-        (x, None, 3, "mask", 2.5, True, b"raw", 1j), {"a": [(x, {"b": None, "c": Point(y, "text")}), []], 7: ()},
-    ]
+    return [x, (x, y), [x, y], OrderedDict(b=x, a=y), Point(x, y), UserDict(a=x, b=y), deque([x, y]),
+            (x, None, 3, "mask", 2.5, True, b"raw", 1j), {"a": [(x, {"b": None, "c": Point(y, "text")}), []], 7: ()}]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8])
@@ -76,9 +74,8 @@ def test_writing_to_one_slice_leaves_saved_tensors_of_others_valid_and_is_notice
     assert torch.equal(x.grad, (2 * x.detach()).index_fill(0, torch.tensor([2 * written, 2 * written + 1]), 0))
 
 
-@pytest.mark.parametrize("hide", [
-    Holder, lambda x: {x}, lambda x: UserList([1, (deque([x]),)]), lambda x: Holder({"a": [x]}),
-])
+@pytest.mark.parametrize("hide", [Holder, lambda x: {x}, lambda x: UserList([1, (deque([x]),)]),
+                                  lambda x: Holder({"a": [x]})])
 @pytest.mark.parametrize("nest", [lambda x: x, lambda x: (torch.rand(2), {"a": [x]})])
 def test_an_unknown_container_may_not_hold_a_tensor(hide: Any, nest: Any) -> None:
     message = f"(?s)the input holds tensors in a {type(hide(1)).__name__}.*expected .*namedtuple.*register"

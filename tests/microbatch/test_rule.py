@@ -91,9 +91,7 @@ def test_numbers_are_means_by_rows_or_sums_or_what_a_function_makes_of_them(func
     (torch.mean, lambda values, rows: 3, TypeError, "reduction returned int: expected a tensor"),
     (lambda y: [y, y.mean() if len(y) == 3 else 0.0], None, ValueError, "0 and 2 return a Tensor and 0.0"),
 ])
-def test_what_cannot_be_one_number_is_refused(
-    function: Any, reduction: Any, error: type[Exception], words: str
-) -> None:
+def test_what_cannot_be_one_number_is_refused(function, reduction, error, words):
     with pytest.raises(error, match=words):
         piped(lambda net, x: function(net.features(x)), reduction=reduction)(torch.randn(7, 6))
 

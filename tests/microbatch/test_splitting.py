@@ -62,15 +62,13 @@ def rooted(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean(1).sqrt().mean()
 
 
-@pytest.mark.parametrize("where", [
-    {"balance": [1, 1], "batched": (False, True)}, {"cuts": ["1"], "batched": {"input": (False, True)}},
-], ids=["balance", "cuts"])
+@pytest.mark.parametrize("where", [{"balance": [1, 1], "batched": (False, True)},
+                                   {"cuts": ["1"], "batched": {"input": (False, True)}}], ids=["balance", "cuts"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("loss_fn", [F.cross_entropy, rooted])
 def test_the_target_is_among_the_keywords_and_its_rows_weigh_the_loss(where: Any, schedule: str, loss_fn: Any) -> None:
-    plain = nn.Sequential(
-        Apply(lambda value: torch.stack([own.mean(0) for own in value[0].split(value[1].tolist())])), nn.Linear(5, 3)
-    )
+    plain = nn.Sequential(Apply(lambda value: torch.stack([own.mean(0) for own in value[0].split(value[1].tolist())])),
+                          nn.Linear(5, 3))
     model = SplitPipe(
         copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=loss_fn, reduction="mean",
         **where,

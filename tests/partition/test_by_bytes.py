@@ -41,9 +41,7 @@ class Model(nn.Module):
     ],
     ids=["halves", "back", "list", "order", "one"],
 )
-def test_a_stage_begins_where_the_map_has_a_new_device(
-    devices: dict[str, torch.device], cuts: list[str], found: list[torch.device]
-) -> None:
+def test_a_stage_begins_where_the_map_has_a_new_device(devices, cuts, found):
     model = Model()
     model.hf_device_map = devices  # type: ignore[assignment]
     assert cuts_of_map(model) == (cuts, found)

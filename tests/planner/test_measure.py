@@ -32,10 +32,8 @@ def mlp() -> nn.Sequential:
 
 
 def profiled(module: nn.Module, sample: Any, chunks: Sequence[int] = (2,), rows: int = 1) -> Profile:
-    return measure.profile(
-        survey(module, sample), None, None, [CPU] * rows, chunks, compile=False, memory=[math.inf] * rows,
-        optimizer_state=2.0, seconds=0.01,
-    )
+    return measure.profile(survey(module, sample), None, None, [CPU] * rows, chunks, compile=False,
+                           memory=[math.inf] * rows, optimizer_state=2.0, seconds=0.01)
 
 
 def test_each_number_of_chunks_has_each_layer() -> None:
@@ -81,10 +79,9 @@ def test_layers_that_share_state_are_tied() -> None:
 
 
 #: What torch.accelerator, or the module of a kind of devices, tells of a device. Most of what was taken is free again.
-TOLD: dict[str, Any] = {
-    "get_device_name": lambda device: "small" if device.index == 2 else "large", "mem_get_info": lambda _: (1000, 2000),
-    "memory_reserved": lambda device: 600, "memory_allocated": lambda device: 100,
-}
+TOLD: dict[str, Any] = {"get_device_name": lambda device: "small" if device.index == 2 else "large",
+                        "mem_get_info": lambda _: (1000, 2000), "memory_reserved": lambda device: 600,
+                        "memory_allocated": lambda device: 100}
 
 
 def places(*indices: int) -> list[Any]:
@@ -157,9 +154,7 @@ def test_a_stream_is_refused() -> None:
         places_of([place])
 
 
-@pytest.mark.parametrize("mode", few(1, [
-    torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16),
-]))
+@pytest.mark.parametrize("mode", few(1, [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16)]))
 def test_in_inference_mode_and_under_autocast_a_plan_is_made(mode: Any) -> None:
     with mode():
         x = torch.randn(4, 3)

@@ -85,16 +85,13 @@ def test_a_transformer_is_planned_by_its_layers(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Torch's.
 @pytest.mark.parametrize("by_cuts", [False, True])
-def test_layers_are_compiled_for_each_number_of_chunks(
-    by_cuts: bool, nothing_compiled: None, graphs: list[str]
-) -> None:
+def test_layers_are_compiled_for_each_number_of_chunks(by_cuts, nothing_compiled, graphs):
     module = Net() if by_cuts else blocks(4)
     x = torch.randn(8, 4)
     given: dict[str, Any] = {"sample": batch()} if by_cuts else {"sample": x, "target": x, "loss_fn": nn.MSELoss()}
     before = [x.clone() for x in module.state_dict().values()]
-    found = splitpipe.plan(
-        module, **given, devices=["cpu"] * 2, chunks=[1, 2], schedules=["1f1b"], seconds=0, compile=EAGER
-    )
+    found = splitpipe.plan(module, **given, devices=["cpu"] * 2, chunks=[1, 2], schedules=["1f1b"], seconds=0,
+                           compile=EAGER)
     assert found.compile == found.arguments()["compile"] == EAGER and "compile={" in str(found)
     assert len(graphs) >= 2
     assert all(part._compiled_call_impl is None for part in module.modules())

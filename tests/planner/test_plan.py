@@ -44,15 +44,13 @@ def test_it_is_written_and_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"splitpipe plan": 1}, "another version wrote it"),
-        ({"balance": None}, "TypeError"),
-        ({"costs": {**asdict(Costs()), "forward": -1}}, "forward=-1"),
-        ({"costs": {"forwards": 1}}, "forwards"),
-        ({"schedule": {"name": "", "rows": [[["X", 0, 0]]], "placement": [0]}}, "has no plan"),
-        ({"schedule": {"name": "", "rows": [[["BW", 0, 0], ["F", 0, 0]]], "placement": [0]}}, "has no plan"),
-        ({"way": ...}, "'way'"),
-    ],
+    [({"splitpipe plan": 1}, "another version wrote it"),
+     ({"balance": None}, "TypeError"),
+     ({"costs": {**asdict(Costs()), "forward": -1}}, "forward=-1"),
+     ({"costs": {"forwards": 1}}, "forwards"),
+     ({"schedule": {"name": "", "rows": [[["X", 0, 0]]], "placement": [0]}}, "has no plan"),
+     ({"schedule": {"name": "", "rows": [[["BW", 0, 0], ["F", 0, 0]]], "placement": [0]}}, "has no plan"),
+     ({"way": ...}, "'way'")],
 )
 def test_what_is_no_plan_is_not_read(tmp_path: Path, change: dict[str, object], message: str) -> None:
     path = tmp_path / "plan.json"
@@ -68,22 +66,19 @@ def test_what_is_no_plan_is_not_read(tmp_path: Path, change: dict[str, object], 
 
 def planned(schedule: Schedule, dropin: bool) -> Plan:
     """On three CPU stages at work, of as many layers as there are stages."""
-    return replace(
-        made(), schedule=schedule, dropin=dropin, devices=("cpu",) * 3, balance=(1,) * schedule.stages,
-        chunks=schedule.microbatches, layers=tuple(map(str, range(schedule.stages))), costs=Costs(), runners_up=(),
-    )
+    return replace(made(), schedule=schedule, dropin=dropin, devices=("cpu",) * 3, balance=(1,) * schedule.stages,
+                   chunks=schedule.microbatches, layers=tuple(map(str, range(schedule.stages))), costs=Costs(),
+                   runners_up=())
 
 
 @pytest.mark.parametrize(
     ("schedule", "dropin"),
-    [
-        (build("zb-h1", 3, 4), False),
-        (build("1f1b", 3, 4, split=True), False),
-        (build("interleaved-1f1b", 3, 4, stages_per_device=3), False),
-        (build("interleaved-low-memory", 3, 4, group=2), False),
-        (replace(build("1f1b", 3, 4, split=True), name="mine"), False),
-        (build("gpipe", 3, 4, split=True), True),
-    ],
+    [(build("zb-h1", 3, 4), False),
+     (build("1f1b", 3, 4, split=True), False),
+     (build("interleaved-1f1b", 3, 4, stages_per_device=3), False),
+     (build("interleaved-low-memory", 3, 4, group=2), False),
+     (replace(build("1f1b", 3, 4, split=True), name="mine"), False),
+     (build("gpipe", 3, 4, split=True), True)],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_the_line_that_it_prints_can_be_pasted(schedule: Schedule, dropin: bool) -> None:
@@ -174,10 +169,8 @@ def test_of_those_that_are_as_good_the_simplest_is_chosen() -> None:
     assert all(first.time <= 1.01 * found.time for found in others if found.fits)
 
 
-@pytest.mark.parametrize(("devices", "memory", "taken"), [
-    (3, (1024, math.inf, math.inf), {"cuda:1", "cuda:2"}),
-    (4, (math.inf, 1024, math.inf, 1024), {"cuda:0", "cuda:2"}),
-])
+@pytest.mark.parametrize(("devices", "memory", "taken"), [(3, (1024, math.inf, math.inf), {"cuda:1", "cuda:2"}),
+                                                          (4, (math.inf, 1024, math.inf, 1024), {"cuda:0", "cuda:2"})])
 def test_a_device_without_room_for_a_layer_is_left_out(devices: int, memory: Sequence[float], taken: set[str]) -> None:
     found = choose(emulated(0, devices=devices, memory=memory, chunks=(4,)), schedules=["1f1b"])[0]
     assert found.fits and {device.name for device in found.devices} == taken

@@ -11,11 +11,8 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 
-WAYS = pytest.mark.parametrize(
-    "options",
-    [{}, {"backward": "autograd"}, {"checkpoint": "always"}],
-    ids=["split", "autograd", "checkpointed"],
-)
+WAYS = pytest.mark.parametrize("options", [{}, {"backward": "autograd"}, {"checkpoint": "always"}],
+                               ids=["split", "autograd", "checkpointed"])
 
 
 def layers(width: int = 16) -> nn.Sequential:

@@ -61,9 +61,8 @@ def loss_of(module: nn.Module, x: Tensor) -> Tensor:
     return scheduled.loss_of(module, x, loss_fn=square)
 
 
-def twins(
-    module: nn.Sequential, way: Way, balance: list[int] | None = None, **more: Any
-) -> tuple[nn.Sequential, SplitPipe]:
+def twins(module: nn.Sequential, way: Way, balance: list[int] | None = None,
+          **more: Any) -> tuple[nn.Sequential, SplitPipe]:
     name, options = way[0], {"chunks": 3, **way[1], **more}
     if "compile" in options:
         warnings.filterwarnings("ignore", "The .grad attribute")  # Torch's, which it hides from users.
@@ -72,10 +71,8 @@ def twins(
                            loss_fn=square, **options)
 
 
-def train(
-    rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any], batches: int = 1,
-    rows: tuple[int, ...] = (5, 7),
-) -> None:
+def train(rank: int, plain: nn.Sequential, model: SplitPipe, wrap: dict[str, Any], batches: int = 1,
+          rows: tuple[int, ...] = (5, 7)) -> None:
     """Trains both for some steps of that many batches, and compares after each backward that communicates."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -111,9 +108,7 @@ def at(module: nn.Module, rank: int) -> None:
     ({"gradient_as_bucket_view": True}, 2, (5, 7)),
 ], ids=["plainly", "without sync", "fewer microbatches", "a static graph", "views of buckets"])
 @both
-def test_two_processes_train_as_one_on_the_data_of_both(
-    rank: int, way: Way, wrap: dict[str, Any], batches: int, rows: tuple[int, ...]
-) -> None:
+def test_two_processes_train_as_one_on_the_data_of_both(rank, way, wrap, batches, rows):
     train(rank, *twins(layers(), way), wrap, batches, rows)
 
 
@@ -127,9 +122,7 @@ def test_parameters_that_some_process_does_not_use(rank: int, way: Way, users: t
 
 @ways
 @both
-def test_hooks_after_accumulation_are_called_once_in_the_callers_backward_and_each_gradient_is_sent_once(
-    rank: int, way: Way
-) -> None:
+def test_hooks_after_accumulation_are_called_once_in_the_callers_backward_and_each_gradient_is_sent_once(rank, way):
     from torch.nn.parallel import DistributedDataParallel
 
     model = twins(layers(), way)[1]

@@ -122,10 +122,8 @@ def with_parted_scores(module: nn.Module) -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    plan: dict[str, Any] = {
-        "0": RowwiseParallel(input_layouts=Replicate()),
-        "4": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
+    plan: dict[str, Any] = {"0": RowwiseParallel(input_layouts=Replicate()),
+                            "4": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
     for at in "12":
         plan |= {f"{at}.up": ColwiseParallel(), f"{at}.down": RowwiseParallel()}
     parallelize_module(module, mesh(0), plan)
@@ -177,10 +175,8 @@ AXES: dict[str, list[Any]] = {
 }
 
 
-def pipeline(
-    module: nn.Sequential, way: tuple[str | None, str] = (None, "split"), cuts: tuple[int, ...] = (2,),
-    loss_fn: Any = F.mse_loss, **options: Any
-) -> SplitPipe:
+def pipeline(module: nn.Sequential, way: tuple[str | None, str] = (None, "split"), cuts: tuple[int, ...] = (2,),
+             loss_fn: Any = F.mse_loss, **options: Any) -> SplitPipe:
     schedule, engine = way
     more: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "loss_fn": loss_fn}
     balance = [end - start for start, end in zip((0, *cuts), (*cuts, len(module)))]

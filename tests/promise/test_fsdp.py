@@ -42,9 +42,7 @@ def shard(*modules: nn.Module) -> None:
 @pytest.mark.parametrize(("schedule", "part", "names"), [
     ("gpipe", "2", "'2'"), ("1f1b", "1.0", "'1.0'"), ("zb-h1", "", "the module itself")])
 @both
-def test_a_module_that_fsdp_has_is_refused_and_left_as_it_was(
-    rank: int, schedule: str, part: str, names: str
-) -> None:
+def test_a_module_that_fsdp_has_is_refused_and_left_as_it_was(rank: int, schedule: str, part: str, names: str) -> None:
     module = layers()
     plain = copy.deepcopy(module)
     shard(module.get_submodule(part))

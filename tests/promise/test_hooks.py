@@ -86,9 +86,7 @@ def sparing(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 @ways
 @pytest.mark.parametrize("large", [[], [0], [3], [6]])
 @pytest.mark.parametrize("use", [lambda pair: pair[0], lambda pair: pair[0] + Nothing.apply(pair[1])])
-def test_what_a_loss_does_not_use_has_no_gradient_and_its_hooks_are_silent(
-    use: Callable[[Any], Tensor], large: list[int], way: str
-) -> None:
+def test_what_a_loss_does_not_use_has_no_gradient_and_its_hooks_are_silent(use, large, way):
     first = module_of(sparing, **linears("layer", "spare", "head", "never"))
     plain, model = models = twins(nn.Sequential(first, Apply(use), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), way)
     fired: Counter[str] = Counter()

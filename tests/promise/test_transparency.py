@@ -41,28 +41,21 @@ def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **optio
         nn.Sequential(*make()), value(size), *way, by=by, chunks=chunks, batched=batched_of(name, by), **options)
 
 
-@graded(
-    AXES, essence=[["name"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
-    thorough=[["name", "by"], ["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"]],
-)
-def test_a_pipeline_is_its_module(
-    name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str, backward: str
-) -> None:
+@graded(AXES, essence=[["name"], *pairs(["by", "way", "sizes", "checkpoint", "backward"])],
+        thorough=[["name", "by"], ["name", "way"], ["name", "sizes"], ["name", "checkpoint", "backward"]])
+def test_a_pipeline_is_its_module(name, by, way, sizes, checkpoint, backward):
     assert_promise(name, by, way, sizes, checkpoint=checkpoint, backward=backward)
 
 
-BY_NAMES: dict[str, list[Any]] = {
-    "name": [*FORWARDS], "way": ["gpipe", "1f1b", "zb-h1"], "checkpoint": AXES["checkpoint"],
-    "backward": AXES["backward"], "more": [{"chunks": 3}, {"chunks": 1}, {"chunks": 2, "stash_limit": 0}],
-}
+BY_NAMES: dict[str, list[Any]] = {"name": [*FORWARDS], "way": ["gpipe", "1f1b", "zb-h1"],
+                                  "checkpoint": AXES["checkpoint"], "backward": AXES["backward"],
+                                  "more": [{"chunks": 3}, {"chunks": 1}, {"chunks": 2, "stash_limit": 0}]}
 
 
 @graded(BY_NAMES, essence=[["name"], ["way", "checkpoint"]], thorough=[
     ["name", "way"], ["name", "checkpoint"], ["name", "backward"], ["name", "more"], ["way", "checkpoint", "backward"],
 ])
-def test_a_module_that_is_cut_by_names_is_itself(
-    name: str, way: str, checkpoint: str, backward: str, more: dict[str, Any]
-) -> None:
+def test_a_module_that_is_cut_by_names_is_itself(name, way, checkpoint, backward, more):
     plain = FORWARDS[name]().double()
     options = inside({"schedule": way, "checkpoint": checkpoint, "backward": backward, **more})
     model = SplitPipe(copy.deepcopy(plain), cuts=CUTS, devices=["cpu"] * 3, **options)
@@ -70,44 +63,31 @@ def test_a_module_that_is_cut_by_names_is_itself(
 
 
 #: All but what torch refuses: a second derivative.
-COMPILED = {
-    "name": [name for name in AXES["name"][::2] if name != "gradient inside forward"], "by": AXES["by"],
-    "way": AXES["way"], "sizes": [(4, 2), (5, 2), (3, 8)], "checkpoint": ["always", "never"],
-}
+COMPILED = {"name": [name for name in AXES["name"][::2] if name != "gradient inside forward"], "by": AXES["by"],
+            "way": AXES["way"], "sizes": [(4, 2), (5, 2), (3, 8)], "checkpoint": ["always", "never"]}
 
 
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Torch's, which it hides from users.
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated")  # The compiler's own.
-@graded(
-    COMPILED, essence=[["way"]], thorough=[["name"], *pairs(["by", "way", "sizes", "checkpoint"])]
-)
-def test_a_compiled_pipeline_is_its_module(
-    name: str, by: str, way: Any, sizes: tuple[int, int], checkpoint: str
-) -> None:
+@graded(COMPILED, essence=[["way"]], thorough=[["name"], *pairs(["by", "way", "sizes", "checkpoint"])])
+def test_a_compiled_pipeline_is_its_module(name, by, way, sizes, checkpoint):
     assert_promise(name, by, way, sizes, checkpoint=checkpoint, compile=EAGER)
 
 
-SCHEDULES: dict[str, list[Any]] = {
-    **{axis: AXES[axis] for axis in ("by", "checkpoint", "backward")},
-    "name": [*schedule.names()], "devices": [1, 2, 4], "sizes": [(8, 8), (13, 8), (3, 8), (6, 3), (5, 1)],
-}
+SCHEDULES: dict[str, list[Any]] = {**{axis: AXES[axis] for axis in ("by", "checkpoint", "backward")},
+                                   "name": [*schedule.names()], "devices": [1, 2, 4],
+                                   "sizes": [(8, 8), (13, 8), (3, 8), (6, 3), (5, 1)]}
 
 
-@graded(
-    SCHEDULES, essence=[["name"], ["devices"], ["sizes"]],
-    thorough=[*pairs([*SCHEDULES]), ["name", "checkpoint", "backward"]],
-)
-def test_every_schedule(
-    by: str, checkpoint: str, backward: str, name: str, devices: int, sizes: tuple[int, int]
-) -> None:
+@graded(SCHEDULES, essence=[["name"], ["devices"], ["sizes"]],
+        thorough=[*pairs([*SCHEDULES]), ["name", "checkpoint", "backward"]])
+def test_every_schedule(by, checkpoint, backward, name, devices, sizes):
     kinds = [lambda: nn.Linear(6, 6), nn.Tanh, lambda: nn.LayerNorm(6)]
     layers = [kinds[k % 3]() for k in range(devices * scheduled.stages_of(name) + 1)]
     size, chunks = sizes
-    scheduled.assert_transparent(
-        nn.Sequential(*layers), torch.randn(size, 6), name, devices, by=by, chunks=chunks,
-        checkpoint=checkpoint, backward=backward, target=torch.randn(size, 6), steps=1,
-    )
+    scheduled.assert_transparent(nn.Sequential(*layers), torch.randn(size, 6), name, devices, by=by, chunks=chunks,
+                                 checkpoint=checkpoint, backward=backward, target=torch.randn(size, 6), steps=1)
 
 
 @pairwise(by=AXES["by"], training=[True, False], mode=[torch.enable_grad, torch.no_grad, torch.inference_mode],

@@ -123,10 +123,8 @@ def test_the_best_of_all_orders_is_at_no_time_below_a_bound(seed: int) -> None:
         assert bound <= best, reason
 
 
-HOSTILE = [
-    "\"'<>&", "</script><script>alert(1)</script>", "<!--<script>", "]]>", "\x00\x1b[31m\r\n\x85", "\u202eabc\u2028",
-    "\ud800\uffff", "$policy ${data} {0} %s", "😀 שלום", "\\u003c/script>",
-]
+HOSTILE = ["\"'<>&", "</script><script>alert(1)</script>", "<!--<script>", "]]>", "\x00\x1b[31m\r\n\x85",
+           "\u202eabc\u2028", "\ud800\uffff", "$policy ${data} {0} %s", "😀 שלום", "\\u003c/script>"]
 
 
 def tags(page: str) -> list[str]:

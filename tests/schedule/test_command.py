@@ -61,9 +61,7 @@ def process(*arguments: str, **more: Any) -> subprocess.Popen[str]:
     ("gpipe --split --compare 1f1b zb-h1",  # Each takes the options that it has.
      [build("gpipe", 4, 8, split=True), build("1f1b", 4, 8, split=True), build("zb-h1", 4, 8)]),
 ], ids=lambda value: value if isinstance(value, str) else "")
-def test_names_are_drawn_for_four_devices_and_eight_chunks_or_as_said(
-    run: Any, line: str, schedules: list[Schedule]
-) -> None:
+def test_names_are_drawn_for_four_devices_and_eight_chunks_or_as_said(run, line, schedules):
     assert run(line) == Ran(code=0, out=drawn(*schedules), err="")
 
 
@@ -105,9 +103,7 @@ def test_the_examples_of_the_help_are_understood() -> None:
         command.parser().parse_args(line)
 
 
-def test_alone_it_prints_help_and_an_unknown_command_is_an_error_in_one_line(
-    capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alone_it_prints_help_and_an_unknown_command_is_an_error_in_one_line(capsys):
     for arguments in ([], ["-h"], ["--help"]):
         assert __main__.main(arguments) == 0 and "schedule" in capsys.readouterr().out
     for word in ("Plan", "plans", "", "--version", "-x"):
@@ -118,24 +114,21 @@ def test_alone_it_prints_help_and_an_unknown_command_is_an_error_in_one_line(
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [
-        ("", "one of the arguments NAME --list is required"),
-        ("zb-h1 --list", "not allowed with argument"),
-        ("zb-h9", "there is no schedule named 'zb-h9'"),
-        ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
-        ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
-        ("zb-h1 --devices 0", "devices=0: expected"),
-        ("zb-h1 --costs 1 1 1", "argument --costs: expected 4 arguments"),
-        ("zb-h1 --costs -1 1 1 0", "forward=-1.0: expected"),
-        ("zb-h1 --costs 1e308 1e308 1e308 0", "the makespan of inf has no scale"),
-        ("zb-h1 --split", "zb-h1 has no option 'split'"),
-        ("looped-bfs --stages-per-device 1000000", "expected at most"),
-        ("zb-h1 --svg absent/a.svg", "No such file or directory: 'absent/a.svg'"),
-        ("zb-h1 --html .", "Is a directory: '.'"),
-    ],
+    [("", "one of the arguments NAME --list is required"),
+     ("zb-h1 --list", "not allowed with argument"),
+     ("zb-h9", "there is no schedule named 'zb-h9'"),
+     ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
+     ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
+     ("zb-h1 --devices 0", "devices=0: expected"),
+     ("zb-h1 --costs 1 1 1", "argument --costs: expected 4 arguments"),
+     ("zb-h1 --costs -1 1 1 0", "forward=-1.0: expected"),
+     ("zb-h1 --costs 1e308 1e308 1e308 0", "the makespan of inf has no scale"),
+     ("zb-h1 --split", "zb-h1 has no option 'split'"),
+     ("looped-bfs --stages-per-device 1000000", "expected at most"),
+     ("zb-h1 --svg absent/a.svg", "No such file or directory: 'absent/a.svg'"),
+     ("zb-h1 --html .", "Is a directory: '.'")],
 )
-def test_an_error_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str,
-                              message: str) -> None:
+def test_an_error_is_one_line(run, monkeypatch, tmp_path, line, message):
     monkeypatch.chdir(tmp_path)
     found = run(line)
     assert (found.code, found.out) == (2, "")
@@ -147,9 +140,7 @@ def test_an_error_is_one_line(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
     (MemoryError(), 2, "splitpipe schedule: the numbers are too big.\n"),
     (KeyboardInterrupt(), 130, ""),
 ])
-def test_numbers_beyond_the_machine_and_control_c_end_it(
-    run: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
-) -> None:
+def test_numbers_beyond_the_machine_and_control_c_end_it(run, monkeypatch, error, code, said):
     def build(*_: object) -> Schedule:
         raise error
 

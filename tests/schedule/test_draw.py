@@ -12,9 +12,8 @@ from splitpipe.schedule import Costs, Op, Schedule, Timeline, build, simulate
 from splitpipe.schedule.draw import html, measures, svg, text
 
 SVG = "{http://www.w3.org/2000/svg}"
-def played(
-    name: str = "zb-h1", devices: int = 4, chunks: int = 8, costs: Costs | None = None, **options: Any
-) -> Timeline:
+def played(name: str = "zb-h1", devices: int = 4, chunks: int = 8, costs: Costs | None = None,
+           **options: Any) -> Timeline:
     return simulate(build(name, devices, chunks, **options), costs)
 
 

@@ -55,18 +55,14 @@ def test_zb_v_and_dualpipe_v_idle_as_published(p: int, m: int) -> None:
 
 
 #: The zero bubble paper's table 5: times in ms, and its bubbles for 1f1b, zb-h1 and zb-h2.
-MEASURED = [
-    ((18.522, 18.086, 9.337, 0.601), 8, 24, (0.2431, 0.1585, 0.1083)),
-    ((29.935, 29.621, 19.388, 0.535), 8, 64, (0.1091, 0.0554, 0.0294)),
-    ((10.402, 10.248, 7.698, 0.460), 32, 256, (0.1352, 0.0594, 0.0257)),
-]
+MEASURED = [((18.522, 18.086, 9.337, 0.601), 8, 24, (0.2431, 0.1585, 0.1083)),
+            ((29.935, 29.621, 19.388, 0.535), 8, 64, (0.1091, 0.0554, 0.0294)),
+            ((10.402, 10.248, 7.698, 0.460), 32, 256, (0.1352, 0.0594, 0.0257))]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("times", "p", "m", "bubbles"), MEASURED)
-def test_bubbles_of_measured_times_are_the_papers(
-    times: tuple[float, float, float, float], p: int, m: int, bubbles: tuple[float, float, float]
-) -> None:
+def test_bubbles_of_measured_times_are_the_papers(times, p, m, bubbles):
     costs = Costs(*times)
     found = [simulate(build(name, p, m), costs) for name in ("1f1b", "zb-h1", "zb-h2")]
     assert [round(found[0].bubble, 4), round(found[1].bubble, 4), round(found[2].bubble_longest, 4)] == list(bubbles)

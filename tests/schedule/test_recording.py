@@ -170,20 +170,16 @@ def tables(recording: Recording) -> tuple[list[list[str]], list[list[str]]]:
 def test_a_line_a_stage_has_medians_of_what_was_recorded() -> None:
     timeline = played("zb-v", 2, 3, Costs([1, 2, 3, 4], 5, [1, 1, 1, 1], 0.25))
     stages, _ = tables(recorded(timeline, devices=("cuda:0", "cuda:1")))
-    assert stages == [
-        ["stage", "device", "F", "ms", "B", "ms", "W", "ms", "copy", "ms"],
-        ["0", "cuda:0", "1.000", "2.500", "1.000", "0.250"],
-        ["1", "cuda:1", "2.000", "2.500", "1.000", "0.250"],
-        ["2", "cuda:1", "3.000", "2.500", "1.000", "0.250"],
-        ["3", "cuda:0", "4.000", "2.500", "1.000", "0.250"],
-    ]
+    assert stages == [["stage", "device", "F", "ms", "B", "ms", "W", "ms", "copy", "ms"],
+                      ["0", "cuda:0", "1.000", "2.500", "1.000", "0.250"],
+                      ["1", "cuda:1", "2.000", "2.500", "1.000", "0.250"],
+                      ["2", "cuda:1", "3.000", "2.500", "1.000", "0.250"],
+                      ["3", "cuda:0", "4.000", "2.500", "1.000", "0.250"]]
 
 
 def test_a_line_a_device_has_its_bubble_and_its_memory() -> None:
     recording = Recording(build("1f1b", 2, 2), ("cuda:0", "cpu"))
     recording.add(step(played("1f1b", 2, 2, Costs(1, 1, [0, 1])), (3 * 2**30, None)))
-    assert tables(recording)[1] == [
-        ["device", "busy", "bubble", "peak", "memory"],
-        ["cuda:0", "50.00%", "50.00%", "3", "GiB"],
-        ["cpu", "75.00%", "25.00%", "-"],
-    ]
+    assert tables(recording)[1] == [["device", "busy", "bubble", "peak", "memory"],
+                                    ["cuda:0", "50.00%", "50.00%", "3", "GiB"],
+                                    ["cpu", "75.00%", "25.00%", "-"]]

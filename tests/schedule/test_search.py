@@ -15,9 +15,8 @@ from splitpipe.schedule.op import Kind
 from tests.schedule.test_orders import MEASURED
 
 REAL = Costs(forward=3, backward_input=4, backward_weight=2)
-UNEQUAL = Costs(
-    forward=[3, 2, 2, 2, 2, 2, 2, 4], backward_input=[2, 2, 2, 2, 2, 2, 2, 5], backward_weight=[3, 1, 1, 1, 1, 1, 1, 2]
-)
+UNEQUAL = Costs(forward=[3, 2, 2, 2, 2, 2, 2, 4], backward_input=[2, 2, 2, 2, 2, 2, 2, 5],
+                backward_weight=[3, 1, 1, 1, 1, 1, 1, 2])
 FOUR = Costs([3, 2, 2, 5], [3, 2, 4, 2], [1, 2, 3, 1], 0.25)
 #: The bubbles that the zero bubble paper's own search reaches with 1F1B's memory: those of its ZB-H1.
 PAPER = [(times, p, m, bubbles[1]) for times, p, m, bubbles in MEASURED]
@@ -25,10 +24,8 @@ PAPER = [(times, p, m, bubbles[1]) for times, p, m, bubbles in MEASURED]
 times = st.one_of(st.integers(0, 4), st.floats(0.01, 9)).map(float)
 
 
-def found(
-    devices: int, chunks: int, costs: Costs | None = None, memory: float | list[float] | None = None,
-    stages_per_device: int | None = None, seconds: float = 0.1,
-) -> Timeline:
+def found(devices: int, chunks: int, costs: Costs | None = None, memory: float | list[float] | None = None,
+          stages_per_device: int | None = None, seconds: float = 0.1) -> Timeline:
     """What pure Python finds, simulated."""
     return simulate(search(devices, chunks, costs, memory, stages_per_device, seconds=seconds), costs)
 
@@ -51,9 +48,7 @@ def span_of(problem: Problem, words: list[Word]) -> float:
         (64, REAL, 2, 1, 689),
     )),
 ])
-def test_the_makespan_is_not_above_what_is_known(
-    chunks: int, costs: Costs | None, memory: float, seconds: float, most: float
-) -> None:
+def test_the_makespan_is_not_above_what_is_known(chunks, costs, memory, seconds, most):
     timeline = found(4, chunks, costs, memory, 2, seconds=seconds)
     assert timeline.makespan <= most and max(timeline.peak_activations) <= memory
 
@@ -100,9 +95,7 @@ def test_without_a_number_of_stages_one_and_two_are_tried() -> None:
 @pytest.mark.thorough
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 9), times, times, times, times, st.sampled_from((1, 1.5, 2, 3, None)))
-def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(
-    devices: int, chunks: int, f: float, b: float, w: float, copy: float, memory: float | None
-) -> None:
+def test_whatever_the_costs_it_fits_and_is_not_below_the_bounds(devices, chunks, f, b, w, copy, memory):
     timeline = found(devices, chunks, Costs(f, b, w, copy), memory, seconds=0.02)
     assert max(timeline.peak_activations) <= (memory or chunks)
     assert timeline.makespan >= max(timeline.bounds.values()) * (1 - 1e-9)
@@ -138,9 +131,7 @@ def test_ops_without_time_never_come_to_wait_in_a_circle_and_those_that_do_take_
 @pytest.mark.thorough
 @pytest.mark.parametrize(("times", "devices", "chunks", "bubble", "span"), [
     (*PAPER[0], "makespan"), (*PAPER[0], "longest"), (*PAPER[1], "longest"), (*PAPER[2], "makespan")])
-def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(
-    times: tuple[float, float, float, float], devices: int, chunks: int, bubble: float, span: str
-) -> None:
+def test_with_the_memory_of_1f1b_the_bubble_is_that_of_the_papers_search(times, devices, chunks, bubble, span):
     costs = Costs(*times)
     found = search(devices, chunks, costs, memory=devices, stages_per_device=1, seconds=0.05, span=span)  # type: ignore[arg-type]
     timeline = simulate(found, costs)

@@ -16,10 +16,8 @@ def one(*ops: Op, placement: Sequence[int] = (0,)) -> Schedule:
 def test_an_op_starts_when_its_device_is_free_and_its_input_has_arrived() -> None:
     timeline = simulate(build("1f1b", 2, 2), Costs(forward=2, backward_input=3, backward_weight=1, copy=0.5))
     spans = [[(str(span.op), span.start, span.end) for span in row] for row in timeline.spans]
-    assert spans == [
-        [("0F0", 0, 2), ("0F1", 2, 4), ("0BW0", 9, 13), ("0BW1", 15, 19)],
-        [("1F0", 2.5, 4.5), ("1BW0", 4.5, 8.5), ("1F1", 8.5, 10.5), ("1BW1", 10.5, 14.5)],
-    ]
+    assert spans == [[("0F0", 0, 2), ("0F1", 2, 4), ("0BW0", 9, 13), ("0BW1", 15, 19)],
+                     [("1F0", 2.5, 4.5), ("1BW0", 4.5, 8.5), ("1F1", 8.5, 10.5), ("1BW1", 10.5, 14.5)]]
     assert (timeline.makespan, timeline.longest) == (19, 19)
     assert timeline.work == (12, 12)
     assert timeline.idle == (7, 7)

@@ -38,9 +38,7 @@ def test_torch_reads_what_is_written(name: str, tmp_path: Path) -> None:
     ("0F0,0F1,,, 0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n", build("1f1b", 2, 2)),  # Torch's own, with idle slots and spaces.
     ('\ufeff"0F0","0B0"\r\n', build("gpipe", 1, 1)),
 ])
-def test_idle_slots_spaces_quotes_and_a_mark_at_the_start_are_read(
-    text: str, schedule: Schedule, tmp_path: Path
-) -> None:
+def test_idle_slots_spaces_quotes_and_a_mark_at_the_start_are_read(text, schedule, tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(text, encoding="utf-8")
     assert from_csv(path) == schedule

@@ -100,10 +100,8 @@ def test_matching_pairs_are_accepted():
     verify_skippables(nn.Sequential(nn.ReLU()))
     verify_skippables(nn.Sequential(skip(stash=["a", "b"]), nn.Sequential(skip(pop=["b"])), skip(pop=["a"])))
     ns1, ns2 = Namespace(), Namespace()
-    verify_skippables(nn.Sequential(
-        StashFoo().isolate(ns1), StashFoo().isolate(ns2), StashFoo(), PopFoo().isolate(ns2), PopFoo(),
-        PopFoo().isolate(ns1),
-    ))
+    verify_skippables(nn.Sequential(StashFoo().isolate(ns1), StashFoo().isolate(ns2), StashFoo(), PopFoo().isolate(ns2),
+                                    PopFoo(), PopFoo().isolate(ns1)))
 
 
 @pytest.mark.parametrize(("layers", "faults"), [

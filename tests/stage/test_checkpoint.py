@@ -69,9 +69,7 @@ def later(model: SplitPipe, *inputs: Tensor) -> None:
     (first, "never", "modified (by an inplace|in place)"),
     (later, "always", r"stage 1 \(cpu\) .*was written to in place"),
 ])
-def test_tensors_changed_between_forward_and_backward_are_an_error(
-    change: Any, checkpoint: Any, words: str, backward: Any
-) -> None:
+def test_tensors_changed_between_forward_and_backward_are_an_error(change, checkpoint, words, backward):
     """From the second pass on: the first one keeps copies, until it is known who writes to what."""
     model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint, backward=backward)
     inputs = [x := torch.rand(4, 6)]
@@ -101,16 +99,12 @@ def read(xs: tuple[Tensor, Tensor], scale: Tensor, part: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("how", [
-    lambda y: (y, y), lambda y: (y, y[:, :3]), lambda y: (y[:, :3], y[:, 3:]), lambda y: (y, y.detach()),
-])
-def test_writing_to_memory_that_another_input_or_a_skip_has_is_an_error(
-    how: Any, checkpoint: Any, backward: Any
-) -> None:
+@pytest.mark.parametrize("how", [lambda y: (y, y), lambda y: (y, y[:, :3]), lambda y: (y[:, :3], y[:, 3:]),
+                                 lambda y: (y, y.detach())])
+def test_writing_to_memory_that_another_input_or_a_skip_has_is_an_error(how, checkpoint, backward):
     write = Apply(lambda xs: xs[0].relu_() + xs[1].sum(-1, keepdim=True))
-    for layers in (
-        [Apply(how), write], [Apply(how), nn.Identity(), write], [stashing("part")(aside), popping("part")(read)],
-    ):
+    for layers in ([Apply(how), write], [Apply(how), nn.Identity(), write],
+                   [stashing("part")(aside), popping("part")(read)]):
         model = SplitPipe(nn.Sequential(nn.Linear(6, 4), *layers), [2] + [1] * (len(layers) - 1), devices=["cpu"] * 3,
                           chunks=2, checkpoint=checkpoint, backward=backward)
         with pytest.raises(RuntimeError, match="shares memory with another"):
@@ -123,9 +117,7 @@ def test_writing_to_memory_that_another_input_or_a_skip_has_is_an_error(
 
 @pytest.mark.parametrize("by", ["balance", "cuts"])
 @pytest.mark.parametrize("backward", ["split", "autograd"])
-def test_a_mode_that_changes_before_backward_is_that_of_the_forward_in_the_recomputation(
-    backward: str, by: str
-) -> None:
+def test_a_mode_that_changes_before_backward_is_that_of_the_forward_in_the_recomputation(backward, by):
     mode = module_of(lambda self, x: x.sin() * 2 if self.training else x.sin() * 3)
     plain, model = twins(nn.Sequential(nn.Linear(3, 3), mode, nn.Dropout(0.0)), [1, 2], by, chunks=2,
                          checkpoint="always", backward=backward)

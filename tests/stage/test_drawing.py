@@ -45,9 +45,7 @@ def gradient(model: SplitPipe, x: Tensor) -> Tensor:
 
 
 @pairwise(by=["balance", "cuts", "between"], schedule=["gpipe", "1f1b", "zb-h1"], backward=["split", "autograd"])
-def test_the_step_of_any_checkpoint_mode_is_that_of_another_the_first_one_too(
-    by: str, schedule: str, backward: str
-) -> None:
+def test_the_step_of_any_checkpoint_mode_is_that_of_another_the_first_one_too(by, schedule, backward):
     """A linear function: the gradient of an entry, times the entry, is what became of it, whatever the masks are."""
     x, found = torch.ones(6, 32), []
     for checkpoint in CHECKPOINTS:

@@ -96,9 +96,7 @@ PLACES: dict[str, Callable[[nn.Sequential, SplitPipe, nn.Module], object]] = {
 
 
 @pairwise(replace=[*PLACES], schedule=["gpipe", "1f1b"], called=[False, True])
-def test_a_layer_that_takes_anothers_place_is_the_one_that_runs(
-    replace: str, schedule: str, called: bool
-) -> None:
+def test_a_layer_that_takes_anothers_place_is_the_one_that_runs(replace: str, schedule: str, called: bool) -> None:
     module, x, y = made(), torch.randn(6, 4), torch.randn(6, 2)
     plain = copy.deepcopy(module)
     model = wrapped(module, schedule=schedule, loss_fn=F.mse_loss if schedule != "gpipe" else None)
@@ -124,22 +122,16 @@ class Tracked(nn.Module):
         return x * self.weight
 
 
-@pairwise(
-    where=["balance", "cuts"], schedule=["gpipe", "1f1b"], backward=["split", "autograd"], inside=[False, True]
-)
-def test_a_layer_that_does_what_none_did_before_is_noticed(
-    where: str, schedule: str, backward: str, inside: bool
-) -> None:
+@pairwise(where=["balance", "cuts"], schedule=["gpipe", "1f1b"], backward=["split", "autograd"], inside=[False, True])
+def test_a_layer_that_does_what_none_did_before_is_noticed(where, schedule, backward, inside):
     for layer in (nn.ReLU(inplace=True), Apply(lambda x: x.mul_(2)), nn.Dropout(0.0), Tracked()):
         kind = Looped if where == "cuts" else nn.Sequential
         module = kind(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2))
         plain, x, y = copy.deepcopy(module), torch.randn(6, 4), torch.randn(6, 2)
         how: dict[str, Any] = {"cuts": ["1"]} if where == "cuts" else {"balance": [1, 1]}
         loss_fn = None if schedule == "gpipe" else F.mse_loss
-        model = SplitPipe(
-            module, devices=["cpu", "cpu"], chunks=2, schedule=schedule, loss_fn=loss_fn, checkpoint="always",
-            backward=backward, **how,
-        )
+        model = SplitPipe(module, devices=["cpu", "cpu"], chunks=2, schedule=schedule, loss_fn=loss_fn,
+                          checkpoint="always", backward=backward, **how)
         for step in range(4):
             if step == 2:
                 for each in (module, plain):

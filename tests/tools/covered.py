@@ -75,10 +75,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as room:
         folder = named or room
         words = ["-m", "pytest", "-m", "not compiles", *sys.argv[1:]]
-        code = subprocess.run(
-            [sys.executable, *measuring(words, folder)], env={"OMP_NUM_THREADS": "1", **os.environ, FOLDER: folder},
-            check=False,
-        ).returncode
+        code = subprocess.run([sys.executable, *measuring(words, folder)],
+                              env={"OMP_NUM_THREADS": "1", **os.environ, FOLDER: folder}, check=False).returncode
         return code if code or named else counted(Path(folder))
 
 

@@ -52,11 +52,9 @@ def drawn(draw: random.Random, device: str) -> Case:
     """A model with a schedule and options of chance, with all stages on one device."""
     name = draw.choice(SCHEDULES)
     per_device = 1 if name is None else schedule.build(name, 1, 1).stages
-    return Case(
-        per_device * draw.choice([1, 2] if per_device > 1 else [2, 3]), draw.choice([1, 2, 3, 4]), name, device,
-        checkpoint=draw.choice(["always", "except_last", "never"]), backward=draw.choice(["split", "autograd"]),
-        stash_limit=draw.choice([None, None, 0]),
-    )
+    return Case(per_device * draw.choice([1, 2] if per_device > 1 else [2, 3]), draw.choice([1, 2, 3, 4]), name, device,
+                checkpoint=draw.choice(["always", "except_last", "never"]), backward=draw.choice(["split", "autograd"]),
+                stash_limit=draw.choice([None, None, 0]))
 
 
 def step(case: Case, draw: random.Random) -> None:

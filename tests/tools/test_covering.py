@@ -6,9 +6,8 @@ from typing import Any
 
 from tests.helpers.covering import covering, essence, graded, pairs
 
-AXES: dict[str, list[Any]] = {
-    "letter": list("abcdefgh"), "number": [1, 2, 3], "flag": [True, False], "way": [None, "x"]
-}
+AXES: dict[str, list[Any]] = {"letter": list("abcdefgh"), "number": [1, 2, 3], "flag": [True, False],
+                              "way": [None, "x"]}
 
 
 def has(cases: list[tuple[Any, ...]], *names: str) -> set[tuple[Any, ...]]:
