@@ -133,8 +133,8 @@ class BatchLoss:
         columns = [*zip(*[zip(number.atoms, number.values) for number in each])]
         return [
             None if live and column[0][0].kind is SUM else
-            sum([numbers.as_amount(atom.count, self._like) for atom, _ in column]) if live else numbers.whole(*zip(*column))
-            for live, column in zip(self._live, columns)
+            sum([numbers.as_amount(atom.count, self._like) for atom, _ in column]) if live else
+            numbers.whole(*zip(*column)) for live, column in zip(self._live, columns)
         ]
 
     def _correction(self) -> Any:
@@ -143,7 +143,7 @@ class BatchLoss:
         known = [k for k, live in enumerate(self._live) if live and not same[0].atoms[k].unknown]
         units: list[Any] = [
             1.0 if totals[k] is None else
-            _quotient(numbers.as_amount(self._estimates[k], self._like), numbers.as_amount(totals[k], self._like)) for k in known
+            _quotient(*[numbers.as_amount(each[k], self._like) for each in (self._estimates, totals)]) for k in known
         ]
         if any(self._without_graph(same[0])) and known:
             slopes, estimated = self._slopes(same[0], totals), self._slopes(same[0], self._estimates)
