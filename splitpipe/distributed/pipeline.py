@@ -220,8 +220,7 @@ class Loss:
         output = output[0] if len(output) == 1 else output  # Of the last stage, a tuple of all tensors.
         # Before the first step, torch also calls it to learn what backward needs.
         i = next((i for i, part in enumerate(self._parts) if part.data_ptr() == target.data_ptr()), 0)
-        self.batch_loss.count = partial(self._count, output)
-        return self.batch_loss.part(i, *self._objective.loss(i, output, target))
+        return self.batch_loss.part(i, *self._objective.loss(i, output, target), partial(self._count, output))
 
     def _count(self, output: Any) -> list[Number | Unknown]:
         """Numbers like those of all microbatches in their counts, which may only depend on targets."""

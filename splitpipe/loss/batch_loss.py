@@ -31,8 +31,6 @@ class BatchLoss:
 
     def __init__(self, rows: Sequence[int]) -> None:
         self._rows = rows if len(rows) > 1 else [1]  # A batch may have no rows.
-        #: Returns numbers like those of all microbatches in their counts. Default: these are estimated.
-        self.count: Callable[[], list[Number | Unknown]] | None = None
         self._numbers: dict[int, Number] = {}
         self._by_rows: bool | None = None  #: Whether all are means over rows, since the first one isn't recognised.
         self._live: list[bool] = []  #: Whether each atom is a sum or mean with a graph.
@@ -41,8 +39,14 @@ class BatchLoss:
         self._same: list[Number] = []  #: Then, those that count anything.
         self._like: Any = None
 
-    def part(self, i: int, value: Tensor, number: Number | Unknown) -> Tensor:
-        """The part of a microbatch with this loss. Called in each F, and again in a recomputation."""
+    def part(
+        self, i: int, value: Tensor, number: Number | Unknown,
+        count: Callable[[], list[Number | Unknown]] | None = None,
+    ) -> Tensor:
+        """The part of a microbatch with this loss. Called in each F, and again in a recomputation.
+
+        ``count`` returns numbers like those of all microbatches in their counts. Default: these are estimated.
+        """
         if self._by_rows is None and not getattr(number, "nothing", False):
             self._by_rows = isinstance(number, Unknown)
         if isinstance(number, Unknown) or self._by_rows:
@@ -50,7 +54,7 @@ class BatchLoss:
         self._numbers[i], self._like = number.mapped(Tensor.detach), value.detach()
         if not self._estimates and not number.nothing:
             self._live = [atom.grad and atom.kind is not CONSTANT for atom in number.atoms]
-            self._estimates = self._expected(number, self._rows[i])
+            self._estimates = self._expected(number, self._rows[i], count)
         if self._last is None and len(self._numbers) == len(self._rows):
             self._last = i
         if number.nothing and i == self._last and self._adds_graph():
@@ -85,13 +89,13 @@ class BatchLoss:
             unit = scale.reciprocal() if unit is None else unit / scale
         return loss.to(like.device, like.dtype).reshape(()), unit
 
-    def _expected(self, number: Number, rows: int) -> list[Any]:
+    def _expected(self, number: Number, rows: int, count: Callable[[], list[Number | Unknown]] | None) -> list[Any]:
         """What atoms of the batch count, or are, from those of one microbatch."""
         pairs = [*zip(number.atoms, number.values, self._live)]
-        if self.count is not None and any([
+        if count is not None and any([
             isinstance(atom.count, Tensor) if live else atom.kind is SUM for atom, _, live in pairs
         ]):
-            return self._totals(self._aligned([number, *self.count()])[1:])
+            return self._totals(self._aligned([number, *count()])[1:])
         all_rows, amounts = sum(self._rows), []
         for atom, x, live in pairs:
             amount: Any = x.detach() if not live else atom.count if atom.kind is MEAN else None

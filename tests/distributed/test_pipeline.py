@@ -5,11 +5,13 @@ import contextlib
 import copy
 import os
 import re
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from splitpipe import schedule
 from splitpipe.distributed import Pipeline
@@ -258,6 +260,17 @@ def test_a_loss_whose_terms_depend_on_the_microbatch_is_an_error(loss_fn: Any) -
     with pytest.raises(ValueError, match="microbatches have losses of different kinds"):
         for part in target.chunk(2):
             loss((torch.ones(1, 1, requires_grad=True),), part)
+
+
+def test_a_step_keeps_no_output_of_the_last_stage() -> None:
+    loss, target = Loss(F.cross_entropy, 2), torch.tensor([0, 1, -100, 2])
+    loss.begin(target)
+    for part in target.chunk(2):
+        output = torch.randn(2, 3, requires_grad=True) * 1
+        kept = weakref.ref(output)
+        loss((output,), part).backward()
+        del output
+        assert kept() is None
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zb-h1", "v-half"])
