@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from splitpipe.backward.rules import RULES, WeightNode
-from splitpipe.core.torch_private import AccumulateGrad
+from splitpipe.backward.rules import RULES, AccumulateGrad, WeightNode
 
 
 class Walk(NamedTuple):

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from splitpipe.backward.split_function import SplitCall
 from splitpipe.backward.stand_ins import StandIns
 from splitpipe.backward.weight_gradients import Parts, Totals, convolution, embedding, linear
-from splitpipe.core.torch_private import AccumulateGrad, _functions
 
 #: Multiplications per microbatch from which on a CPU gains by computing a convolution's weight gradients in idle time.
 _MANY = 2**25
@@ -51,16 +51,18 @@ class WeightNode:
         return version
 
 
-def _type(name: str) -> Any:
-    return getattr(_functions, name, None)  # A newer torch may give a node another name: it has no rule then.
+def _type(function: Callable[[Tensor], Tensor]) -> Any:
+    """The type of the node that a function makes, whatever torch calls it."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return type(get_gradient_edge(function(torch.ones(1, 1, device="cpu", requires_grad=True))).node)
 
 
 #: Whether such a view of a matrix is its transpose. A negative dimension is read as 2**64 more.
 _TURNS: dict[Any, Callable[[Any], bool]] = {
-    _type("TransposeBackward0"): lambda node: node._saved_dim0 % 2 != node._saved_dim1 % 2,
-    _type("PermuteBackward0"): lambda node: node._saved_dims[0] % 2 == 1,
+    _type(lambda x: x.mT): lambda node: node._saved_dim0 % 2 != node._saved_dim1 % 2,
+    _type(lambda x: x.permute(1, 0)): lambda node: node._saved_dims[0] % 2 == 1,
 }
-_T, _CAST = _type("TBackward0"), _type("ToCopyBackward0")
+_T, _CAST, AccumulateGrad = _type(Tensor.t), _type(lambda x: x.to(torch.cfloat)), _type(lambda x: x)
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -171,14 +173,12 @@ def _stand_ins(node: Any, edges: Any) -> WeightNode | None:
     return WeightNode(node, node.function.accumulate, weights, whole=True, partial=True)
 
 
-_SPLIT_CALL: Any = SplitCall
-_STAND_INS: Any = StandIns
 #: Given a node and its edges, the node with its weights, unless it is left to autograd; and the edges that B follows.
 RULES: dict[Any, tuple[Callable[[Any, Any], WeightNode | None], slice]] = {
-    _type("AddmmBackward0"): (_addmm, slice(1, 2)),
-    _type("MmBackward0"): (_mm, slice(1)),
-    _type("ConvolutionBackward0"): (_convolution, slice(1)),
-    _type("EmbeddingBackward0"): (_embedding, slice(0)),
-    _SPLIT_CALL._backward_cls: (_split_call, slice(1)),
-    _STAND_INS._backward_cls: (_stand_ins, slice(None)),
+    _type(lambda x: torch.addmm(x, x, x)): (_addmm, slice(1, 2)),
+    _type(lambda x: x @ x): (_mm, slice(1)),
+    _type(lambda x: torch.conv1d(x[None], x[None])): (_convolution, slice(1)),
+    _type(lambda x: torch.embedding(x, torch.zeros(1, dtype=torch.long, device="cpu"))): (_embedding, slice(0)),
+    SplitCall._backward_cls: (_split_call, slice(1)),
+    StandIns._backward_cls: (_stand_ins, slice(None)),
 }

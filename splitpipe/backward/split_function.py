@@ -4,11 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from splitpipe.backward.accumulate import Total
-from splitpipe.core.torch_private import _DisableAutocast
+from splitpipe.core import thread_state
 
 
 class Context:
@@ -168,7 +169,7 @@ class SplitCall(Function):
         nothing = (None,) * len(ctx.given)
         if grad is None:
             return None, None, None, *nothing
-        with _DisableAutocast():
+        with thread_state.entered(thread_state.capture().outside_forward()._replace(grad=torch.is_grad_enabled())):
             shared = opened(ctx)
             found = ctx.function.backward_input(shared, grad) if shared.needs_input_grad else None
             del shared.saved_for_input

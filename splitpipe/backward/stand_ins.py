@@ -44,9 +44,8 @@ def stand_ins(function: Any, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | 
 
 def left_in(node: Any, function: Any, leave: Callable[[], Any]) -> bool:
     """Leaves what ``leave`` makes, W's ``ctx``, for the call whose backward, ``node``, runs; False: W won't."""
-    kind: Any = StandIns
     for stands, _ in node.next_functions:
-        if isinstance(stands, kind._backward_cls) and stands.function is function and stands.left is not None:
+        if getattr(stands, "function", None) is function and stands.left is not None:
             stands.left.append(leave())
             return True
     return False

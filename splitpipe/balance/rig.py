@@ -25,7 +25,7 @@ from splitpipe.balance.survey import START, Subject, copy_of, measuring
 from splitpipe.compiled.layers import release
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
-from splitpipe.core.torch_private import is_traceable_wrapper_subclass, tree_leaves, tree_map_only
+from splitpipe.core.tensors import map_tensors
 from splitpipe.microbatch.divider import divide_target
 from splitpipe.microbatch.rows import cuts
 from splitpipe.microbatch.tree import flatten
@@ -217,9 +217,9 @@ class _Call:
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[Any]:
         """The arguments of each microbatch: copies of those of the call."""
-        copy = partial(tree_map_only, Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
+        copy = partial(map_tensors, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
         found = [copy((args, kwargs)) for _ in range(self.microbatches)]
-        self.latest = tree_leaves((found[0][0], [found[0][1][name] for name in self.kwargs]))
+        self.latest, _ = flatten((found[0][0], [found[0][1][name] for name in self.kwargs]))
         return found
 
 
@@ -267,7 +267,7 @@ def memory_of(*values: Any) -> Storages:
     """The storages behind tensors: their addresses and bytes. Sparse tensors and a lazy layer's have none."""
     found: Storages = {}
     for x in values:
-        if is_traceable_wrapper_subclass(x):
+        if hasattr(x, "__tensor_flatten__"):
             found |= memory_of(*(getattr(x, name) for name in x.__tensor_flatten__()[0]))
         elif isinstance(x, Tensor) and x.layout is torch.strided and not is_lazy(x):
             storage = x.untyped_storage()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from splitpipe.checks import is_layered, verify_supported
 from splitpipe.core.note import add_note
-from splitpipe.core.torch_private import tree_map_only
+from splitpipe.core.tensors import map_tensors
 from splitpipe.microbatch.divider import ArgumentDivider, Divider, signature_of
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.gather import find_loss
@@ -41,8 +41,8 @@ class Subject(NamedTuple):
 
     def arguments(self, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copies of the arguments of a call, with the first rows of the batch."""
-        found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            Tensor, lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), self.batch.some(rows)
+        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
+            lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad), self.batch.some(rows)
         )
         return ((found,), {}) if self.layered else found
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.batchnorm import DeferredBatchNorm
-from splitpipe.core.tensors import version_of
-from splitpipe.core.torch_private import tree_map_only
+from splitpipe.core.tensors import map_tensors, version_of
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.microbatch.tree import PLAIN, flatten, open_level
 from splitpipe.partition.resident import Resident
@@ -99,7 +98,7 @@ def _computed(
     def copy(x: Tensor) -> Tensor:  # A layer may write to its input.
         return x.detach().to(to, copy=True).requires_grad_(x.requires_grad)
 
-    args, kwargs, target = tree_map_only(Tensor, copy, call[:3])
+    args, kwargs, target = map_tensors(copy, call[:3])
     scheduled = runtime is not None and target is not None
     output = model(*args, **kwargs, **({"target": target} if scheduled else {}))
     if runtime is not None and not runtime.draws:

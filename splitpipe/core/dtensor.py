@@ -23,7 +23,7 @@ def wait_for_collectives(values: Iterable[Any]) -> None:
     """Waits for collectives whose results are dropped unread, as a recomputation's output: torch would keep them."""
     if "torch.distributed.tensor" in sys.modules:
         for x in values:
-            pending = getattr(x, "_local_tensor", x)
+            pending = x.to_local() if is_dtensor(x) else x
             if hasattr(pending, "trigger_wait"):
                 pending.trigger_wait()
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import string_at
 from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, default_generator
 
-from splitpipe.core.torch_private import DisableTorchFunction, _disable_current_modes
+from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.core.worker import ProcessLock
 
 #: For recomputations that set the default generator, which threads of autograd's may run side by side.
@@ -26,8 +27,12 @@ _setting = ProcessLock()
 
 def states_differ(state: Tensor, other: Tensor) -> bool:
     """True if two states of generators differ."""
+    return _bytes(state) != _bytes(other)
+
+
+def _bytes(state: Tensor) -> bytes:
     with DisableTorchFunction():  # And not with torch's ops, which dispatch modes would see, and which release the GIL.
-        return string_at(state.data_ptr(), state.nbytes) != string_at(other.data_ptr(), other.nbytes)
+        return string_at(state.data_ptr(), state.nbytes)
 
 
 class Draws:
@@ -40,18 +45,16 @@ class Draws:
         self._known, self._mode = known, mode
         self.watched, self.drew = known.get(mode, True), False
         self._before = default_generator.get_state()
-        self._first: int | None = None
+        self._seed = int.from_bytes(blake2b(_bytes(self._before), digest_size=7).digest(), "big")
 
     def start(self, number: int) -> Tensor:
         """The state from which an F with this number draws."""
-        if self._first is None:
-            self._first = _draw(Generator().set_state(self._before))
-        return Generator().manual_seed(self._first + number).get_state()
+        return Generator().manual_seed(self._seed + number).get_state()
 
     def end(self, recomputes: bool) -> None:
         """Advances the default generator if F drew; raises if something did unwatched and the call ``recomputes``."""
         if self.drew:
-            _draw(default_generator)
+            default_generator.manual_seed(self._seed - 1)  # From which no F has drawn.
         unwatched = not self.watched and states_differ(self._before, default_generator.get_state())
         # A layer may draw in some steps only: a model that has drawn is watched from then on.
         self._known[self._mode] = self._known.get(self._mode, False) or self.drew or unwatched
@@ -61,11 +64,6 @@ class Draws:
                 "before, or another thread. Its recomputation would draw others. Repeat the step, which will take "
                 "new layers into account; give a thread a separate torch.Generator."
             )
-
-
-def _draw(generator: Generator) -> int:
-    with DisableTorchFunction(), _disable_current_modes():  # type: ignore[no-untyped-call,unused-ignore]
-        return int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
 
 class Numbers:

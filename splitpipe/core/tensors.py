@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from splitpipe.core.torch_private import tree_flatten, tree_unflatten
 
 
 def is_plain(x: Tensor) -> bool:
@@ -16,8 +18,8 @@ def is_plain(x: Tensor) -> bool:
 
 
 def storage_of(x: Tensor) -> int:
-    """The identity of a plain tensor's storage; 0 for any other tensor, which may have several or none."""
-    return int(x.untyped_storage()._cdata) if is_plain(x) else 0
+    """The address of a plain tensor's memory; 0 if it has none, and for any other tensor, which may have several."""
+    return x.untyped_storage().data_ptr() if is_plain(x) else 0
 
 
 def version_of(x: Tensor) -> int | None:
@@ -36,3 +38,9 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
     storages = [storage_of(x) if isinstance(x, Tensor) and x.numel() else 0 for x in values]
     counts = Counter([*storages, *{storage_of(x) for x in tainted}])
     return frozenset([k for k, storage in enumerate(storages) if storage and counts[storage] > 1])
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """A copy of a nesting, with its tensors changed."""
+    leaves, structure = tree_flatten(value)
+    return tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)

@@ -21,11 +21,9 @@ from splitpipe.core.torch_private import (
     DeviceContext,
     _get_current_function_mode_stack,
     _len_torch_dispatch_stack,
-    _len_torch_function_stack,
     _pop_torch_function_stack,
     _profiler_enabled,
     _push_on_torch_function_stack,
-    _set_grad_enabled,
     _top_saved_tensors_default_hooks,
 )
 
@@ -49,16 +47,25 @@ class State(NamedTuple):
 
 def capture() -> State:
     """The state of this thread."""
+    return _settings(_kinds())._replace(odd=is_odd())
+
+
+def is_default() -> bool:
+    """True if this thread has no autocast, and neither a default device nor a function mode."""
+    return not _get_current_function_mode_stack() and not any(map(torch.is_autocast_enabled, _kinds()))
+
+
+def _kinds() -> Sequence[str]:
+    """The types of device of this machine."""
     accelerator = torch.accelerator.current_accelerator()
-    return _settings(("cpu",) if accelerator is None else ("cpu", accelerator.type))._replace(odd=is_odd())
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def _settings(kinds: Sequence[str]) -> State:
     """The state without what is odd, with the autocast of these types of device."""
     device: DeviceContext | None = None
-    if _len_torch_function_stack():
-        for mode in _get_current_function_mode_stack():
-            device = mode if isinstance(mode, DeviceContext) else device  # The innermost counts.
+    for mode in _get_current_function_mode_stack():
+        device = mode if isinstance(mode, DeviceContext) else device  # The innermost counts.
     return State(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -72,8 +79,7 @@ def _settings(kinds: Sequence[str]) -> State:
 def is_odd() -> bool:
     """True if this thread has state that no other one gets."""
     return (
-        _len_torch_function_stack() > 0
-        and any([not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()])
+        any([not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()])
         or _len_torch_dispatch_stack() > 0
         or _top_saved_tensors_default_hooks(True) is not None
         or _profiler_enabled()
@@ -108,12 +114,12 @@ class entered:
                 _set_autocast(state)
             if now.inference != state.inference:
                 stack.enter_context(torch.inference_mode(state.inference))
-        _set_grad_enabled(state.grad)
+        torch.set_grad_enabled(state.grad)
 
     def __exit__(self, *exc_info: object) -> None:
         if self._rest is not None:
             self._rest.close()
-        _set_grad_enabled(self._grad)
+        torch.set_grad_enabled(self._grad)
 
 
 def _set_autocast(state: State) -> None:
@@ -131,7 +137,7 @@ def _leave_autocast(before: State) -> None:
 
 def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
     """Makes these this thread's function modes, outermost first, without entering any: a mode may count its entries."""
-    for _ in range(_len_torch_function_stack()):
+    for _ in _get_current_function_mode_stack():
         _pop_torch_function_stack()
     for mode in modes:
         _push_on_torch_function_stack(mode)

@@ -36,25 +36,19 @@ def needed(purpose: str, expected: str = EXPECTED) -> Iterator[None]:
 
 with needed("to run layers in the state of the thread that called the model"):
     from torch._C import DisableTorchFunction  # Off for subclasses and modes.
-    from torch._C import _DisableAutocast, _is_any_autocast_enabled  # For all types of device at once.
     from torch._C import _len_torch_dispatch_stack  # The number of modes that see this thread's operators.
-    from torch._C import _len_torch_function_stack  # The number of modes that see this thread's functions.
     from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack  # Without entering any.
-    from torch._C import _set_grad_enabled  # Like torch.set_grad_enabled, unseen by function modes.
     from torch._C._autograd import _profiler_enabled  # True where torch.profiler records what this thread does.
     from torch._C._autograd import _top_saved_tensors_default_hooks  # The innermost pair, the only one called.
     from torch.overrides import _get_current_function_mode_stack  # The modes, outermost first.
-    from torch.utils._python_dispatch import _disable_current_modes  # In a block: no mode sees operators.
     from torch.utils._device import DeviceContext  # The mode of a default device: it observes nothing.
 
 with needed("to split a model's inputs into microbatches"):
     from torch.utils._pytree import tree_flatten, tree_unflatten  # A value as leaves and structure, and back.
-    from torch.utils._pytree import tree_leaves, tree_map_only  # Only its leaves; a function on leaves of a class.
 
 with needed("to run and to tell apart backward calls"):
     from torch._C import _current_graph_task_id  # The number of the call that this thread runs; -1 outside.
     from torch._C import _current_autograd_node  # The node whose backward this thread runs.
-    from torch._C import _functions
     from torch._C import _will_engine_execute_node  # True if that call runs through a node.
     from torch._C._autograd import _get_current_graph_task_keep_graph  # True if it has retain_graph.
     from torch._C._autograd import _get_sequence_nr  # The number of this thread's next node.
@@ -67,8 +61,6 @@ with needed("to run and to tell apart backward calls"):
     )
     #: autograd.grad, with a node's outputs among the ends, without a look whether it is logged.
     run_backward: Any = Variable._execution_engine.run_backward
-    AccumulateGrad: Any = _functions.AccumulateGrad  # type: ignore[attr-defined,unused-ignore]  # The node of a leaf.
-    _ = RemovableHandle.next_id
 
 with needed("to keep torch.compile out of the pipeline itself"):
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -80,7 +72,6 @@ with needed("to look into tensors and modules, and to compute on many in one cal
     from torch._C._nn import _parse_to  # The arguments of nn.Module.to.
     from torch.nn.modules.batchnorm import _BatchNorm  # The base for every number of dimensions.
     from torch.nn.modules.module import _has_any_global_hook  # Hooks of all modules.
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # Of tensors that contain others.
 
 
 class Attribute(NamedTuple):
@@ -110,11 +101,8 @@ def _of(owner: object, purpose: str, names: str) -> list[Attribute]:
 ATTRIBUTES = [
     *_of(Tensor, "to see that a tensor was written to or has a base, and to call its hooks once",
          "_version _base _backward_hooks _post_accumulate_grad_hooks"),
-    *_of(torch.UntypedStorage, "to tell whether two tensors share their memory", "_cdata"),
-    *_of(AccumulateGrad, "to find the nodes that a forward has made", "_sequence_nr"),
-    *_of(torch._C._FunctionBase, "to find the nodes that a forward has made, and to choose which runs first",
-         "_sequence_nr _set_sequence_nr"),
-    *_of(Function, "to find the nodes of split functions in a graph", "_backward_cls"),
+    *_of(Function, "to find nodes, and choose which runs first", "_sequence_nr _set_sequence_nr _backward_cls"),
+    *_of(RemovableHandle, "to notice hooks that a forward adds", "next_id"),
     *_of(forward_ad, "to raise an error inside forward-mode AD", "_current_level"),
     # The class of modules doesn't have the attributes that __init__ sets.
     *_of(nn.Module(), "to convert and load modules, to intercept their calls, and to see what they contain",

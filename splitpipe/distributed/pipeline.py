@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from splitpipe import checks
-from splitpipe.core.torch_private import tree_map_only
+from splitpipe.core.tensors import map_tensors
 from splitpipe.distributed.stage import StageModule, runtime, verify_stages
 from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.loss.objective import Objective
@@ -225,7 +225,7 @@ class Loss:
     def _count(self, output: Any) -> list[Number | Unknown]:
         """Numbers like those of all microbatches in their counts, which may only depend on targets."""
         with torch.no_grad():
-            empty = tree_map_only(Tensor, torch.zeros_like, output)
+            empty = map_tensors(torch.zeros_like, output)
             return [self._objective.loss(i, empty, part)[1] for i, part in enumerate(self._parts)]
 
 

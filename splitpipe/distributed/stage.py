@@ -23,8 +23,9 @@ from torch.distributed import pipelining
 from splitpipe.backward.graph_walk import walk
 from splitpipe.backward.input_backward import LeafHooks, backward_input
 from splitpipe.backward.weight_grad_store import WeightGradStore
+from splitpipe.core import thread_state
 from splitpipe.core.stream import Place
-from splitpipe.core.torch_private import RemovableHandle, _DisableAutocast
+from splitpipe.core.torch_private import RemovableHandle
 from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime
 from splitpipe.partition import placement
 from splitpipe.schedule.op import Schedule, torch_name
@@ -143,7 +144,7 @@ class Stage(pipelining.PipelineStage):
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, *more: Any, **rest: Any) -> Any:
         if backward_type == "weight":
             (store,) = bwd_kwargs["param_groups"]
-            with torch.no_grad(), _DisableAutocast():  # As in B.
+            with thread_state.entered(thread_state.capture().outside_forward()):  # As in B.
                 store.backward_weight()
             sums = [(get_gradient_edge(x), total.value) for x, total in store.sums if total.value is not None]
             if sums:  # By way of autograd, so that the leaves' hooks run.
@@ -188,7 +189,6 @@ def runtime(
     stages = [Stage(module, module.stage, schedule.stages, device, group=group) for module in modules]
     runner: Any = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=loss_fn, scale_grads=False)
     actions = {row: [_Action.from_str(torch_name(op)) for op in ops] for row, ops in enumerate(schedule.rows)}
-    runner.pipeline_order = actions
     runner._prepare_schedule_with_comms(actions)
     if forward:
         order = runner.pipeline_order_with_comms

@@ -18,7 +18,6 @@ _RUN = "to run a schedule on torch.distributed.pipelining"
 
 with needed(_RUN, EXPECTED):
     from torch.distributed.pipelining.schedules import (
-        PipelineScheduleMulti,
         _Action,  # An op, as its runtime names it.
         _PipelineScheduleRuntime,  # Runs any list of ops.
     )
@@ -32,6 +31,5 @@ ATTRIBUTES = [
     Attribute(_Action, "from_str", _RUN),
     Attribute(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", _RUN),
     Attribute(names_in(_PipelineScheduleRuntime._prepare_schedule_with_comms), "pipeline_order_with_comms", _RUN),
-    Attribute(names_in(PipelineScheduleMulti.__init__), "pipeline_order", _RUN),
 ]
 verify(ATTRIBUTES, EXPECTED)

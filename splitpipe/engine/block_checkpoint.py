@@ -29,7 +29,6 @@ from splitpipe.core import thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import Numbers
 from splitpipe.core.tensors import version_of
-from splitpipe.core.torch_private import _is_any_autocast_enabled, _len_torch_function_stack
 from splitpipe.engine.crossing import SIMPLE, changed
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace
@@ -105,7 +104,7 @@ class BlockRun:
     def __init__(self, call: Callable[..., Any], modules: Modules, described: str) -> None:
         self.call, self.modules, self.described = call, modules, described
         self._context = copy_context()
-        self._state = thread_state.capture() if _is_any_autocast_enabled() or _len_torch_function_stack() else None
+        self._state = None if thread_state.is_default() else thread_state.capture()
         self.given: Any = None  #: Its arguments, with places: tensors have graphs, which refer to this.
         self.places: list[int] = []  #: Of the outputs that have a graph, among all tensors that it returns.
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from splitpipe.core import stream
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import storage_of, version_of
-from splitpipe.core.torch_private import DisableTorchFunction, _get_sequence_nr, tree_leaves, tree_map_only
+from splitpipe.core.torch_private import DisableTorchFunction, _get_sequence_nr, tree_flatten, tree_unflatten
 from splitpipe.engine.step import StepRun
 from splitpipe.partition.placement import Placement
 from splitpipe.stage.call import Activation
@@ -209,7 +209,7 @@ class Follow(TorchFunctionMode):
         if self._one_graph and func in _BACKWARDS:
             return func(*args, **(kwargs or {}))  # Of the tensors themselves, to which what has crossed leads back.
         if self.later and func in _BACKWARDS:  # It stops where values have crossed: an input there would lose a part.
-            inputs = tree_leaves(args[1] if name == "grad" else (kwargs or {}).get("inputs"))
+            inputs, _ = tree_flatten(args[1] if name == "grad" else (kwargs or {}).get("inputs"))
             if any([x.grad_fn is None or self._here(x) is not x for x in inputs if isinstance(x, Tensor)]):
                 raise RuntimeError(
                     "the module's forward runs backward between blocks, to a parameter or a value of an earlier stage: "
@@ -242,6 +242,6 @@ def changed(value: Any, change: Callable[[Any], Any], of: type = Tensor) -> Any:
         if all(map(is_, new, parts)):
             return value
         return new if kind is list else tuple(new) if kind is tuple else dict(zip(value, new))
-    if all([change(x) is x for x in tree_leaves(value) if isinstance(x, of)]):
-        return value
-    return tree_map_only(of, change, value)
+    leaves, structure = tree_flatten(value)
+    new = [change(x) if isinstance(x, of) else x for x in leaves]
+    return value if all(map(is_, new, leaves)) else tree_unflatten(new, structure)

@@ -24,7 +24,7 @@ from splitpipe.core.torch_private import (
     DisableTorchFunction,
     _get_current_function_mode_stack,
     _top_saved_tensors_default_hooks,
-    tree_leaves,
+    tree_flatten,
 )
 from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
 from splitpipe.engine.crossing import SIMPLE, Crossing, Detaching, Follow, changed
@@ -226,7 +226,7 @@ class ModuleForward:
         # Not with tensors on another device: in B, no function is followed. Nor inside torch.utils.checkpoint.
         checkpointed = local and not objects and self.i < self.step.call.checkpointed
         checkpointed = checkpointed and torch.is_grad_enabled() and _top_saved_tensors_default_hooks(True) is None
-        before = tree_leaves((args, kwargs)) if not simple and (self.stage or checkpointed) else None
+        before = tree_flatten((args, kwargs))[0] if not simple and (self.stage or checkpointed) else None
         if checkpointed:
             modules = self._call.modules.get(block)
             if modules is None or not self.i and not modules.same():  # Each F shows whether it has changed them.
@@ -236,7 +236,7 @@ class ModuleForward:
         else:
             with nullcontext() if local and not (self.stage and objects) else self._follow, traced or nullcontext():
                 value = call(*args, **kwargs)
-        if before is not None and [*map(id, before)] != [*map(id, tree_leaves((args, kwargs)))]:
+        if before is not None and [*map(id, before)] != [*map(id, tree_flatten((args, kwargs))[0])]:
             raise RuntimeError(
                 "a block changed a list or dict that it was given, on a later stage or checkpointed: that may be a "
                 "copy, and is changed again in a recomputation. Expected blocks that return what they make."

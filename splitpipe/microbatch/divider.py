@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.core.torch_private import tree_leaves
+from splitpipe.core.torch_private import tree_flatten
 from splitpipe.microbatch.division import Division, collect, divide
 from splitpipe.microbatch.rows import Node, Reading, Rows, cuts, rows_of
 from splitpipe.microbatch.tree import PLAIN, verify_open
@@ -167,7 +167,7 @@ def _is_object(value: Any) -> bool:
 
 def holds_objects(value: Any) -> bool:
     """True if arguments contain an object, or a function, that may contain tensors which pytree doesn't see."""
-    others = [leaf for leaf in tree_leaves(value) if not isinstance(leaf, (*_KNOWN, nn.Module, BuiltinFunctionType))]
+    others = [x for x in tree_flatten(value)[0] if not isinstance(x, (*_KNOWN, nn.Module, BuiltinFunctionType))]
     return any([not isinstance(x, FunctionType) or bool(x.__closure__ or x.__defaults__) for x in others])
 
 

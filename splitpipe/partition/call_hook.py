@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.compiled.layers import release
-from splitpipe.core import stream
-from splitpipe.core.torch_private import _current_graph_task_id, tree_map_only
+from splitpipe.core import stream, tensors
+from splitpipe.core.torch_private import _current_graph_task_id
 
 #: Runs the blocks that the code of this context calls, if set: ``take(block, call, args, kwargs)`` returns the value.
 taker: ContextVar[Any] = ContextVar("splitpipe.taker", default=None)
@@ -51,7 +51,7 @@ def _brought(block: nn.Module, value: Any) -> Any:
         stream.hold(x, stream.current(x.device))  # The backward's thread uses other streams.
         return x.to(device)
 
-    return tree_map_only(Tensor, bring, value)
+    return tensors.map_tensors(bring, value)
 
 
 def surround(block: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.utils import swap_tensors
 
 from splitpipe.core.stream import Place
-from splitpipe.core.torch_private import DisableTorchFunction, is_traceable_wrapper_subclass
+from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.partition.resident import is_pipeline
 from splitpipe.partition.restore import restore_after
 
@@ -78,7 +78,7 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
 def _replace(x: Tensor, y: Tensor) -> None:
     """Gives a tensor another one's contents, and keeps its hooks."""
     # Of a tensor that contains others, such as a quantised weight and its scales, these aren't part of its .data.
-    if type(x).to is Tensor.to and not is_traceable_wrapper_subclass(x):
+    if type(x).to is Tensor.to and not hasattr(x, "__tensor_flatten__"):
         try:
             x.data = y
             return

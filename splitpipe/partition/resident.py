@@ -32,7 +32,7 @@ class Resident(nn.Module):
         own = vars(self)
         # Not by nn.Module's __setattr__, which would register the module as a child, and change the names of the state.
         own.update({name: vars(module)[name] for name in _TABLES}, inner=module)
-        for name in "training", "_is_full_backward_hook":  # These are values: they are looked up on the module.
+        for name in vars(nn.Module()).keys() - _TABLES:  # These are values: they are looked up on the module.
             own.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:

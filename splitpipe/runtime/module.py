@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitpipe.core.torch_private import tree_map_only
+from splitpipe.core.tensors import map_tensors
 from splitpipe.engine.block_checkpoint import BlockChains
 from splitpipe.engine.crossing import Detaching
 from splitpipe.engine.module import ModuleCall, ModuleForward
@@ -73,7 +73,7 @@ class ModuleRuntime(Runtime):
 
     def place(self, sample: Any) -> None:
         """Places parameters by a call with one row of a sample, which leaves no other trace."""
-        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), self._divider.sample(*arguments_of(sample)))
+        args, kwargs = map_tensors(lambda x: x.detach().clone(), self._divider.sample(*arguments_of(sample)))
         with rehearsal(self.module, self._resources.devices):
             self.run(self.batch(self.module, args, kwargs, whole=True))
 
