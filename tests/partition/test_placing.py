@@ -12,7 +12,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from splitpipe.core.stream import Place
 from splitpipe.partition.placement import move_stages, moved, verify_stages
-from splitpipe.stage import layers
 
 CPU = Place(torch.device("cpu"))
 META = Place(torch.device("meta"))
@@ -27,25 +26,6 @@ def test_sharing_between_devices_is_refused_and_on_one_device_is_not() -> None:
     for number, name in enumerate(["Linear.weight", "BatchNorm1d.running_mean"]):
         with pytest.raises(ValueError, match=rf"{name} of stage 1 \(meta\) is also in stage 0 \(cpu\).*copy.deepcopy"):
             verify_stages([[stages[0][number]], [stages[2][number]]], [CPU, META])
-
-
-def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_state_and_an_accelerator_has_one() -> None:
-    a, b, c = (nn.BatchNorm1d(2) for _ in range(3))
-    tied, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    other.weight = tied.weight
-
-    def workers(*stages: list[nn.Module]) -> list[int]:
-        return layers.workers(stages, [CPU] * 9)
-
-    assert workers([a], [b], [c]) == [0, 1, 2]
-    assert workers([tied], [other]) == [0, 1]
-    assert workers([a], [b], [a]) == [0, 1, 0]
-    assert workers([a], [b], [nn.Sequential(c, a)], [b]) == [0, 1, 0, 1]
-    assert workers([tied], [nn.Sequential(tied)]) == [0, 0]
-    relu, empty = nn.ReLU(), nn.Sequential()
-    assert workers([relu, empty, c], [relu, empty]) == [0, 1]
-    assert workers() == []
-    assert layers.workers([[nn.Tanh()] for _ in range(5)], [META, CPU, META, CPU, META]) == [0, 1, 0, 2, 0]
 
 
 @pytest.mark.cuda
