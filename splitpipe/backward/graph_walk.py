@@ -60,7 +60,7 @@ def walk(roots: Iterable[GradientEdge], ends: Collection[Any], split: bool) -> W
                 weight_nodes.append(found)
                 edges = edges[behind]
                 if found.whole:
-                    node.left = []
+                    node.leftovers = []
         for after, _ in edges:
             if after is not None and after not in seen:
                 seen.add(after)
@@ -75,7 +75,7 @@ def fused(graph: Walk) -> Walk:
     """The same graph, but B computes all gradients."""
     for weight_node in graph.weight_nodes:
         if weight_node.whole:
-            weight_node.node.left = None
+            weight_node.node.leftovers = None
     return Walk([], [*graph.parameters().values()])
 
 
@@ -88,7 +88,7 @@ def _keeps_weights(weight_node: WeightNode, leaves: dict[int, Tensor]) -> bool:
     if weight_node.partial or not any([x is not None and id(x) in leaves for x in weights]):
         return True
     if weight_node.whole:
-        weight_node.node.left = None
+        weight_node.node.leftovers = None
         leaves.update({id(x): x for x in weights if x is not None})
         return False
     weight_node.weights = tuple([None if x is None or id(x) in leaves else x for x in weights])

@@ -1,19 +1,19 @@
 """The outer graph: what the caller's autograd sees of a call, and how it gets the call's gradients.
 
-    loss <─ ... <─ Output <── phony ── Start <─┬─ phony ── Release of stage n-1 ── its leaves
-                                               ├─ ...
-                                               ├─ phony ── Release of stage 0 ── its leaves
-                                               └─ phony ── Release of the input ── the caller's tensors
+    loss <─ ... <─ _Output <── start <─┬─ release of stage n-1 ── its leaves        start, release: a _Phony each
+                                       ├─ ...
+                                       ├─ release of stage 0 ── its leaves
+                                       └─ release of the input ── the caller's tensors
 
-    1. Output keeps the gradients of what has left the call: the outputs, or the loss of a schedule.
-    2. Start computes the call's gradients: drop-in, it runs the second half, B and W; scheduled, it scales what is
+    1. _Output keeps the gradients of what has left the call: the outputs, or the loss of a schedule.
+    2. start computes the call's gradients: drop-in, it runs the second half, B and W; scheduled, it scales what is
        there already.
-    3. Each Release hands its gradients over; the last stage's comes first, since it is the last in the graph. It
+    3. Each release hands its gradients over; the last stage's comes first, since it is the last in the graph. It
        doesn't run if they aren't wanted, as in torch.autograd.grad(loss, x).
 
-Phonies are CPU tensors, so Start runs in the thread that called backward. In a device thread of autograd's, it would
+Phonies are CPU tensors, so start runs in the thread that called backward. In a device thread of autograd's, it would
 wait for workers whose B needs that thread: a deadlock. While a B in the calling thread waits for a device, this thread
-does what else is ready in the graph outside: no Release may be, until Start has ended.
+does what else is ready in the graph outside: no release may be, until start has ended.
 
 Nothing in the call refers to these nodes, so it is freed as soon as it is dropped. After a backward, they refer to
 nothing in the call, unless the graph is retained: a loss may live longer.
@@ -62,14 +62,14 @@ class OuterGraph:
         for key, tensors in self._groups.items():
             phonies.append(_Phony.apply(partial(self._gradients.pop, key), *tensors))
             self._releases[key] = weakref.ref(phonies[-1].grad_fn)
-        start, attached = _Phony.apply(self._run, *phonies), [*outputs]
+        start, attached = _Phony.apply(self._start, *phonies), [*outputs]
         for device in {x.device for x in outputs}:
             places = [k for k, x in enumerate(outputs) if x.device == device]
             for k, x in zip(places, _Output.apply(self, start, places, *[outputs[k] for k in places])):
                 attached[k] = x
         return attached
 
-    def _run(self) -> list[Tensor]:
+    def _start(self) -> list[Tensor]:
         phonies = [torch.zeros((), device="cpu")] * len(self._groups)
         compute, self._compute, keep = self._compute, None, _get_current_graph_task_keep_graph()
         arrived, events, self.arrived, self.events = self.arrived, self.events, {}, []
@@ -116,7 +116,7 @@ class _Output(Function):
 
 
 class _Phony(Function):
-    """A CPU tensor that depends on others, whose gradients ``give`` returns: Start, or a Release."""
+    """A CPU tensor that depends on others, whose gradients ``give`` returns: start, or a release."""
 
     @staticmethod
     def forward(ctx: Any, give: Callable[[], Sequence[Tensor | None]], *tensors: Tensor) -> Tensor:

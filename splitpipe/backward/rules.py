@@ -26,8 +26,8 @@ class WeightNode:
     """A node whose weight gradients W computes.
 
     ``accumulate`` gets it as ``ctx``, unless that is another object, ``kept``. ``way``: how it uses its weights; calls
-    that use them alike are summed together. ``whole``: its backward leaves something for W once ``left`` is a list, and
-    W computes all of its weights or none; ``partial``: gradients also flow through it to its weights.
+    that use them alike are summed together. ``whole``: its backward leaves a part for W once ``leftovers`` is a list,
+    and W computes all of its weights or none; ``partial``: gradients also flow through it to its weights.
     """
 
     # One object a node, with few references: the garbage collector looks at all of them in every call.
@@ -159,7 +159,7 @@ def _weights(nodes: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
 def _split_call(node: Any, edges: Any) -> WeightNode | None:
     """A call of a user's SplitFunction."""
     behind = iter(edges[1:])
-    weights = _weights([next(behind)[0] if given else None for given in node.given])
+    weights = _weights([next(behind)[0] if there else None for there in node.has_weight])
     if weights is None or any([raw.unpack_hook not in (None, unchanged) for raw in node._raw_saved_tensors]):
         return None
     return WeightNode(node, node.function.accumulate, weights, whole=True)

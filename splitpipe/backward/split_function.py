@@ -147,18 +147,18 @@ class SplitFunction:
 
 
 class SplitCall(Function):
-    """A call: both halves in one backward, or only the first if a stage has set ``left``, to fill for the second."""
+    """A call: both halves in one backward, or only the first if a stage has set ``leftovers``, for the second."""
 
     @staticmethod
     def forward(
         ctx: Any, function: type[SplitFunction], options: dict[str, Any], x: Tensor, *weights: Tensor | None
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.function, ctx.left = function, None
-        ctx.given = [weight is not None for weight in weights]  # Those that an edge leads to, after that of x.
+        ctx.function, ctx.leftovers = function, None
+        ctx.has_weight = [weight is not None for weight in weights]  # Those that an edge leads to, after that of x.
         shared = Context(x.requires_grad, tuple([weight is not None and weight.requires_grad for weight in weights]))
         y = function.forward(shared, x, *weights, **options)
-        ctx.cut = len(shared.saved_for_input)
+        ctx.for_input = len(shared.saved_for_input)
         ctx.save_for_backward(*shared.saved_for_input, *shared.saved_for_weight)
         del shared.saved_for_input, shared.saved_for_weight
         ctx.own = vars(shared)
@@ -166,24 +166,24 @@ class SplitCall(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * len(ctx.given)
+        nothing = (None,) * len(ctx.has_weight)
         if grad is None:
             return None, None, None, *nothing
-        with thread_state.entered(thread_state.capture().outside_forward()._replace(grad=torch.is_grad_enabled())):
-            shared = opened(ctx)
+        with thread_state.use(thread_state.capture().outside_forward()._replace(grad=torch.is_grad_enabled())):
+            shared = context_of(ctx)
             found = ctx.function.backward_input(shared, grad) if shared.needs_input_grad else None
             del shared.saved_for_input
-            if ctx.left is not None:
-                ctx.left.append(shared)
+            if ctx.leftovers is not None:
+                ctx.leftovers.append(shared)
             elif any(shared.needs_weight_grad):
                 return None, None, found, *ctx.function._gradients(shared, grad)
             return None, None, found, *nothing
 
 
-def opened(node: Any) -> Context:
+def context_of(node: Any) -> Context:
     """The context of a node's call, with what it has saved; a new one for each backward, as there may be several."""
     shared = Context.__new__(Context)
     vars(shared).update(node.own)
-    saved, cut = node.saved_tensors, node.cut
-    shared.saved_for_input, shared.saved_for_weight = saved[:cut], saved[cut:]
+    saved, count = node.saved_tensors, node.for_input
+    shared.saved_for_input, shared.saved_for_weight = saved[:count], saved[count:]
     return shared

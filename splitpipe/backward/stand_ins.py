@@ -18,12 +18,12 @@ deferring: ContextVar[bool] = ContextVar("splitpipe.deferring", default=False)
 
 
 class StandIns(Function):
-    """Tensors with the memory of weights; ``left``: what the code's backward has left; None: it must leave nothing."""
+    """Tensors with the memory of weights; ``leftovers``: of the code's backward; None: it must leave nothing."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.function, ctx.left = function, None
+        ctx.function, ctx.leftovers = function, None
         return tuple([weight.detach() for weight in weights])
 
     @staticmethod
@@ -42,10 +42,10 @@ def stand_ins(function: Any, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | 
     return tensors
 
 
-def left_in(node: Any, function: Any, leave: Callable[[], Any]) -> bool:
+def leave_for_weights(node: Any, function: Any, leave: Callable[[], Any]) -> bool:
     """Leaves what ``leave`` makes, W's ``ctx``, for the call whose backward, ``node``, runs; False: W won't."""
     for stands, _ in node.next_functions:
-        if getattr(stands, "function", None) is function and stands.left is not None:
-            stands.left.append(leave())
+        if getattr(stands, "function", None) is function and stands.leftovers is not None:
+            stands.leftovers.append(leave())
             return True
     return False

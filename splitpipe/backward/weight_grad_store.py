@@ -21,7 +21,7 @@ from splitpipe.backward.accumulate import Sums
 from splitpipe.backward.graph_walk import Walk
 from splitpipe.backward.input_backward import InputGradients
 from splitpipe.backward.rules import WeightNode
-from splitpipe.backward.split_function import opened
+from splitpipe.backward.split_function import context_of
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream
@@ -76,8 +76,8 @@ class WeightGradStore:
         self.finish()  # W had the time of one B: what it has read is let go of.
         nodes, outputs = graph.weight_nodes, gradients.outputs
         if any([grad is None or node.whole for node, grad in zip(nodes, outputs)]):
-            left = [_take_left(node, grad) if node.whole else grad is not None for node, grad in zip(nodes, outputs)]
-            nodes, outputs = [*compress(nodes, left)], [*compress(outputs, left)]
+            waits = [_take_rest(node, grad) if node.whole else grad is not None for node, grad in zip(nodes, outputs)]
+            nodes, outputs = [*compress(nodes, waits)], [*compress(outputs, waits)]
         if nodes:
             pending = _Pending(nodes, outputs, [None if grad is None else version_of(grad) for grad in outputs])
             self._pending.setdefault(microbatch, []).append(pending)
@@ -169,14 +169,14 @@ _WRITTEN = (
 )
 
 
-def _take_left(node: WeightNode, grad: Tensor | None) -> bool:
+def _take_rest(node: WeightNode, grad: Tensor | None) -> bool:
     """Takes what the call of a SplitFunction, or of compiled code, has left for W; False if there is nothing."""
-    if node.node.left:
-        node.kept = node.node.left.pop()
+    if node.node.leftovers:
+        node.kept = node.node.leftovers.pop()
     elif grad is None or node.partial:
         return False
     else:  # B didn't run it: no input needs a gradient.
-        node.kept = opened(node.node)
+        node.kept = context_of(node.node)
     node.saved_for_weight = node.kept.saved_for_weight
     node.version = node.current_version()
     return True

@@ -63,7 +63,7 @@ def _merged(parts: Parts, weight: Total | None) -> Sequence[Pair]:
     """Input and output gradient of each part as matrices with a row per sample, fewer of them where that is faster."""
     pairs = [(kept.saved_for_weight[0], grad) for kept, grad in parts]
     if pairs[0][0].dim() != 2 or pairs[0][1].dim() != 2:
-        pairs = [(_rows(x), _rows(grad)) for x, grad in pairs]
+        pairs = [(_matrix(x), _matrix(grad)) for x, grad in pairs]
     x, grad = pairs[0]
     if len(pairs) == 1 or x.numel() + grad.numel() <= _FEW_ELEMENTS:
         return (_concatenated(pairs),)
@@ -72,7 +72,7 @@ def _merged(parts: Parts, weight: Total | None) -> Sequence[Pair]:
     return pairs if plain and x.shape[0] > _FEW_ROWS else list(joined(pairs))
 
 
-def _rows(x: Tensor) -> Tensor:
+def _matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # Not -1, since there may be no columns.
 
 

@@ -194,11 +194,11 @@ def _verify(model: nn.Module, target: Any, loss: Any, against: Any) -> None:
 def _chosen(runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | None) -> tuple[Division, CheckedCall]:
     """The division of the rows that are used, and the call with them."""
     division, targets, _ = runtime.prepare(runtime.batch(model, *call[:3]))
-    total, splitting = sum([count for _, count in division.rows]), runtime.options.splitting
-    if rows is not None and (not isinstance(rows, Integral) or rows < 1 or splitting is not None):
+    total, split = sum([count for _, count in division.rows]), runtime.options.split
+    if rows is not None and (not isinstance(rows, Integral) or rows < 1 or split is not None):
         raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
     least = (4 * runtime.options.chunks if call.loss is None else total) if rows is None else rows
-    if splitting is not None or total <= least:
+    if split is not None or total <= least:
         return division, call
     input, target = division.some(least), None if targets is None else targets.some(least)
     args, kwargs = input if isinstance(runtime, ModuleRuntime) else ((input,), {})

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
 from splitpipe.backward.accumulate import Total
-from splitpipe.backward.stand_ins import left_in, stand_ins
+from splitpipe.backward.stand_ins import leave_for_weights, stand_ins
 from splitpipe.compiled.halves import Halves, halved, values
 from splitpipe.core.torch_private import _current_autograd_node
 
@@ -31,7 +31,7 @@ class Leftover:
         self.saved_for_weight: tuple[Tensor, ...] = tuple([x for x in given if isinstance(x, Tensor)])
         self._others = [(k, x) for k, x in enumerate(given) if not isinstance(x, Tensor)]
 
-    def given(self) -> list[Any]:
+    def arguments(self) -> list[Any]:
         """The arguments."""
         found: list[Any] = list(self.saved_for_weight)
         for k, x in self._others:
@@ -105,7 +105,7 @@ class TracedGraph:
                 gradients[number] = gradient
             rest = made[len(inputs):]
             del made
-        if not left_in(_current_autograd_node(), self, partial(Leftover, rest)):
+        if not leave_for_weights(_current_autograd_node(), self, partial(Leftover, rest)):
             for number, gradient in self._weight_gradients(rest):
                 gradients[number] = gradient
         return gradients
@@ -114,7 +114,7 @@ class TracedGraph:
         """Adds the weight gradients of several calls."""
         total_of = dict(zip(self._weights, totals))
         for leftover, _ in parts:
-            for number, gradient in self._weight_gradients(leftover.given()):
+            for number, gradient in self._weight_gradients(leftover.arguments()):
                 if (total := total_of[number]) is not None:
                     total.add(gradient)
 

@@ -66,7 +66,7 @@ class Draws:
             )
 
 
-class Numbers:
+class RNGStates:
     """The random numbers of one F of a stage; or, without a ``number``, of a block in it."""
 
     __slots__ = ("_device", "_draws", "_number", "_position", "_state")

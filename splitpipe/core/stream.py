@@ -166,7 +166,7 @@ class Place:
 
     device: torch.device
     stream: torch.Stream | None = None
-    given: object = field(default=None, repr=False, compare=False)  # The user's object, which may own the stream.
+    owner: object = field(default=None, repr=False, compare=False)  # The user's object, which may own the stream.
 
     def __reduce__(self) -> tuple[type[Place], tuple[torch.device]]:
         # A stream belongs to its process: a copied or unpickled place computes on the device's current one.

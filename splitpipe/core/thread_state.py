@@ -87,7 +87,7 @@ def is_odd() -> bool:
     )
 
 
-class entered:
+class use:
     """Sets this thread's state to the captured one inside the block, and restores it afterwards."""
 
     __slots__ = ("_grad", "_rest", "_state")

@@ -30,7 +30,7 @@ from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntim
 from splitpipe.partition import placement
 from splitpipe.schedule.op import Schedule, torch_name
 from splitpipe.skip.skippable import crossing
-from splitpipe.skip.tracker import Key, opened
+from splitpipe.skip.tracker import Key, open_box
 
 Named = tuple[str, nn.Module]
 #: The attributes that a module can have as a whole, separate from its layers.
@@ -58,7 +58,7 @@ class StageModule(nn.Sequential):
         count = len(values) - len(self._arriving)
         box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
         handle = RemovableHandle.next_id
-        with opened(box):
+        with open_box(box):
             output: Any = values[0] if count == 1 else values[:count]
             for layer in self:
                 output = layer(output)
@@ -85,7 +85,7 @@ class StageModule(nn.Sequential):
             )
 
 
-class _Sent(Function):
+class _Send(Function):
     """The tensor as a node's output; its gradient is made contiguous, as sending requires."""
 
     @staticmethod
@@ -101,7 +101,7 @@ class _Sent(Function):
 def _node(x: Tensor) -> Any:
     """The tensor as a node's output, so that a layer may write to it, and torch may detach it in place."""
     # So it isn't a view, a parameter, or a tensor that a layer has saved.
-    return _Sent.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
+    return _Send.apply(x) if x.requires_grad and torch.is_grad_enabled() else x
 
 
 def verify_stages(module: nn.Sequential, stages: Sequence[Sequence[Named]], schedule: Schedule) -> None:
@@ -144,7 +144,7 @@ class Stage(pipelining.PipelineStage):
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, *more: Any, **rest: Any) -> Any:
         if backward_type == "weight":
             (store,) = bwd_kwargs["param_groups"]
-            with thread_state.entered(thread_state.capture().outside_forward()):  # As in B.
+            with thread_state.use(thread_state.capture().outside_forward()):  # As in B.
                 store.backward_weight()
             sums = [(get_gradient_edge(x), total.value) for x, total in store.sums if total.value is not None]
             if sums:  # By way of autograd, so that the leaves' hooks run.

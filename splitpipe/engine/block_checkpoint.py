@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from splitpipe.backward.graph_walk import walk
 from splitpipe.core import thread_state
 from splitpipe.core.note import add_note
-from splitpipe.core.random_numbers import Numbers
+from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import version_of
 from splitpipe.engine.crossing import SIMPLE, changed
 from splitpipe.engine.step import StepRun
@@ -59,7 +59,7 @@ class BlockChains:
         inputs = [x for x in given if isinstance(x, Tensor)] if SIMPLE.issuperset(map(type, given)) else _tensors(given)
         versions = [version_of(x) for x in inputs]
         with trace or nullcontext():
-            output = block.first(Numbers(self.step.call.draws, stage.device), args, kwargs)
+            output = block.first(RNGStates(self.step.call.draws, stage.device), args, kwargs)
         made, own = _tensors(output), {*map(id, inputs)}
         places = {id(y): k for k, y in reversed([*enumerate(made)]) if y.grad_fn is not None and id(y) not in own}
         written = versions != [version_of(x) for x in inputs]
@@ -76,7 +76,7 @@ class BlockChains:
         if chain is None or chain.size >= _CAP or any([chain.place_of(x) is None for x in tracked]):
             chain = self._chain = BlockChain(self, stage, tracked)
             self._token = _Chain.apply(chain, stage.phony, *tracked)
-        block.given = changed((args, kwargs), chain.enter)
+        block.arguments = changed((args, kwargs), chain.enter)
         stand = _Outputs.apply(chain, len(chain.versions), self._token, [y.detach() for y in distinct])
         chain.runs.append(block)
         chain.versions += map(version_of, stand)
@@ -105,22 +105,22 @@ class BlockRun:
         self.call, self.modules, self.described = call, modules, described
         self._context = copy_context()
         self._state = None if thread_state.is_default() else thread_state.capture()
-        self.given: Any = None  #: Its arguments, with places: tensors have graphs, which refer to this.
+        self.arguments: Any = None  #: Its arguments, with places: tensors have graphs, which refer to this.
         self.places: list[int] = []  #: Of the outputs that have a graph, among all tensors that it returns.
 
-    def first(self, numbers: Numbers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def first(self, rng_states: RNGStates, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """F: the output."""
-        self._checkpointed = CheckpointedRun(self.modules, numbers, self.described)
+        self._checkpointed = CheckpointedRun(self.modules, rng_states, self.described)
         return self._checkpointed.first(partial(self.call, *args, **kwargs))
 
     def repeat(self, made: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """R: the outputs that have a graph, from those of earlier blocks and the chain's inputs."""
-        given = changed(self.given, lambda place: inputs[place] if place >= 0 else made[~place], _Place)
-        with nullcontext() if self._state is None else thread_state.entered(self._state):
+        given = changed(self.arguments, lambda place: inputs[place] if place >= 0 else made[~place], _Place)
+        with nullcontext() if self._state is None else thread_state.use(self._state):
             return self._context.run(self._repeat, *given)
 
     def _repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        made = _tensors(self._checkpointed.again(partial(self.call, *args, **kwargs)))
+        made = _tensors(self._checkpointed.recompute(partial(self.call, *args, **kwargs)))
         return [made[k] for k in self.places]
 
 

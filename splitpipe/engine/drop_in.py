@@ -23,11 +23,11 @@ from splitpipe.stage.shared_parameters import SharedParameters
 
 def input_gradients(step: StepRun, key: Key | None, division: Division) -> dict[int, Tensor | None]:
     """The gradients of what the caller has given with this key, by the number of the leaf."""
-    parts = {k: [own.get(i) for i in range(len(division.rows))] for (of, k), own in step.given.items() if of == key}
-    return {k: division.gradient(k, own) for k, own in parts.items()}
+    grads = {k: own for (of, k), own in step.input_grads.items() if of == key}
+    return {k: division.gradient(k, [own.get(i) for i in range(len(division.rows))]) for k, own in grads.items()}
 
 
-class Left(NamedTuple):
+class OutputTensor(NamedTuple):
     """A tensor that has left the pipeline, outside the stages' graphs."""
 
     tensor: Tensor
@@ -38,20 +38,20 @@ class Left(NamedTuple):
 
 def attach_outputs(step: StepRun, outputs: Sequence[Any], shared: SharedParameters) -> list[Any]:
     """The outputs of all microbatches, in the outer graph, for the caller's streams."""
-    call, left = step.call, dict[int, Left]()
+    call, tensors = step.call, dict[int, OutputTensor]()
     for output in outputs:
         hand(output.leaves, call.computes[-1], call.callers[-1])
-        left.update(output.left)
-    if not left:
+        tensors.update(output.tensors)
+    if not tensors:
         return [*outputs]
-    attached = SecondHalf(step, [*left.values()], shared).attach([each.tensor for each in left.values()])
-    return [output.attached(dict(zip(left, attached))) for output in outputs]
+    attached = SecondHalf(step, [*tensors.values()], shared).attach([each.tensor for each in tensors.values()])
+    return [output.attached(dict(zip(tensors, attached))) for output in outputs]
 
 
 class SecondHalf:
     """Drop-in: B and W of a call."""
 
-    def __init__(self, step: StepRun, outputs: Sequence[Left], shared: SharedParameters) -> None:
+    def __init__(self, step: StepRun, outputs: Sequence[OutputTensor], shared: SharedParameters) -> None:
         self._step, self._outputs, self._shared = step, outputs, shared
         self._tracked = [k for k, x in enumerate(step.call.leaves) if isinstance(x, Tensor) and x.requires_grad]
 
@@ -66,7 +66,7 @@ class SecondHalf:
         """Runs the second half, down to the lowest stage that this backward needs."""
         step, call, stages, hooks = self._step, self._step.call, self._step.stages, self._step.hooks
         step.keep, step.wants_weights = keep, [*wanted] != [None]
-        step.given.clear()
+        step.input_grads.clear()
         for stage in stages:
             stage.forget_backward()
             stream.wait(stage.compute, stream.current(stage.device))

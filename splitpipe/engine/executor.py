@@ -83,7 +83,7 @@ class Executor:
     def _belong(self, number: int) -> None:
         """What a thread does, from start to end: ops, and forwards to their ends."""
         try:
-            with thread_state.entered(self._around):
+            with thread_state.use(self._around):
                 while not self._over and (run := self._queues[number].get()) is not None:
                     ended = False
                     try:

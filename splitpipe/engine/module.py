@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from splitpipe.backward.stand_ins import deferring
 from splitpipe.core import stream, thread_state
 from splitpipe.core.note import add_note
-from splitpipe.core.random_numbers import Numbers, position_of
+from splitpipe.core.random_numbers import RNGStates, position_of
 from splitpipe.core.thread_state import Bound, set_function_modes
 from splitpipe.core.torch_private import (
     DisableTorchFunction,
@@ -37,7 +37,7 @@ from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.call_hook import taker
 from splitpipe.partition.placement import Placement
-from splitpipe.skip.tracker import opened
+from splitpipe.skip.tracker import open_box
 from splitpipe.stage.call import Activation
 from splitpipe.stage.recomputation import Modules
 from splitpipe.stage.segment import Segment
@@ -68,7 +68,7 @@ class ModuleForward:
 
     def __init__(self, call: ModuleCall, i: int, activation: Activation, carrier: Detaching) -> None:
         self._call, self.step, self.i = call, call.step, i
-        self._given: Any = activation
+        self._activation: Any = activation
         self.trace = None if call.tracing is None else call.tracing.trace(i)
         self.carrier = carrier  #: How values cross.
         link = None if self.trace is None else self.trace.ledger.link
@@ -91,14 +91,14 @@ class ModuleForward:
         finally:
             self.crossing.clear()
             self.carrier.close()
-            self._given = self.trace = None  # The trace keeps the numbers' graphs alive.
+            self._activation = self.trace = None  # The trace keeps the numbers' graphs alive.
             del self._pause
 
     def _forward(self) -> None:
         step, trace, placement = self.step, self.trace, self._call.placement
         with (
-            thread_state.entered(step.call.state), stream.use(*step.call.computes), Bound(deferring, step.split),
-            Bound(taker, self), opened({}),
+            thread_state.use(step.call.state), stream.use(*step.call.computes), Bound(deferring, step.split),
+            Bound(taker, self), open_box({}),
         ):
             before = _get_current_function_mode_stack()
             # On the first stage, functions are followed until a training call has moved uncalled modules' parameters.
@@ -106,7 +106,7 @@ class ModuleForward:
             try:
                 self._enter(0)
                 placement.settle(self._call.blocks.module, False, 0)
-                given, self._given = self._given, None
+                given, self._activation = self._activation, None
                 leaves = self.carrier.enter(given, 0)
                 shared = [leaves[k] for k in given.shared]
                 self.crossing.share([x for x in shared if isinstance(x, Tensor) and x.requires_grad])
@@ -149,8 +149,8 @@ class ModuleForward:
         self._inside = None if hooks == self._hooks else position_of(stage.device)
         self._segment = stack = ExitStack()
         stack.enter_context(stream.use(stage.compute))
-        numbers = Numbers(step.call.draws, stage.device, j * len(step.call.rows) + self.i)
-        stack.enter_context(numbers.first(recomputed=False))
+        rng_states = RNGStates(step.call.draws, stage.device, j * len(step.call.rows) + self.i)
+        stack.enter_context(rng_states.first(recomputed=False))
         if step.call.state.grad:
             stage.fwd_cache[self.i] = Segment()
         self.carrier.begin(j)
@@ -185,10 +185,10 @@ class ModuleForward:
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call: the split point if it is one, then the block itself, given only its arguments."""
         blocks, placement = self._call.blocks, self._call.placement
-        cut, whole = blocks.cuts.get(block), block in blocks.blocks
-        if cut is not None:
-            self._verify_cut(block, cut)
-            self.advance(cut)
+        stage, whole = blocks.cuts.get(block), block in blocks.blocks
+        if stage is not None:
+            self._verify_split_point(block, stage)
+            self.advance(stage)
         local = placement.settle(block, whole, self.stage)
         if not whole:
             return call(*args, **uncached(block, args, kwargs, self._call.labels))
@@ -206,13 +206,13 @@ class ModuleForward:
             taker.reset(token)
             set_function_modes(modes)
 
-    def _verify_cut(self, block: nn.Module, cut: int) -> None:
-        late = cut < self.stage and block not in self._call.placement.stage_of
-        if late or cut > self.stage and not all([isinstance(x, nn.Parameter) for x in block.parameters()]):
+    def _verify_split_point(self, block: nn.Module, stage: int) -> None:
+        late = stage < self.stage and block not in self._call.placement.stage_of
+        if late or stage > self.stage and not all([isinstance(x, nn.Parameter) for x in block.parameters()]):
             why = f"after stage {self.stage} has begun" if late else "while other tensors replace its parameters"
             raise ValueError(
-                f"{self._call.blocks.described(block)}, where stage {cut} starts, was called {why}: expected cuts= in "
-                "the order in which the forward calls them, and torch.func.functional_call inside one block."
+                f"{self._call.blocks.described(block)}, where stage {stage} starts, was called {why}: expected cuts= "
+                "in the order in which the forward calls them, and torch.func.functional_call inside one block."
             )
 
     def _run_block(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.engine.crossing import changed
-from splitpipe.engine.drop_in import Left
+from splitpipe.engine.drop_in import OutputTensor
 from splitpipe.loss.numbers import SUM, Number, Unknown, simple, unknown_function
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.reduction import AS_FUNCTION, LossWarnings
@@ -17,16 +17,14 @@ from splitpipe.microbatch.gather import find_loss
 from splitpipe.microbatch.tree import flatten, unflatten
 from splitpipe.stage.call import Activation, Origin
 
-Numbers = dict[int, Number | Unknown]
-
 
 class Output(NamedTuple):
     """The output of a microbatch, or its loss."""
 
     leaves: list[Any]
     nesting: Any
-    numbers: Numbers  #: What numbers consist of, by the identity of the leaf.
-    left: dict[int, Left]  #: Tensors that have left the graph, by identity.
+    numbers: dict[int, Number | Unknown]  #: What numbers consist of, by the identity of the leaf.
+    tensors: dict[int, OutputTensor]  #: Tensors that have left the graph, by identity.
     loss: tuple[Tensor, Origin | None] | None = None  #: Its part, and where that has left the graph.
     place: int = 0  #: Which leaf is the module's own loss.
 
@@ -44,10 +42,10 @@ def chain_output(i: int, value: Activation, is_loss: bool) -> Output:
     """That of an nn.Sequential, from what has left its last stage."""
     if is_loss:
         return Output([], None, {}, {}, loss=(value.leaves[0], value.origins[0]))
-    left = {
-        id(x): Left(x, i, *origin) for x, origin in zip(value.leaves, value.origins) if origin is not None  # type: ignore
+    tensors = {
+        id(x): OutputTensor(x, i, *origin) for x, origin in zip(value.leaves, value.origins) if origin is not None  # type: ignore
     }
-    return Output(value.leaves, value.nesting, {}, left)
+    return Output(value.leaves, value.nesting, {}, tensors)
 
 
 def keep_output(forward: Any, output: Any) -> None:
@@ -55,9 +53,9 @@ def keep_output(forward: Any, output: Any) -> None:
     kept, step, i = kept_output(forward, output, forward.crossing.latest), forward.step, forward.i
     numbers = [number for number in kept.numbers.values() if isinstance(number, Number)]
     for x in (*kept.leaves, *[x for number in numbers for x in number.values]):
-        if isinstance(x, Tensor) and x.grad_fn is not None and step.call.state.grad and id(x) not in kept.left:
+        if isinstance(x, Tensor) and x.grad_fn is not None and step.call.state.grad and id(x) not in kept.tensors:
             j = forward.crossing.stage_of(x)
-            kept.left[id(x)] = Left(x.detach(), i, j, step.stages[j].fwd_cache[i].leave(x))
+            kept.tensors[id(x)] = OutputTensor(x.detach(), i, j, step.stages[j].fwd_cache[i].leave(x))
     forward.output = kept
 
 

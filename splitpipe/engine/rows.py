@@ -19,20 +19,20 @@ class OpRun(NamedTuple):
     microbatches: tuple[int, ...]
 
 
-Rows = list[list[OpRun]]
+OpRows = list[list[OpRun]]
 
 
-def forward_rows(microbatches: int, workers: tuple[int, ...]) -> Rows:
+def forward_rows(microbatches: int, workers: tuple[int, ...]) -> OpRows:
     """The first half of a drop-in call: F in clock cycles, first stage first (torchgpipe, arXiv 2004.09910, 3.2)."""
-    rows: Rows = [[] for _ in range(max(workers) + 1)]
+    rows: OpRows = [[] for _ in range(max(workers) + 1)]
     for _, j, i in sorted([(i + j, j, i) for i in range(microbatches) for j in range(len(workers))]):
         rows[workers[j]].append(OpRun("F", j, (i,)))
     return rows
 
 
-def backward_rows(microbatches: int, workers: tuple[int, ...], lowest: int, checkpointed: int, weights: bool) -> Rows:
+def backward_rows(microbatches: int, workers: tuple[int, ...], lowest: int, checkpointed: int, weights: bool) -> OpRows:
     """The second half: B in the opposite order, down to stage ``lowest``, and W of what still waits."""
-    rows: Rows = []
+    rows: OpRows = []
     for forwards in forward_rows(microbatches, workers):
         rows.append([])
         for j, i in [(j, i) for _, j, (i,) in reversed(forwards) if j >= lowest]:
@@ -44,7 +44,7 @@ def backward_rows(microbatches: int, workers: tuple[int, ...], lowest: int, chec
 
 def schedule_rows(
     schedule: Schedule, workers: Sequence[int], microbatches: int, backward: bool = True, checkpointed: int = 0
-) -> Rows:
+) -> OpRows:
     """The rows of a schedule, for this number of its microbatches, of which the first ones are ``checkpointed``."""
     # Rows of one worker are merged, in the order in which a simulation starts their ops. All of them can run one after
     # another, so a worker never waits for itself.

@@ -1,7 +1,7 @@
 """Scheduled: one call with the loss inside. All ops run, then the loss hands over the gradients in its backward.
 
     rows ──> F ... F, loss ──> B from the loss's terms ──> W ──> sums of each stage
-    sums ──> Start of the outer graph, scaled by the gradient of the loss ──> Releases
+    sums ──> start of the outer graph, scaled by the gradient of the loss ──> releases
 
 All gradients are linear in that of the loss: scaled by it, each is the one that autograd would have computed. Hooks,
 DistributedDataParallel, accumulation and autograd.grad see an ordinary backward. Without one, nothing is handed over.
@@ -22,7 +22,7 @@ from splitpipe.core import stream
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.transfer import brought
 from splitpipe.engine.drop_in import input_gradients
-from splitpipe.engine.rows import Rows
+from splitpipe.engine.rows import OpRows
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.batch_loss import BatchLoss
 from splitpipe.loss.objective import TARGET
@@ -70,7 +70,7 @@ class ScheduledStep:
             seed = torch.ones_like(part) if self._scale is None else torch.ones_like(part) * self._scale
             self._step.stages[stage].fwd_cache[i].arrived.append((number, seed, None))  # type: ignore[index]
 
-    def run(self, rows: Rows, shared: SharedParameters) -> Tensor:
+    def run(self, rows: OpRows, shared: SharedParameters) -> Tensor:
         """Runs all ops; returns the loss, which hands the gradients over in backward."""
         step, call = self._step, self._step.call
         try:

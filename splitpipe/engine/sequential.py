@@ -22,14 +22,14 @@ from splitpipe.backward.stand_ins import deferring
 from splitpipe.core import stream, thread_state
 from splitpipe.core.dtensor import wait_for_collectives
 from splitpipe.core.note import add_note
-from splitpipe.core.random_numbers import Numbers
+from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import sharing, version_of
 from splitpipe.core.thread_state import Bound
 from splitpipe.engine.module_output import Output, chain_output
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import MICROBATCH, TARGET
 from splitpipe.microbatch.tree import flatten, unflatten, verify_open
-from splitpipe.skip.tracker import Key, opened
+from splitpipe.skip.tracker import Key, open_box
 from splitpipe.stage.call import Activation
 from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.recomputation import CheckpointedRun
@@ -61,7 +61,7 @@ class SequentialForward:
             stream.spent(value.event)
         if last and self._target is not None:
             given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(self._i))
-        with thread_state.entered(step.call.state):
+        with thread_state.use(step.call.state):
             values = self._run(stage, given)
         if last:
             self.output = chain_output(self._i, values[None], self._target is not None)
@@ -75,7 +75,7 @@ class SequentialForward:
         step, call, i, segment, run = self._step, self._step.call, self._i, Segment(), None
         if call.state.grad:
             stage.fwd_cache[i] = segment
-        numbers = Numbers(call.draws, stage.device, stage.index * len(call.rows) + i)
+        rng_states = RNGStates(call.draws, stage.device, stage.index * len(call.rows) + i)
         versions, kept = versions_of(given), given
         if i < call.checkpointed:
             modules = stage.own.recomputed
@@ -83,10 +83,10 @@ class SequentialForward:
                 kept = {key: each.holding([
                     x.detach().clone() if isinstance(x, Tensor) else x for x in each.leaves
                 ]) for key, each in given.items()}
-            run = CheckpointedRun(modules, numbers, stage.name)
+            run = CheckpointedRun(modules, rng_states, stage.name)
         layers = partial(_run_stage, step, stage, i, given, segment)
         if run is None:
-            with numbers.first(recomputed=False):
+            with rng_states.first(recomputed=False):
                 values = layers("forward")
         else:
             values = run.first(partial(layers, "forward"))
@@ -115,8 +115,8 @@ def _recompute(
             "value on to, through a hook or an attribute, or by layers that hadn't done so before: expected it as the "
             "forward saw it, for its recomputation. Write to a copy (x.clone()); for new layers, repeat the step."
         )
-    with thread_state.entered(step.call.state):
-        values = run.again(partial(_run_stage, step, stage, i, given, segment, "recomputation")).values()
+    with thread_state.use(step.call.state):
+        values = run.recompute(partial(_run_stage, step, stage, i, given, segment, "recomputation")).values()
         if [value.facts for value in values] != facts:
             raise RuntimeError(
                 f"{stage.name} returned other outputs in its recomputation than in its forward: expected layers whose "
@@ -152,7 +152,7 @@ def run_layers(
     x = box.pop(None)
     try:
         # If no layer is skippable, the box isn't used.
-        with opened(box) if box or own.skippable else nullcontext(), Bound(deferring, split):
+        with open_box(box) if box or own.skippable else nullcontext(), Bound(deferring, split):
             for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
                 x = layer(x)
         values: Values = {key: Activation(*flatten(value)) for key, value in ((None, x), *box.items())}

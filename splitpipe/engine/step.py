@@ -24,7 +24,7 @@ from splitpipe.core.transfer import Route
 from splitpipe.core.worker import LaunchLock, Pool
 from splitpipe.engine.executor import Executor
 from splitpipe.engine.record import Recorder
-from splitpipe.engine.rows import OpRun, Rows
+from splitpipe.engine.rows import OpRows, OpRun
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.call import Call, Origin
 from splitpipe.stage.segment import RunningStage, Segment
@@ -47,7 +47,7 @@ class StepRun:
     wants_weights: bool = True  #: Whether B leaves anything for W.
     forwards: list[Any] = field(default_factory=list)  #: The microbatches: how each runs through the stages.
     #: The gradients of the caller's input (None) and target, for each leaf by microbatch.
-    given: dict[tuple[Key | None, int], dict[int, Tensor]] = field(default_factory=dict)
+    input_grads: dict[tuple[Key | None, int], dict[int, Tensor]] = field(default_factory=dict)
     loss: Any = None  #: Scheduled: is told of the end of a microbatch's F, and of the beginning of its B.
     launching: LaunchLock = field(default_factory=LaunchLock)
 
@@ -59,7 +59,7 @@ class StepRun:
         """What records the copies of a stage; None if nothing does."""
         return self.traces[stage].copied if self.traces else None
 
-    def run_rows(self, rows: Rows) -> None:
+    def run_rows(self, rows: OpRows) -> None:
         """Runs rows of ops; raises the first error."""
         pool = None if self.pool is None or self.pool.has_this_thread() else self.pool  # It would wait for itself.
         whole = self.whole if pool is not None and self.forwards and self.forwards[0].parked else None
@@ -173,7 +173,7 @@ class StepRun:
             if isinstance(source, int):
                 messages.setdefault(source, []).append((number, grad))
             else:
-                self.given.setdefault((source, number), {})[i] = grad
+                self.input_grads.setdefault((source, number), {})[i] = grad
         for source, pairs in messages.items():
             route, event = self.route(stage.index, source), None
             if route is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from splitpipe.core.torch_private import tree_flatten
 from splitpipe.microbatch.division import Division, collect, divide
-from splitpipe.microbatch.rows import Node, Reading, Rows, cuts, rows_of
+from splitpipe.microbatch.rows import Node, Reading, Slices, rows_of, slices
 from splitpipe.microbatch.tree import PLAIN, verify_open
 
 #: ``split(args, kwargs, chunks)`` returns the arguments of each microbatch: a list of pairs (args, kwargs).
@@ -37,7 +37,7 @@ class Divider:
     ) -> None:
         self._flags, self._target = batched
         self._split, self._chunks, self._scheduled, self._whose = split, chunks, scheduled, whose
-        self._told = set[str]()  # The values that it has warned of.
+        self._warned = set[str]()  # The values that it has warned of.
 
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, whole: bool = False
@@ -49,7 +49,7 @@ class Divider:
         reading = Reading(root, self._whose)
         # Microbatches can't share an object that may be a cache.
         whole = whole or any(leaf.flag is None and _is_object(leaf.value) for leaf in root.leaves(shared=True))
-        rows = reading.verify(cuts(reading.size, 1 if whole else self._chunks), self._told)
+        rows = reading.verify(slices(reading.size, 1 if whole else self._chunks), self._warned)
         return divide(root, rows, reading.batch), None if target is None else divide_target(target, self._target, rows)
 
     def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,7 +144,7 @@ def labelled(given: Mapping[str, Any]) -> bool:
     return any([x is not None for name, x in given.items() if "label" in name])
 
 
-def divide_target(target: Any, flags: Any, rows: Rows) -> Division:
+def divide_target(target: Any, flags: Any, rows: Slices) -> Division:
     """The division of a target into the microbatches of an input."""
     root = _verified(input_node(target, flags, "the target"), "the target")
     return divide(root, Reading(root, "the target", sum(rows[-1])).verify(rows, set()))

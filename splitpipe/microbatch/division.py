@@ -14,7 +14,7 @@ from torch import Tensor
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
 from splitpipe.core.tensors import is_plain
-from splitpipe.microbatch.rows import Node, Rows
+from splitpipe.microbatch.rows import Node, Slices
 from splitpipe.microbatch.tree import Nesting, flatten, unflatten
 
 
@@ -25,7 +25,7 @@ class Division:
     leaves: list[Any]
     #: The dimension along which each leaf is split; None: every microbatch that has the leaf gets it whole.
     dims: list[int | None]
-    rows: Rows
+    rows: Slices
     #: The nesting of each microbatch's leaves.
     nestings: list[Nesting]
     #: The one microbatch that has each leaf; None: all have it.
@@ -78,7 +78,7 @@ class Division:
             for part, (_, count) in zip(parts, self._rows(k))
         ], dim)
 
-    def _rows(self, k: int) -> Rows:
+    def _rows(self, k: int) -> Slices:
         times = self.nodes[k].times if self.nodes else 1
         return self.rows if times < 2 else [(start * times, count * times) for start, count in self.rows]
 
@@ -90,7 +90,7 @@ class Division:
         return unflatten(*divide(root, [(0, count), (count, rows - count)]).scatter()[0])
 
 
-def divide(root: Node, rows: Rows, batch: str = "the input") -> Division:
+def divide(root: Node, rows: Slices, batch: str = "the input") -> Division:
     """The division of a value whose nodes say how it is split; ``batch`` has shown the number of rows."""
     nodes, owners = [*root.leaves()], [*root.owners(rows)]
     lists = any(owner is not None for owner in owners)
@@ -107,8 +107,8 @@ def collect(parts: Sequence[Any], sizes: Sequence[int]) -> Division:
     return Division(leaves, [None] * len(leaves), rows, [nesting for _, nesting in flat], owners)
 
 
-class Moves:
-    """Moves of one call's input and target, as the caller's ``x.to(device)`` would move them.
+class InputCopies:
+    """Copies of one call's input and target, as the caller's ``x.to(device)`` would move them.
 
     The copies belong to the caller: they are made on its streams, for which the stages wait, and in its graph, which
     returns gradients to the tensors' devices. For a copy from the CPU, the host waits; if the memory is pinned, it
@@ -178,7 +178,7 @@ def noted(*divisions: Division) -> Iterator[None]:
         raise
 
 
-def pieces(leaf: Any, rows: Rows, dim: int | None) -> Sequence[Any]:
+def pieces(leaf: Any, rows: Slices, dim: int | None) -> Sequence[Any]:
     """A value for each microbatch, split along a dimension, or whole.
 
     Slices aren't views, one of several of which may not be written to in place. The first one of what has no graph

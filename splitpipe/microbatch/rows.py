@@ -23,10 +23,10 @@ from splitpipe.microbatch.chunk_spec import GROUPS, NESTED, ROWS, flags_inside, 
 from splitpipe.microbatch.tree import PLAIN, Nesting, described, hidden, open_level
 
 #: The first row and the number of rows of each microbatch.
-Rows = list[tuple[int, int]]
+Slices = list[tuple[int, int]]
 
 
-def cuts(size: int, chunks: int) -> Rows:
+def slices(size: int, chunks: int) -> Slices:
     """At most ``chunks`` microbatches, none of which is empty unless the batch is."""
     step = max(1, -(-size // chunks))
     return [(start, min(step, size - start)) for start in range(0, size, step)] or [(0, 0)]
@@ -63,7 +63,7 @@ class Node:
         for child in () if shared and self.times else self.children or ():
             yield from child.leaves(shared)
 
-    def owners(self, rows: Rows, owner: int | None = None) -> Iterator[int | None]:
+    def owners(self, rows: Slices, owner: int | None = None) -> Iterator[int | None]:
         """For each leaf the one microbatch that has it, with an entry of a list; None: all have it, or a part of it."""
         if self.children is None:
             yield owner
@@ -103,7 +103,7 @@ class Reading:
         self.size: int = self._find_batch(root, whose) if size is None else size
         self._decide(root)
 
-    def verify(self, rows: Rows, told: set[str]) -> Rows:
+    def verify(self, rows: Slices, warned: set[str]) -> Slices:
         """For several microbatches: raises the error about two readings, and warns once of tensors of odd sizes."""
         if len(rows) > 1 and self._doubt is not None:
             raise self._doubt
@@ -112,8 +112,8 @@ class Reading:
         if whole and len(rows) > 1:
             # A mask, or positions, have a size in common with what they are used with.
             sizes = {size for leaf in leaves if leaf.dim is not None for size in leaf.value.shape}
-            for node in [leaf for leaf in whole if leaf.value.size(0) not in sizes and leaf.where not in told]:
-                told.add(node.where)
+            for node in [leaf for leaf in whole if leaf.value.size(0) not in sizes and leaf.where not in warned]:
+                warned.add(node.where)
                 warnings.warn(
                     f"{node.where} has the shape {[*node.value.shape]}, but {self.batch} has {self.size} rows: every "
                     "microbatch gets all of it. That is wrong for something of each row, such as images, edges or "

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from splitpipe.planner.costs import Candidate, Cut, LayerSums, StageBytes, candidates, costs, memory, span
+from splitpipe.planner.costs import Candidate, Cuts, LayerSums, StageBytes, candidates, costs, memory, span
 from splitpipe.planner.measure import Device, Profile
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Schedule
@@ -21,11 +21,11 @@ _NEAR = 0.01  # Times are equal if they differ by a smaller fraction: prediction
 
 @dataclass(frozen=True)
 class Choice:
-    """One candidate on some devices, one per row of its schedule, with its best cut."""
+    """One candidate on some devices, one per row of its schedule, with its best cuts."""
 
     candidate: Candidate
     devices: tuple[Device, ...]
-    cut: Cut
+    cuts: Cuts
     costs: Costs  # The times of its stages, in milliseconds.
     time: float  # One step, in milliseconds.
     memory: tuple[float, ...]  # The most bytes on each device.
@@ -33,7 +33,7 @@ class Choice:
 
     @property
     def balance(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in zip(self.cut, self.cut[1:]))
+        return tuple(end - start for start, end in zip(self.cuts, self.cuts[1:]))
 
     @property
     def rank(self) -> tuple[float, ...]:
@@ -78,7 +78,7 @@ def _simplest_first(found: list[Choice]) -> list[Choice]:
     good = [each for each in found if each.fits and each.time <= found[0].time * (1 + _NEAR)]
     if not good:
         return found
-    simple = min(good, key=lambda each: (len(each.cut), max(each.memory), each.time))
+    simple = min(good, key=lambda each: (len(each.cuts), max(each.memory), each.time))
     return [simple, *(each for each in found if each is not simple)]
 
 
@@ -94,7 +94,7 @@ class _Search:
         self.candidate = candidate
         self.best: Choice | None = None
         self._profile, self._devices, self._sums = profile, devices, sums
-        self._seen: set[Cut] = set()
+        self._seen: set[Cuts] = set()
         layers = range(len(profile.names) + 1)
         together = [at for at in layers if not any(one < at <= two for one, two in profile.tied)]
         for grid in (layers, together) if profile.own_compute and profile.tied else (layers,):
@@ -106,12 +106,12 @@ class _Search:
         return (math.inf,) if self.best is None else self.best.rank
 
     def improve(self, tries: int) -> None:
-        """Improves the best cut, by trying about that many others near it."""
+        """Improves the best cuts, by trying about that many others near it."""
         last, stop = None, len(self._seen) + tries
         while self.best is not None and self.best is not last and len(self._seen) < stop:
             last = self.best
-            for cut in _near(last.cut):
-                self._try(cut)
+            for cuts in _near(last.cuts):
+                self._try(cuts)
 
     def _time(self, stage: int, start: int, end: int) -> float:
         return self._sums.time[end] - self._sums.time[start]
@@ -122,13 +122,13 @@ class _Search:
         waiting = (candidate.in_flight[stage] - 1) * (own.input if candidate.checkpointed else own.saved)
         return (own.static + own.saved + waiting) / max(1.0, self._devices[candidate.schedule.placement[stage]].memory)
 
-    def _even(self, size: Callable[[int, int, int], float], grid: Sequence[int]) -> Cut | None:
-        """The cut on a grid whose largest stage is smallest, with each stage measured on its device."""
+    def _even(self, size: Callable[[int, int, int], float], grid: Sequence[int]) -> Cuts | None:
+        """The cuts on a grid whose largest stage is smallest, with each stage measured on its device."""
         stages, last = self.candidate.schedule.stages, len(grid) - 1
         if last < stages:
             return None
 
-        def cut(most: float) -> Cut | None:
+        def filled(most: float) -> Cuts | None:
             found, at = [0], 0
             for stage in range(stages):
                 room = last - (stages - stage - 1)  # Leaves a layer for each of the other stages.
@@ -141,36 +141,36 @@ class _Search:
             return tuple(found) if at == last else None
 
         low, high = 0.0, max(size(stage, 0, grid[-1]) for stage in range(stages))
-        best = cut(high)
+        best = filled(high)
         for _ in range(40):
             middle = (low + high) / 2
-            smaller = cut(middle)
+            smaller = filled(middle)
             low, high, best = (low, middle, smaller) if smaller else (middle, high, best)
         return best
 
-    def _try(self, cut: Cut | None) -> None:
-        if cut is None or cut in self._seen:
+    def _try(self, cuts: Cuts | None) -> None:
+        if cuts is None or cuts in self._seen:
             return
-        self._seen.add(cut)
+        self._seen.add(cuts)
         candidate, profile = self.candidate, self._profile
-        placed = zip(candidate.schedule.placement, cut, cut[1:])
+        placed = zip(candidate.schedule.placement, cuts, cuts[1:])
         home = [device for device, start, end in placed for _ in range(start, end)]
         if profile.own_compute and any(home[one] != home[other] for one, other in profile.tied):
             return
-        taken = memory(candidate, self._sums, cut)
-        times = costs(candidate, self._sums, cut, profile)
+        taken = memory(candidate, self._sums, cuts)
+        times = costs(candidate, self._sums, cuts, profile)
         missing = tuple(max(0.0, size - device.memory) for size, device in zip(taken, self._devices))
-        found = Choice(candidate, self._devices, cut, times, span(candidate, times), tuple(taken), missing)
+        found = Choice(candidate, self._devices, cuts, times, span(candidate, times), tuple(taken), missing)
         if self.best is None or found.rank < self.best.rank:
             self.best = found
 
 
-def _near(cut: Cut) -> Iterator[Cut]:
+def _near(cuts: Cuts) -> Iterator[Cuts]:
     """Cuts with neighbouring boundaries moved together: one layer more here is one less there."""
-    inner = len(cut) - 1
+    inner = len(cuts) - 1
     for first in range(1, inner):
         for last in range(first, inner):
             for step in (1, -1, 2, -2) if first == last else (1, -1):
-                moved = [at + step if first <= number <= last else at for number, at in enumerate(cut)]
+                moved = [at + step if first <= number <= last else at for number, at in enumerate(cuts)]
                 if all(one < two for one, two in zip(moved, moved[1:])):
                     yield tuple(moved)

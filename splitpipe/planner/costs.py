@@ -16,7 +16,7 @@ from splitpipe.schedule.play import OpOrder
 # Possible numbers of stages per device, if the schedule leaves it open.
 COUNTS = (1, 2, 3, 4)
 # The first layer of each stage, and the number of layers.
-Cut = tuple[int, ...]
+Cuts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Candidate:
 
     @cached_property
     def order(self) -> OpOrder:
-        """Its ops, for simulating them with the costs of any cut."""
+        """Its ops, for simulating them with the costs of any cuts."""
         return OpOrder(self.schedule)
 
     @cached_property
@@ -123,9 +123,9 @@ class StageBytes:
         return self.input + self.output + late + (self.again if recomputes else 0.0)
 
 
-def memory(candidate: Candidate, sums: LayerSums, cut: Cut) -> list[float]:
+def memory(candidate: Candidate, sums: LayerSums, cuts: Cuts) -> list[float]:
     """The most bytes on each device: parameters and states, and what microbatches hold."""
-    stages = [StageBytes(sums, start, end) for start, end in zip(cut, cut[1:])]
+    stages = [StageBytes(sums, start, end) for start, end in zip(cuts, cuts[1:])]
     found = []
     for device, row in enumerate(candidate.schedule.rows):
         own = [stage for stage, place in zip(stages, candidate.schedule.placement) if place == device]
@@ -142,15 +142,15 @@ def memory(candidate: Candidate, sums: LayerSums, cut: Cut) -> list[float]:
     return found
 
 
-def costs(candidate: Candidate, sums: LayerSums, cut: Cut, profile: Profile) -> Costs:
+def costs(candidate: Candidate, sums: LayerSums, cuts: Cuts, profile: Profile) -> Costs:
     """The costs of the stages for the simulation, in milliseconds."""
     with_w = {op.stage for row in candidate.schedule.rows for op in row if op.kind == "W"}
-    stages = [*zip(cut, cut[1:])]
+    stages = [*zip(cuts, cuts[1:])]
     forward = [profile.gap + sums.forward[end] - sums.forward[start] for start, end in stages]
     b = [profile.gap + sums.backward_input[end] - sums.backward_input[start] for start, end in stages]
     w = [sums.backward_weight[end] - sums.backward_weight[start] for start, end in stages]
     w = [time + profile.gap if stage in with_w else time for stage, time in enumerate(w)]
-    copies = [profile.latency + sums.input[start] / profile.bandwidth for start in cut[1:-1]]
+    copies = [profile.latency + sums.input[start] / profile.bandwidth for start in cuts[1:-1]]
     if candidate.checkpoint == "never":
         return Costs(forward, b, w, copies)
     return Costs(forward, b, w, copies, recompute=forward, uncheckpointed=candidate.chunks - candidate.checkpointed)

@@ -15,7 +15,7 @@ from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device, Place
 from splitpipe.core.worker import ProcessLock
 from splitpipe.microbatch.divider import divide_target
-from splitpipe.microbatch.rows import cuts
+from splitpipe.microbatch.rows import slices
 from splitpipe.partition.by_bytes import memory_of
 from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.measure import Profile, profile
@@ -163,7 +163,7 @@ def chunks_of(
     numbers = [operator.index(number) for number in found]
     if not numbers or min(numbers) < 1 or max(numbers) > rows:
         raise ValueError(f"chunks is {chunks!r}: expected numbers from 1 to the batch's {counted(rows, 'row')}.")
-    return sorted({number if number in own else len(cuts(rows, number)) for number in numbers})
+    return sorted({number if number in own else len(slices(rows, number)) for number in numbers})
 
 
 def schedules_of(schedules: Iterable[str | Schedule] | None, dropin: bool) -> list[str | Schedule] | None:
@@ -215,7 +215,7 @@ def chosen(
         checkpoint=of.checkpoint, schedule=of.schedule, way=str(of), dropin=dropin, step_time=best.time,
         costs=best.costs, peak_bytes=tuple(map(int, best.memory)), runners_up=tuple(_runners_up(found)),
         memory=tuple(device.memory for device in best.devices), layers=profile.names,
-        cuts=None if profile.layered else tuple(profile.names[start] for start in best.cut[1:-1]),
+        cuts=None if profile.layered else tuple(profile.names[start] for start in best.cuts[1:-1]),
         own_loss=own_loss, loss_fn=loss_fn, compile=compile,
     )
 

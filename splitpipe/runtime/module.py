@@ -117,7 +117,7 @@ class ModuleRuntime(Runtime):
         if len(call.rows) > 1:
             attributes.begin(batch.module.training and call.state.grad)
         tracing = self._kinds.begin(batch.kind, call.input, not step.drop_in) if options.reduction is None else None
-        stitched = step.drop_in and not options.split
+        stitched = step.drop_in and not options.split_backward
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
         carry = new(step, len(call.rows)).carry if stitched else None
@@ -132,7 +132,7 @@ class ModuleRuntime(Runtime):
             step, self._forward, batch.blocks, placement, shared, attributes, tracing, self._modules, labels,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
-        parts = call.cut(call.input, 0, detached=not stitched)
+        parts = call.scatter(call.input, 0, detached=not stitched)
         step.forwards = [ModuleForward(own, i, part, new(step, i)) for i, part in enumerate(parts)]
         # First calls move parameters, and show what is left in attributes: their F must run one after another.
         if attributes.looks or placement.several and not placement.trained:

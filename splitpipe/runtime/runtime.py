@@ -30,7 +30,7 @@ from splitpipe.core.worker import ProcessLock, Resources
 from splitpipe.engine.drop_in import attach_outputs
 from splitpipe.engine.module_output import Output
 from splitpipe.engine.record import Recordings
-from splitpipe.engine.rows import Rows, forward_rows, schedule_rows
+from splitpipe.engine.rows import OpRows, forward_rows, schedule_rows
 from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
@@ -58,7 +58,7 @@ class Options(NamedTuple):
     places: tuple[Place, ...]
     chunks: int
     checkpoint: Checkpoint
-    split: bool
+    split_backward: bool
     stash_limit: int | None
     schedule: Schedule | None
     batched: Any
@@ -66,7 +66,7 @@ class Options(NamedTuple):
     loss_fn: Callable[..., Any] | None
     grad_scaler: Any
     compiling: CompileOptions | None
-    splitting: Split | None
+    split: Split | None
 
 
 class Batch(NamedTuple):
@@ -90,18 +90,18 @@ class Runtime:
         self.options = options
         self._resources, self._placement = Resources(options.places), Placement(options.places)
         self._lock, self.recordings = ProcessLock(), Recordings(options.schedule, options.places)
-        self._compiler = Compiler(options.compiling, options.split)
+        self._compiler = Compiler(options.compiling, options.split_backward)
         self._loss_warnings, self._hooks = LossWarnings(), LeafHooks()
         self.hand_over: HandOver | None = HandOver()  #: Of the last scheduled step; None: one was warned of.
         loss_fn = options.loss_fn
         self._objective = None if loss_fn is None else Objective(loss_fn, options.reduction, self._loss_warnings)
-        self._rows: Callable[..., Rows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
+        self._rows: Callable[..., OpRows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
         #: Whether the model draws from the CPU's generator, in training and in evaluation, as calls have shown.
         self.draws: dict[bool, bool] = {}
         self._known: tuple[Any, ModelLayers] | None = None  # The layers for a key, if they may be used again.
         self._last: list[StageLayers] = []  # Those of the last call with grad mode.
         self._looked = False  # Whether a step has shown what layers keep.
-        self._divider = divider(options.batched, options.splitting, options.chunks, options.schedule is not None)
+        self._divider = divider(options.batched, options.split, options.chunks, options.schedule is not None)
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
         return Runtime, (self.options,)
@@ -121,7 +121,7 @@ class Runtime:
 
     def _output(self, batch: Batch, state: State) -> Any:
         # In one graph, microbatches that shared a weight's cast would add up its gradient in low precision.
-        cached = self.options.split or not any([enabled for _, enabled, _ in state.autocast])
+        cached = self.options.split_backward or not any([enabled for _, enabled, _ in state.autocast])
         step, _ = self._begin(batch, state if cached else state._replace(autocast_cache=False), drop_in=True)
         call = step.call
         with noted(call.input):
@@ -149,7 +149,7 @@ class Runtime:
         scale = scale_of(options.grad_scaler, state, self._resources.devices[-1])
         step, target = self._begin(batch, state, drop_in=False)
         call = step.call
-        targets = call.cut(target, len(step.stages) - 1, TARGET, detached=True)
+        targets = call.scatter(target, len(step.stages) - 1, TARGET, detached=True)
         shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
         ops = self._rows(step.workers, len(call.rows), state.grad, 0 if self.own_forward else call.checkpointed)
         with noted(call.input, target):
@@ -193,7 +193,7 @@ class Runtime:
     def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division]:
         """The step of a call, and the target."""
         resources, options, (division, given, layers) = self._resources, self.options, self.prepare(batch)
-        if layers.computed and state.grad and (options.split or not drop_in):
+        if layers.computed and state.grad and (options.split_backward or not drop_in):
             raise RuntimeError(
                 f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
                 "each microbatch would run backward: expected, without a schedule, SplitPipe(..., backward='autograd')."
@@ -214,10 +214,10 @@ class Runtime:
         # Another thread may begin or end a recording: a step has the same one from start to end.
         recorder = self.recordings.current if state.grad and not drop_in else None
         step = StepRun(
-            call, stages, pool, layers.workers, resources.routes(call.computes), split=options.split and state.grad,
-            drop_in=drop_in, hooks=self._hooks, recorder=recorder,
+            call, stages, pool, layers.workers, resources.routes(call.computes), drop_in=drop_in,
+            split=options.split_backward and state.grad, hooks=self._hooks, recorder=recorder,
         )
-        return step, call.moves.move(target, resources.devices[-1])
+        return step, call.copies.move(target, resources.devices[-1])
 
     def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
         """Divides the arguments and the target, if there is one; returns the layers, of which the loss is the last."""
@@ -244,10 +244,10 @@ class Runtime:
         self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
     ) -> SharedParameters:
         """Gives a step its forwards, with their targets; returns the parameters that stages share."""
-        call, stitched, streams = step.call, step.drop_in and not self.options.split, self._resources.named
+        call, stitched, streams = step.call, step.drop_in and not self.options.split_backward, self._resources.named
         step.forwards = [
             StitchedForward(step, i, part, streams) if stitched else SequentialForward(step, i, part, target)
-            for i, (part, target) in enumerate(zip(call.cut(call.input, 0, detached=not stitched), targets))
+            for i, (part, target) in enumerate(zip(call.scatter(call.input, 0, detached=not stitched), targets))
         ]
         return SharedParameters(batch.module, self._placement, step.stages, None)
 
@@ -262,4 +262,4 @@ class Runtime:
         for prefix, part in module.named_modules():
             own = [(f"{prefix}.{name}".strip("."), x) for name, x in part._parameters.items() if x is not None]
             parameters += [(name, stage_of.get(part, 0), x) for name, x in own]
-        return report(parameters, {stage.index: stage.uses for stage in self._last}, self.options.split)
+        return report(parameters, {stage.index: stage.uses for stage in self._last}, self.options.split_backward)

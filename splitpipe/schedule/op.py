@@ -184,6 +184,6 @@ def needed(op: Op, stages: int) -> tuple[Op, ...]:
     return (own, Op("B", stage + 1, microbatch)) if stage + 1 < stages else (own,)
 
 
-def given(op: Op) -> Op:
+def source_of(op: Op) -> Op:
     """The op that others wait for when they wait for this one: for a BW, the B that it includes."""
     return Op("B", op.stage, op.microbatch) if op.kind == "BW" else op

@@ -36,18 +36,18 @@ class Namespace:
 Key = tuple[Namespace | None, str]
 Box = dict[Key, object]
 
-_opened: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
+_box: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
 _unopened: ContextVar[tuple[int, Box] | None] = ContextVar("splitpipe.skip.unopened", default=None)
 
 
-def opened(box: Box) -> Bound[Box | None]:
+def open_box(box: Box) -> Bound[Box | None]:
     """Makes ``box`` the current one inside the block, only for this context."""
-    return Bound(_opened, box)
+    return Bound(_box, box)
 
 
 def current() -> Box:
     """The current box. Call this again for each access: an empty box that wasn't opened isn't kept."""
-    box = _opened.get()
+    box = _box.get()
     if box is not None:
         return box
     # A copied context shares its box with the original, and may run at the same time, in another thread or interleaved,

@@ -20,7 +20,7 @@ from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State
-from splitpipe.microbatch.division import Division, Moves
+from splitpipe.microbatch.division import Division, InputCopies
 from splitpipe.microbatch.tree import Nesting
 from splitpipe.skip.tracker import Key
 
@@ -61,8 +61,8 @@ class Call:
         self, input: Division, places: Sequence[Place], state: State, checkpointed: int, draws: Draws, anywhere: bool
     ) -> None:
         devices = [place.device for place in places]
-        self.moves = Moves()  #: Copies of the input and the target on the stages' devices.
-        self.input = self.moves.input(input, devices if anywhere else devices[:1])
+        self.copies = InputCopies()  #: Copies of the input and the target on the stages' devices.
+        self.input = self.copies.input(input, devices if anywhere else devices[:1])
         self.leaves, self.rows, self.state = self.input.leaves, self.input.rows, state
         #: The caller's current streams on the devices of the stages, and the streams on which these compute.
         self.callers = [stream.current(device) for device in devices]
@@ -80,12 +80,12 @@ class Call:
         self._statistics.collect(self.variables)
         self.contexts = [self._statistics.collect(self.variables.copy(), i) for i in range(len(self.rows))]
 
-    def cut(self, value: Division, stage: int, key: Key | None = None, detached: bool = False) -> list[Activation]:
+    def scatter(self, value: Division, stage: int, key: Key | None = None, detached: bool = False) -> list[Activation]:
         """The microbatches of a value for a stage; ``detached``: as leaves with origins, outside the caller's graph."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
-            scattered = value.scatter()
+            parts = value.scatter()
         activations = []
-        for i, (leaves, nesting) in enumerate(scattered):
+        for i, (leaves, nesting) in enumerate(parts):
             places, origins = value.places[i], Origins([None] * len(leaves))
             given = [value.leaves[k] for k in places]
             shared = sharing(given) | {at for at, k in enumerate(places) if k in value.whole}  # All have these.
@@ -104,7 +104,7 @@ class Call:
 
     def end(self) -> None:
         """Updates statistics, and waits until pinned memory has been read."""
-        self.moves.settle()
+        self.copies.settle()
         read = self._statistics.commit()
         for compute, caller in zip(self.computes, self.callers) if read else ():
             stream.wait(compute, caller)

@@ -82,7 +82,7 @@ class ModelLayers:
         self.workers = (*workers([stage.calls for stage in self.stages], places, rows),)
         self._modules = list(dict.fromkeys(chain.from_iterable(root.modules() for _, root in roots)))
         self._tables: list[Any] = [table for m in (module, *self._modules) for table in (m._modules, m._parameters)]
-        self._found = self._look()
+        self._parts = self._look()
         #: True if a module is compiled, or a parameter or buffer a DTensor: ops then run in the caller's thread.
         self.odd = any(map(is_compiled, (module, *self._modules))) or sharded([module, *[root for _, root in roots]])
         named = [(name, x) for name, x in module._parameters.items() if x is not None]
@@ -94,7 +94,7 @@ class ModelLayers:
     def same(self) -> bool:
         """True if all of it is still the same objects."""
         found = self._look()
-        return len(found) == len(self._found) and all(map(is_, found, self._found))
+        return len(found) == len(self._parts) and all(map(is_, found, self._parts))
 
     def _look(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self._tables)), *map(_compiled_call, self._modules)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from splitpipe.core.phase import phase
-from splitpipe.core.random_numbers import Numbers
+from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import is_plain, version_of
 from splitpipe.core.thread_state import Bound
 from splitpipe.core.torch_private import _foreach_add
@@ -56,8 +56,8 @@ class Modules:
 class CheckpointedRun:
     """One checkpointed F that is about to run, and R of it, which finds everything as it was."""
 
-    def __init__(self, modules: Modules, numbers: Numbers, whose: str) -> None:
-        self._modules, self._numbers, self._whose = modules, numbers, whose
+    def __init__(self, modules: Modules, rng_states: RNGStates, whose: str) -> None:
+        self._modules, self._rng_states, self._whose = modules, rng_states, whose
         self._version, self._modes = modules.version, [m.training for m in modules.modules]
         self._buffers = [(m, n, x, version_of(x)) for m, n in modules.buffers if (x := m._buffers.get(n)) is not None]
         known = modules.written
@@ -67,7 +67,7 @@ class CheckpointedRun:
 
     def first(self, forward: Callable[[], T]) -> T:
         """Runs F."""
-        with Bound(phase, "checkpointing"), self._numbers.first(recomputed=True):
+        with Bound(phase, "checkpointing"), self._rng_states.first(recomputed=True):
             result = forward()
         modules, buffers = self._modules, self._buffers
         self._written = [
@@ -93,7 +93,7 @@ class CheckpointedRun:
             return True
         return is_plain(x) and not torch.equal(x, self._before[id(x)])
 
-    def again(self, forward: Callable[[], T]) -> T:
+    def recompute(self, forward: Callable[[], T]) -> T:
         """Runs R."""
         modules = self._modules
         if modules.version != self._version:
@@ -113,7 +113,7 @@ class CheckpointedRun:
         try:
             for table, name, value in found:
                 table[name] = value
-            with Bound(phase, "recomputing"), self._numbers.repeated():
+            with Bound(phase, "recomputing"), self._rng_states.repeated():
                 result = forward()
             for m, name, x in self._written:
                 if m._buffers.get(name) is copies[id(x)] and copies[id(x)]._version == 0:

@@ -97,7 +97,7 @@ class Segment:
             self.graph = fused(self.graph)
         for node in self.graph.weight_nodes if self.ran else ():
             if node.whole:
-                node.node.left.clear()  # Of a backward that wanted no W, or failed.
+                node.node.leftovers.clear()  # Of a backward that wanted no W, or failed.
         self.ran = True
         return self.graph
 

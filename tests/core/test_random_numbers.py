@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.core.random_numbers import Draws, Numbers
+from splitpipe.core.random_numbers import Draws, RNGStates
 
 CPU = torch.device("cpu")
 
@@ -17,12 +17,12 @@ def default() -> Tensor:
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> None:
     draws = Draws({True: True}, True)
-    numbers = Numbers(draws, CPU)
-    with numbers.first(recomputed=True):
+    rng_states = RNGStates(draws, CPU)
+    with rng_states.first(recomputed=True):
         first = torch.rand(3)
     torch.rand(5)  # Others draw meanwhile.
     before = default()
-    with pytest.raises(error), numbers.repeated():
+    with pytest.raises(error), rng_states.repeated():
         assert torch.equal(torch.rand(3), first)
         raise error
     assert torch.equal(default(), before)
@@ -31,13 +31,13 @@ def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> No
 @pytest.mark.cuda
 def test_a_device_repeats_its_draws_and_is_as_it_was_after_also_with_another_seed() -> None:
     device = torch.device("cuda", 0)
-    numbers = Numbers(Draws({True: False}, True), device)
-    with numbers.first(recomputed=True):
+    rng_states = RNGStates(Draws({True: False}, True), device)
+    with rng_states.first(recomputed=True):
         first = torch.rand(9, device=device)
     torch.cuda.manual_seed(2**64 - 3)
     torch.rand(5, device=device)
     before = torch.cuda.get_rng_state(device)
-    with pytest.raises(KeyError), numbers.repeated():
+    with pytest.raises(KeyError), rng_states.repeated():
         assert torch.equal(torch.rand(9, device=device), first)
         raise KeyError
     assert torch.equal(torch.cuda.get_rng_state(device), before)

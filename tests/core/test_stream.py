@@ -14,4 +14,4 @@ def test_a_copied_place_has_the_device_and_not_the_stream() -> None:
     own: Any = object()
     place = stream.Place(torch.device("cpu"), own, own)
     for again in pickle.loads(pickle.dumps(place)), copy.deepcopy(place):
-        assert (again.device, again.stream, again.given) == (torch.device("cpu"), None, None)
+        assert (again.device, again.stream, again.owner) == (torch.device("cpu"), None, None)

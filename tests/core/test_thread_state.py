@@ -70,7 +70,7 @@ def test_settings_are_entered_from_any_state_and_restored(name: str) -> None:
     for where, there in SITUATIONS.items():
         with there():
             before = settings()
-            with pytest.raises(KeyboardInterrupt), thread_state.entered(state):
+            with pytest.raises(KeyboardInterrupt), thread_state.use(state):
                 assert settings() == (expected, before[1]), where
                 raise KeyboardInterrupt
             assert settings() == before, where

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 
 from splitpipe.__main__ import main
-from splitpipe.engine.rows import Rows, backward_rows, forward_rows
+from splitpipe.engine.rows import OpRows, backward_rows, forward_rows
 from splitpipe.schedule import Op, Schedule, build, names, simulate
 from splitpipe.schedule.construct.library import options
 from tests.doors.test_layers import ROOMS
@@ -222,7 +222,7 @@ def test_what_the_readme_installs_is_what_the_check_of_the_project_installs() ->
     assert re.findall(r"pip install torch==(\S+)", TEXT[README]) == pinned
 
 
-def drawn(rows: Rows) -> str:
+def drawn(rows: OpRows) -> str:
     """A simulation of a drop-in call's rows as text: three characters for each unit of time."""
     ops = [[Op(run.kind, run.stage, i) for run in row if run.kind != "R" for i in run.microbatches] for row in rows]
     timeline = simulate(Schedule(ops, range(len(ops))))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.microbatch.divider import ArgumentDivider
-from splitpipe.microbatch.rows import Reading, cuts
+from splitpipe.microbatch.rows import Reading, slices
 
 ANY = inspect.signature(lambda *args, **kwargs: None)
 pytestmark = pytest.mark.filterwarnings("ignore:argument .* every microbatch gets all of it")
@@ -22,7 +22,7 @@ def read(*values: Any, flags: Any = ()) -> Any:
     divider = ArgumentDivider(ANY, {f"a{k}": flag for k, flag in enumerate(flags)}, None, 2)
     root = divider._tree((), {f"a{k}": value for k, value in enumerate(values)})
     found = Reading(root, "the input")
-    found.verify(cuts(found.size, 2), set())
+    found.verify(slices(found.size, 2), set())
     own = root.children[1].children  # type: ignore[index]
     return found.size, [leaf.dim for leaf in root.leaves()], [bool(node.children and node.times) for node in own or ()]
 

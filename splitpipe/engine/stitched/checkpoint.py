@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from splitpipe.core import stream, thread_state
 from splitpipe.core.note import uncompiled
-from splitpipe.core.random_numbers import Numbers
+from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _current_graph_task_id
@@ -31,7 +31,7 @@ from splitpipe.stage.recomputation import CheckpointedRun, Modules
 Inputs = Sequence[list[Any]]
 
 
-class Saved:
+class SavedTensor:
     """What a node saves in place of a tensor."""
 
     tensor: Tensor  #: Put here in backward.
@@ -43,22 +43,22 @@ class Checkpoint:
     Guarantee: two threads of a backward, for nodes on the CPU and on the device, don't both run the modules.
     """
 
-    def __init__(self, modules: Modules, numbers: Numbers, whose: str, compute: Stream) -> None:
+    def __init__(self, modules: Modules, rng_states: RNGStates, whose: str, compute: Stream) -> None:
         self._modules, self._whose, self._compute = modules, whose, compute
-        self._run = CheckpointedRun(modules, numbers, whose)
+        self._run = CheckpointedRun(modules, rng_states, whose)
         self._state, self._context = thread_state.capture(), copy_context()
-        self._saved, self._kinds = list[ref[Saved]](), list[Any]()
+        self._saved, self._kinds = list[ref[SavedTensor]](), list[Any]()
         self._complete, self._task, self._lock = False, -1, threading.RLock()
 
-    def run(self, first: Callable[[], Any], again: Callable[[Inputs], Any], inputs: Inputs) -> Any:
-        """What ``first()`` returns; in backward, ``again`` is called with inputs that are equal to these."""
+    def run(self, first: Callable[[], Any], rerun: Callable[[Inputs], Any], inputs: Inputs) -> Any:
+        """What ``first()`` returns; in backward, ``rerun`` is called with inputs that are equal to these."""
         tensors, modules = {id(x): x for part in inputs for x in part if isinstance(x, Tensor)}, self._modules
 
         def keep(change: Callable[[Tensor], Tensor]) -> None:
             self._kept = {key: change(x.detach()).requires_grad_(x.requires_grad) for key, x in tensors.items()}
             self._versions = [*map(version_of, self._kept.values())]
 
-        self._again, self._inputs, before = again, inputs, [*map(version_of, tensors.values())]
+        self._rerun, self._inputs, before = rerun, inputs, [*map(version_of, tensors.values())]
         keep(Tensor.detach if modules.in_place is False else Tensor.clone)
         with saved_tensors_hooks(self._pack, self._unpack):
             result = self._run.first(first)
@@ -81,14 +81,14 @@ class Checkpoint:
         return Recompute.apply(x, first, second, self)
 
     @uncompiled
-    def _pack(self, x: Tensor) -> Saved:
-        saved = Saved()
+    def _pack(self, x: Tensor) -> SavedTensor:
+        saved = SavedTensor()
         self._saved.append(ref(saved))
         self._kinds.append((x.shape, x.dtype))
         return saved
 
     @uncompiled
-    def _unpack(self, saved: Saved) -> Tensor:
+    def _unpack(self, saved: SavedTensor) -> Tensor:
         self.recompute()
         return saved.tensor
 
@@ -100,12 +100,12 @@ class Checkpoint:
             made.append(x.detach())
             return made[-1]
 
-        with thread_state.entered(self._state), stream.use(self._compute):
+        with thread_state.use(self._state), stream.use(self._compute):
             if self._modules.in_place:
                 kept = {key: x.clone() for key, x in kept.items()}
             inputs = [[kept.get(id(x), x) for x in part] for part in self._inputs]
             with saved_tensors_hooks(pack, uncompiled(lambda x: x)):
-                self._run.again(partial(self._again, inputs))
+                self._run.recompute(partial(self._rerun, inputs))
         kinds = [(x.shape, x.dtype) for x in made][:None if self._complete else len(self._kinds)]
         if kinds != self._kinds or self._versions != [*map(version_of, self._kept.values())]:
             raise RuntimeError(

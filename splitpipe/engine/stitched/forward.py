@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.core import thread_state
-from splitpipe.core.random_numbers import Numbers
+from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.stream import NamedStreams
 from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
 from splitpipe.engine.crossing import Detaching
@@ -48,7 +48,7 @@ class StitchedForward:
         """F of a stage."""
         step, lane, own = self._step, self._lane, self._step.stages[j].own
         parts = {key: self._ways.pop(key) for key in (None, *own.arriving) if key in self._ways}
-        with thread_state.entered(step.call.state):
+        with thread_state.use(step.call.state):
             lane.begin()
             given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in parts.items()}
             values, checkpoint = self._run(own, given)
@@ -64,13 +64,13 @@ class StitchedForward:
         inputs, versions = [part.leaves for part in values.values()], versions_of(values)
         bare = {key: part.holding([]) for key, part in values.items()}
         layers = partial(run_layers, own, bare, where=f"{own.name}, microbatch {self._i} of {len(call.rows)}")
-        numbers = Numbers(call.draws, own.place.device, own.index * len(call.rows) + self._i)
+        rng_states = RNGStates(call.draws, own.place.device, own.index * len(call.rows) + self._i)
         if self._i < call.checkpointed:
-            checkpoint = Checkpoint(own.recomputed, numbers, own.name, call.computes[own.index])
-            first, again = partial(layers, inputs, "forward"), partial(layers, doing="recomputation")
-            made = checkpoint.run(first, again, inputs)
+            checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[own.index])
+            first, rerun = partial(layers, inputs, "forward"), partial(layers, doing="recomputation")
+            made = checkpoint.run(first, rerun, inputs)
         else:
-            with numbers.first(recomputed=False):
+            with rng_states.first(recomputed=False):
                 made = layers(inputs, "forward")
         verify_shared(own.name, values, versions)
         mark_shared(made, [part.leaves[k] for part in values.values() for k in part.shared])
@@ -117,14 +117,14 @@ class CheckpointedBlocks(BlockChains):
         """The block's output."""
         call, (leaves, nesting) = block.call, flatten((args, kwargs), fields=True)
 
-        def again(inputs: Inputs) -> None:
+        def rerun(inputs: Inputs) -> None:
             args, kwargs = unflatten(inputs[0], nesting)
             call(*args, **kwargs)
 
-        numbers = Numbers(self.step.call.draws, stage.device)
-        checkpoint = Checkpoint(block.modules, numbers, block.described, stage.compute)
+        rng_states = RNGStates(self.step.call.draws, stage.device)
+        checkpoint = Checkpoint(block.modules, rng_states, block.described, stage.compute)
         with trace or nullcontext():
-            return checkpoint.run(partial(call, *args, **kwargs), again, [leaves])
+            return checkpoint.run(partial(call, *args, **kwargs), rerun, [leaves])
 
 
 def keep_stitched_output(forward: Any, output: Any) -> None:

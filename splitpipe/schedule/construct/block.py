@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from splitpipe.schedule.check import check
 from splitpipe.schedule.costs import Costs, real, verify_costs
-from splitpipe.schedule.op import Kind, Op, Schedule, given, listed, needed, placed
+from splitpipe.schedule.op import Kind, Op, Schedule, listed, needed, placed, source_of
 
 #: Times are equal if they differ by less than this fraction of an interval.
 NEAR = 1e-6
@@ -199,7 +199,7 @@ class BuildingBlock:
         return one.start + self._times[one.kind][one.stage]
 
     def _verify_needs(self) -> None:
-        sources = {given(one.op): one for one in self.ops}
+        sources = {source_of(one.op): one for one in self.ops}
         for one in self.ops:
             for need in needed(one.op, len(self.placement)):
                 other = sources[need]
