@@ -14,7 +14,7 @@ from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint
 from splitpipe.microbatch.chunk_spec import verify_batched
 from splitpipe.partition.placement import by_stage, move_stages
-from splitpipe.partition.resident import Resident, guarded
+from splitpipe.partition.resident import Resident, outside_transforms
 from splitpipe.piped import Arguments, complete, described, options_of, piped, with_arguments
 from splitpipe.runtime.runtime import Runtime
 from splitpipe.schedule.construct.library import build
@@ -169,7 +169,7 @@ class SplitPipe(Resident):
             BaseException: whatever a layer raises, with a note that names stage, layer and microbatch. The model stays
                 usable.
         """
-        return guarded(self._run, input, target)
+        return outside_transforms(self._run, input, target)
 
     def _run(self, input: Any, target: Any) -> Any:
         checks.verify_ungathered(self)

@@ -23,7 +23,7 @@ from splitpipe.microbatch.divider import Split, verify_split
 from splitpipe.partition.blocks import verify_cuts
 from splitpipe.partition.device_map import Hooks, put_back, take_off
 from splitpipe.partition.placement import verify_filled
-from splitpipe.partition.resident import Resident, guarded, is_pipeline
+from splitpipe.partition.resident import Resident, is_pipeline, outside_transforms
 from splitpipe.runtime.module import ModuleRuntime
 from splitpipe.runtime.runtime import Options, Runtime
 from splitpipe.schedule.construct.library import build
@@ -49,7 +49,7 @@ class Piped:
         self.__signature__ = runtime.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return guarded(self._run, args, kwargs)
+        return outside_transforms(self._run, args, kwargs)
 
     @property
     def __code__(self) -> CodeType:

@@ -98,13 +98,13 @@ class SequentialForward:
         if run is not None:
             modules.in_place, kept = written or bool(modules.in_place), kept if written else given
             versions = versions if kept is given else versions_of(kept)
-            facts = [value.facts for value in values.values()]
-            stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions, facts, run))  # Without a graph.
+            signatures = [value.signature for value in values.values()]
+            stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions, signatures, run))  # Without a graph.
         return values
 
 
 def _recompute(
-    i: int, given: Values, versions: Versions, facts: list[Any], run: CheckpointedRun,
+    i: int, given: Values, versions: Versions, signatures: list[Any], run: CheckpointedRun,
     step: StepRun, stage: RunningStage,
 ) -> Segment:
     """R: the segment, with its graph. It isn't bound to the stage, whose ``fwd_cache`` refers to it."""
@@ -117,7 +117,7 @@ def _recompute(
         )
     with thread_state.use(step.call.state):
         values = run.recompute(partial(_run_stage, step, stage, i, given, segment, "recomputation")).values()
-        if [value.facts for value in values] != facts:
+        if [value.signature for value in values] != signatures:
             raise RuntimeError(
                 f"{stage.name} returned other outputs in its recomputation than in its forward: expected layers whose "
                 "outputs, their shapes and which of them require grad depend on inputs and parameters alone. Or use "

@@ -119,14 +119,14 @@ def is_pipeline(module: nn.Module) -> bool:
     return isinstance(module, Resident) or hasattr(vars(module).get("forward"), "runtime")
 
 
-def guarded(run: Callable[..., Any], *given: Any) -> Any:
+def outside_transforms(run: Callable[..., Any], *given: Any) -> Any:
     """Calls ``run`` with what a pipeline was given; raises where that can't be followed."""
     if torch.compiler.is_exporting() or isinstance(given[0], Proxy):  # Now, while code that is traced can still raise.
         raise RuntimeError(_REFUSED.format("by torch.export, torch.onnx.export or torch.fx"))
-    return (_untraced if "torch._dynamo" in sys.modules else _outside_transforms)(run, *given)
+    return (_untraced if "torch._dynamo" in sys.modules else _run_outside)(run, *given)
 
 
-def _outside_transforms(run: Callable[..., Any], *given: Any) -> Any:
+def _run_outside(run: Callable[..., Any], *given: Any) -> Any:
     if peek_interpreter_stack() is not None:
         raise RuntimeError(_REFUSED.format("inside a torch.func transform (grad, vmap, jvp ...)"))
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -137,4 +137,4 @@ def _outside_transforms(run: Callable[..., Any], *given: Any) -> Any:
 
 
 #: Not traced by torch.compile, which can't because of the threads; code around it and its layers are.
-_untraced: Callable[..., Any] = _disable_dynamo(_outside_transforms)
+_untraced: Callable[..., Any] = _disable_dynamo(_run_outside)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from splitpipe.schedule.op import Kind, Op, Schedule, needed, verify
+from splitpipe.schedule.op import Kind, Op, Schedule, dependencies, verify
 from splitpipe.schedule.play import OpOrder
 
 
@@ -94,7 +94,7 @@ def _deadlock(schedule: Schedule, at: list[int], device: int, where: dict[Op, in
         op = schedule.rows[device][at[device]]
         need, other = next(
             (need, other)
-            for need in needed(op, schedule.stages)
+            for need in dependencies(op, schedule.stages)
             if where[need] >= at[other := schedule.placement[need.stage]]
         )
         behind = schedule.rows[other][where[need]]  # There may be a BW instead of a B.

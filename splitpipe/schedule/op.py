@@ -76,7 +76,7 @@ class Schedule:
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r}: expected a string.")
         object.__setattr__(self, "rows", _rows(rows))
-        object.__setattr__(self, "placement", placed(placement))
+        object.__setattr__(self, "placement", as_placement(placement))
         object.__setattr__(self, "name", name)
 
     @property
@@ -145,7 +145,7 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
-def placed(placement: object) -> tuple[int, ...]:
+def as_placement(placement: object) -> tuple[int, ...]:
     devices = listed(placement)
     if devices is None or not all(hasattr(device, "__index__") and not isinstance(device, bool) for device in devices):
         raise TypeError(f"placement is {placement!r}: expected a list of ints, the device of each stage.")
@@ -173,7 +173,7 @@ def verify(schedule: object) -> None:
         raise TypeError(f"schedule is {schedule!r}: expected a Schedule, such as schedule.build('1f1b', 4, 8).")
 
 
-def needed(op: Op, stages: int) -> tuple[Op, ...]:
+def dependencies(op: Op, stages: int) -> tuple[Op, ...]:
     """The ops that an op waits for, that of the same stage first."""
     kind, stage, microbatch = op
     if kind == "F":

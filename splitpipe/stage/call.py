@@ -45,7 +45,7 @@ class Activation:
     event: torch.Event | None = None
 
     @property
-    def facts(self) -> tuple[Origins, list[torch.Size]]:
+    def signature(self) -> tuple[Origins, list[torch.Size]]:
         """What a recomputation has to have, too: the origins, and the shapes of tensors."""
         return self.origins, [x.shape for x in self.leaves if isinstance(x, Tensor)]
 

@@ -14,7 +14,7 @@ import pytest
 from splitpipe.schedule import BlockOp, BuildingBlock, Costs, Op, Schedule, build, check, simulate
 from splitpipe.schedule.bounds import bounds
 from splitpipe.schedule.draw import measures
-from splitpipe.schedule.op import given, needed
+from splitpipe.schedule.op import dependencies, source_of
 from tests.schedule.test_draw import page_data
 
 
@@ -26,11 +26,11 @@ def settled(schedule: Schedule, costs: Costs) -> list[list[float]]:
         for row in schedule.rows:
             now = 0.0
             for op in row:
-                for need in needed(op, schedule.stages):
+                for need in dependencies(op, schedule.stages):
                     hop = 0.0 if need.stage == op.stage else hops[min(need.stage, op.stage)]
                     now = max(now, ends.get(need, 0.0) + hop)
                 now += times[op.kind][op.stage]
-                ends[given(op)] = ends[op] = now
+                ends[source_of(op)] = ends[op] = now
         if ends == before:
             return [[ends[op] for op in row] for row in schedule.rows]
     raise RecursionError("a deadlock")
@@ -45,9 +45,9 @@ def any_schedule(chance: random.Random, devices: int, stages: int, microbatches:
     rows: list[list[Op]] = [[] for _ in range(devices)]
     done: set[Op] = set()
     while left:
-        op = chance.choice([op for op in left if done.issuperset(needed(op, stages))])
+        op = chance.choice([op for op in left if done.issuperset(dependencies(op, stages))])
         left.remove(op)
-        done.add(given(op))
+        done.add(source_of(op))
         rows[placement[op.stage]].append(op)
     return Schedule(rows, placement)
 
@@ -95,14 +95,15 @@ def least(schedule: Schedule, took: dict[str, list[float]], copy: float, caps: l
             if op in ends or (op.kind == "F" and alive[device] == caps[device]):
                 continue
             start = free[device]
-            for need in needed(op, schedule.stages):
+            for need in dependencies(op, schedule.stages):
                 hop = copy if placement[need.stage] != device else 0
                 start = max(start, ends.get(need, math.inf) + hop)
             if start < math.inf:
                 end = start + took[op.kind][op.stage]
                 change = {"F": 1, "B": 0}.get(op.kind, -1)
-                place({**ends, op: end, given(op): end}, [end if d == device else each for d, each in enumerate(free)],
-                      [each + change if d == device else each for d, each in enumerate(alive)])
+                later = [end if d == device else each for d, each in enumerate(free)]
+                held = [each + change if d == device else each for d, each in enumerate(alive)]
+                place({**ends, op: end, source_of(op): end}, later, held)
 
     place({}, [0.0] * schedule.devices, [0] * schedule.devices)
     return best
@@ -192,6 +193,6 @@ def test_a_shuffled_schedule_is_refused_if_it_deadlocks_and_the_cycle_is_one(see
     ops = {str(op): op for row in rows for op in row}
     for (op, device, need, head, other), following in zip(links, links[1:] + links[:1]):
         assert (where[op][0], where[need][0]) == (int(device), int(other))
-        assert given(ops[need]) in needed(ops[op], 4)
+        assert source_of(ops[need]) in dependencies(ops[op], 4)
         assert (head or need, other) == following[:2]
         assert not head or where[head][1] < where[need][1], "an op comes after itself"

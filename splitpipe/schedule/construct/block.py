@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from splitpipe.schedule.check import check
 from splitpipe.schedule.costs import Costs, real, verify_costs
-from splitpipe.schedule.op import Kind, Op, Schedule, listed, needed, placed, source_of
+from splitpipe.schedule.op import Kind, Op, Schedule, as_placement, dependencies, listed, source_of
 
 #: Times are equal if they differ by less than this fraction of an interval.
 NEAR = 1e-6
@@ -107,7 +107,7 @@ class BuildingBlock:
         if ops is None or not all(map(_is_block_op, ops)):
             raise TypeError(f"ops is {self.ops!r}: expected BlockOps, such as BlockOp('F', stage=0, start=0).")
         object.__setattr__(self, "ops", tuple(ops))
-        object.__setattr__(self, "placement", placed(self.placement))
+        object.__setattr__(self, "placement", as_placement(self.placement))
         if self.costs is not None:
             verify_costs(self.costs)
         if not 0 < real(self.interval) < math.inf:
@@ -201,7 +201,7 @@ class BuildingBlock:
     def _verify_needs(self) -> None:
         sources = {source_of(one.op): one for one in self.ops}
         for one in self.ops:
-            for need in needed(one.op, len(self.placement)):
+            for need in dependencies(one.op, len(self.placement)):
                 other = sources[need]
                 hop = self._costs.hop if self.placement[other.stage] != self.placement[one.stage] else 0.0
                 end = self._end(other)

@@ -14,7 +14,7 @@ from itertools import accumulate, count
 
 from splitpipe.schedule.bounds import bounds
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import Kind, Op, Schedule, needed
+from splitpipe.schedule.op import Kind, Op, Schedule, dependencies
 
 Word = list[int]
 F, B, W = range(3)
@@ -53,7 +53,7 @@ class Problem:
     def needs(self) -> list[list[int]]:
         """For each letter, those that come before it in a microbatch."""
         stages, letters = len(self.placement), range(len(self.device_of))
-        ops = [needed(Op(KINDS[letter % 3], letter // 3, 0), stages) for letter in letters]
+        ops = [dependencies(Op(KINDS[letter % 3], letter // 3, 0), stages) for letter in letters]
         return [[3 * need.stage + KINDS.index(need.kind) for need in each] for each in ops]
 
     @cached_property

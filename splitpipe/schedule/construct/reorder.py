@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from splitpipe.schedule.bounds import bounds
 from splitpipe.schedule.check import checked
 from splitpipe.schedule.costs import Costs, real, verify_costs
-from splitpipe.schedule.op import CHANGES, Op, Schedule, needed
+from splitpipe.schedule.op import CHANGES, Op, Schedule, dependencies
 from splitpipe.schedule.play import Times
 
 #: Times are equal if they differ by less than this fraction of the makespan.
@@ -96,7 +96,7 @@ def _jobs(schedule: Schedule, times: Times, hops: Sequence[float], caps: list[in
     after: list[list[tuple[int, float]]] = [[] for _ in ops]
     before: list[list[tuple[int, float]]] = [[] for _ in ops]
     for job, op in enumerate(ops):
-        for need in needed(op, schedule.stages):
+        for need in dependencies(op, schedule.stages):
             other = number[need.kind, need.stage, need.microbatch]
             hop = 0.0 if need.stage == op.stage else hops[min(need.stage, op.stage)]
             before[job].append((other, hop))
