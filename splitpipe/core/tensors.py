@@ -40,7 +40,12 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
     return frozenset([k for k, storage in enumerate(storages) if storage and counts[storage] > 1])
 
 
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of a nesting, with its leaves changed."""
+    leaves, structure = tree_flatten(value)
+    return tree_unflatten([*map(change, leaves)], structure)
+
+
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """A copy of a nesting, with its tensors changed."""
-    leaves, structure = tree_flatten(value)
-    return tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+    return map_leaves(lambda x: change(x) if isinstance(x, Tensor) else x, value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
 from splitpipe.engine.crossing import SIMPLE, Crossing, Detaching, Follow, changed
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.step import StepRun
-from splitpipe.loss.tracing import Tracing
+from splitpipe.loss.trace import Tracing
 from splitpipe.microbatch.divider import holds_objects, uncached
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import Attributes
@@ -195,12 +194,11 @@ class ModuleForward:
         modes = _get_current_function_mode_stack()
         set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
         token, self._block = taker.set(None), block
-        reading = None if self.trace is None else replace(self.trace.ledger.host_reads)
         try:
             value = self._run_block(block, call, args, kwargs, local)
             self._block = None
-            if self._call.tracing is not None and self.trace is not None and reading is not None:
-                self._call.tracing.record(self.trace, block, blocks.described(block), value, reading)
+            if self._call.tracing is not None and self.trace is not None:
+                self._call.tracing.record(self.trace.ledger, block, blocks.described(block), value)
             return value
         finally:
             taker.reset(token)

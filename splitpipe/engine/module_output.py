@@ -9,10 +9,11 @@ from torch import Tensor
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.engine.crossing import changed
 from splitpipe.engine.drop_in import OutputTensor
-from splitpipe.loss.numbers import SUM, Number, Unknown, simple, unknown_function
+from splitpipe.loss.batch_loss import scheduled
+from splitpipe.loss.numbers import Number, Unknown, total
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.reduction import AS_FUNCTION, LossWarnings
-from splitpipe.loss.tracing import numbers_of
+from splitpipe.loss.trace import numbers_of
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.microbatch.tree import flatten, unflatten
 from splitpipe.stage.call import Activation, Origin
@@ -76,9 +77,10 @@ def keep_own_loss(reduction: Any, warnings: LossWarnings, forward: Any, output: 
         number = Unknown("a loss with a dimension, which may be that of the rows")
     value = value.reshape(()) if value.dim() else value
     if reduction == "sum":
-        number = simple(value, SUM)
-    if number is not None and (where := unknown_function(number)):
-        warnings.warn(where, AS_FUNCTION)
+        number = total(value)
+    if number is not None:
+        number = scheduled(number)
+        warnings.warn(number, AS_FUNCTION)
     kept = kept_output(forward, output, lambda x: crossing.latest(x).detach())
     _keep(forward, value, number or Unknown(""), kept._replace(place=place))
 

@@ -1,7 +1,7 @@
 """A call of a function by the code of one microbatch, as the rules read it."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,15 @@ from splitpipe.loss.numbers import tensors
 
 
 class FunctionCall:
-    """The function's name, its arguments, and what it has returned or written to."""
+    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned."""
 
-    def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        self.ledger, self.name, self.args, self.kwargs, self.out = ledger, name, args, kwargs, out
+    out: Any = None
+
+    def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        for key in ("input", "tensors", "data", "other"):  # torch.stack(tensors=...)
+            if key in kwargs and (key == "other" or not args) and name != "where":  # Its condition comes first.
+                args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
+        self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
         #: The tensors among the arguments, and what they are.
         self.operands = list(tensors([args, kwargs]))
         self._meanings = {id(x): ledger.of(x) for x in self.operands}
@@ -39,19 +44,10 @@ class FunctionCall:
         """An argument by its position or name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    def scalar(self, x: Any) -> float | None:
-        """A number of Python or NumPy, or the one of which all of a tensor is made; None for anything else."""
-        if isinstance(x, Tensor):
-            meaning = self.of(x)
-            return meaning.value if isinstance(meaning, Constant) else None
-        value = x.item() if getattr(x, "shape", None) == () and hasattr(x, "item") else x
-        return value if isinstance(value, (int, float)) else None
-
     @property
     def scalars(self) -> list[float]:
-        """The arguments that are numbers."""
-        each = map(self.scalar, (*self.args, *self.kwargs.values()))
-        return [x for x in each if x is not None]
+        """The arguments that are numbers of Python or NumPy."""
+        return numbers_among((*self.args, *self.kwargs.values()))
 
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
@@ -63,29 +59,33 @@ class FunctionCall:
         constants = [(x, each) for x, each in pairs if isinstance(each, Constant)]
         if len(rows) + len(constants) < len(pairs):
             return None
+        counting = any([each.counting for each in self.meanings if isinstance(each, (Rows, Constant))])
         if not rows:
             if constants and all([each.uniform for _, each in constants]):
-                return UNIFORM
+                return replace(UNIFORM, counting=counting)
             return VARIED if any([each.made and not each.uniform for _, each in constants]) else GIVEN
         x, first = rows[0]
-        if not (dims := x.dim()):  # Of a single row.
-            return first if all([not y.dim() for y in operands]) else None
-        size = x.shape[0]
-        if any([y.dim() != dims or y.shape[0] != size or not each.alike(first) for y, each in rows[1:]]):
+        dims, size = x.dim(), len(x) if x.dim() else 0  # Of a single row.
+        if any([y.dim() != dims or dims and len(y) != size or not each.alike(first) for y, each in rows[1:]]):
             return None  # Rows meet other rows: x[:, None] - x[None].
         for y, constant in constants:
-            if not constant.uniform and y.dim() >= dims:
-                if y.shape[0] > 1 and y.stride(0) or constant.made and self.ledger.most == 1:
+            if not constant.uniform and y.dim() >= max(1, dims):
+                if not dims or len(y) > 1 and y.stride(0) or constant.made and self.ledger.most == 1:
                     return None  # Numbers of positions begin again in each microbatch.
-        shares = [each.share for _, each in rows if each.share is not None]
-        if len(shape) != dims or shape[0] != size or len(shares) > 1:
+        shares = [each for _, each in rows if each.share is not None]
+        if len(shape) != dims or dims and shape[0] != size or len(shares) > 1:
             return None
-        other = next((each for _, each in rows if each.share is not None), first)
-        return other if not any([each.counting for _, each in rows]) else replace(other, counting=True)
+        return replace(first, share=shares[0].share if shares else None, counting=counting)
 
 
 #: What a call's result is, or several of them; None: not recognised.
 Rule = Callable[[FunctionCall], "Meaning | list[Meaning | None] | None"]
+
+
+def numbers_among(values: Iterable[Any]) -> list[float]:
+    """The numbers of Python or NumPy among values."""
+    each = [x.item() if getattr(x, "shape", None) == () and not isinstance(x, Tensor) else x for x in values]
+    return [x for x in each if type(x) is not bool and isinstance(x, (int, float))]
 
 
 def dims_of(x: Tensor, dims: Any) -> list[int]:

@@ -2,9 +2,8 @@
 
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
-    TimeMajor       it has them along its second one, as ctc_loss wants
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
-    Aggregate       its rows were added up, or it is computed of such numbers
+    Node            its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
 
 Numbers of Python don't show where they come from. One is a constant unless Python had read
@@ -26,7 +25,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from splitpipe.core.tensors import version_of
-from splitpipe.loss.numbers import CONSTANT, MEAN, SUM, Amount, Atom, Instruction, Number, Ref, Unknown, tensors
+from splitpipe.core.torch_private import tree_flatten
+from splitpipe.loss.numbers import Amount, Node, Number, Unknown, quotient, tensors
 
 MAY_COUNT = "a number that may count rows"
 
@@ -35,13 +35,12 @@ MAY_COUNT = "a number that may count rows"
 class Rows:
     """It has the rows of the batch along its first dimension.
 
-    ``chosen``: the mask that has selected entries. ``share``: the number that has divided it.
-
+    ``chosen``: the mask that has selected entries. ``share``: the number that has divided it, and its value.
     ``counting``: whether a number that may count rows has divided it, which matters to sums.
     """
 
     chosen: Tensor | None = None
-    share: Aggregate | None = None
+    share: tuple[Node, Tensor] | None = None
     counting: bool = False
 
     def alike(self, other: Rows) -> bool:
@@ -51,50 +50,18 @@ class Rows:
             x.shape == y.shape and x.device == y.device and torch.equal(x, y))
 
 
-@dataclass(frozen=True, eq=False)
-class TimeMajor:
-    """It has the rows along its second dimension."""
-
-    rows: Rows
-
-
 @dataclass(frozen=True)
 class Constant:
     """It is the same for every microbatch, or made by the code."""
 
     made: bool = False
     uniform: bool = False  #: Whether all entries are the same.
-    value: float | None = None  #: That of all entries, if it is known.
-    positions: int | None = None  #: Of torch.arange(positions).
+    positions: bool = False  #: Of torch.arange(n).
+    counting: bool = False  #: Whether they may count rows.
 
 
-@dataclass(eq=False)
-class Aggregate:
-    """It is a sum or mean over rows, or computed of such numbers."""
-
-    entry: Atom | Instruction  #: Numbers among the arguments of an instruction are Aggregates, too.
-    tensor: Tensor  #: Its value.
-    sums: bool  #: Whether it grows with the rows, as sums do.
-    live: bool = False  #: Whether it has the graph of a sum or mean.
-    version: int | None = None  #: Of the tensor, when it was made.
-    nothing: bool = False  #: Whether it is 0 whatever the rows are.
-    hooked: bool = False  #: Whether it had a hook before the code wrote to it.
-    severed: bool = False  #: Whether it is computed of live ones, without their graph.
-
-
-Meaning = Rows | TimeMajor | Constant | Aggregate | Unknown
+Meaning = Rows | Constant | Node | Unknown
 GIVEN, UNIFORM, VARIED = Constant(), Constant(True, True), Constant(True)
-
-
-@dataclass
-class HostReads:
-    """What Python has read from the batch."""
-
-    sizes: frozenset[int] = frozenset()  #: Sizes along the rows, alone and times all others.
-    values: str = ""  #: The function by which it has read values.
-    whole_numbers: frozenset[float] = frozenset()  #: Those among these.
-    asked: int = 0  #: How many conditions it has asked,
-    empty: bool = False  #: and whether one of them was that nothing counts.
 
 
 class Ledger:
@@ -103,16 +70,15 @@ class Ledger:
     Along another dimension than the first one, they aren't followed.
     ``most``: the rows of the largest microbatch: if it has more than one, it shows what a single row can't.
     ``given``: numbers among the call's arguments, which are the same for every microbatch.
-    ``scheduled``: whether numbers must be linear in sums and means, so that they are sums of microbatches' parts.
     """
 
-    def __init__(
-        self, rows: int, most: int, dim: int = 0, given: Iterable[float] = (), scheduled: bool = False
-    ) -> None:
+    def __init__(self, rows: int, most: int, dim: int = 0, given: Iterable[float] = ()) -> None:
         self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
-        self.scheduled = scheduled
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
-        self.host_reads = HostReads()
+        self._values: dict[Node, Amount] = {}  #: Of atoms.
+        self.read = ""  #: The function by which Python has read values of the batch.
+        self.sizes: set[int] = set()  #: Sizes along the rows that it has read, alone and times all others.
+        self.asked, self.empty = 0, False  #: As in a Number.
 
     def put(self, x: Tensor, meaning: Meaning) -> None:
         """Records what a tensor is."""
@@ -129,7 +95,7 @@ class Ledger:
             if entry[2] or not isinstance(x.grad_fn, BackwardCFunction):
                 return entry[1]  # Otherwise, an autograd function has made it, whose graph isn't traced.
         if x.grad_fn is None:  # torch.Tensor([n]), from NumPy: made where no mode sees it.
-            return Unknown(self.host_reads.values) if self.host_reads.values and not isinstance(x, Parameter) else GIVEN
+            return Unknown(self.read) if self.read and not isinstance(x, Parameter) else GIVEN
         return Unknown(x.grad_fn.name()) if isinstance(x.grad_fn, BackwardCFunction) else self._of_block(x, "")
 
     def _of_block(self, x: Tensor, block: str) -> Meaning:
@@ -143,7 +109,7 @@ class Ledger:
     def begin(self, value: Any, dim: int) -> None:
         """Records an argument, or an output, of a batch along this dimension."""
         for x in tensors((value,)):
-            if x.dim() and not isinstance(self.of(x), (Rows, Aggregate)):
+            if x.dim() and not isinstance(self.of(x), (Rows, Node)):
                 first = not 0 < dim < x.dim() or x.shape[dim] != self.rows
                 self.put(x, Rows() if first else Unknown(f"a batch along dimension {dim}"))
             elif id(x) not in self._entries and not x.dim():
@@ -151,7 +117,7 @@ class Ledger:
 
     def begin_entries(self, value: Any) -> None:
         """Records a list with one entry per row, of which Python knows the length."""
-        self.host_reads.sizes |= {self.rows}
+        self.sizes.add(self.rows)
         self.note_numbers(value, "a list with one number per row")
         for x in tensors((value,)):
             self.put(x, Unknown("an entry of a list with one per row"))
@@ -169,115 +135,70 @@ class Ledger:
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows consists of; None for one with rows."""
         meaning = self.of(x)
-        if x.dim() and not isinstance(meaning, Aggregate):
-            return None
-        if isinstance(meaning, Constant):
-            atom = Atom(CONSTANT, "a constant", grad=x.requires_grad)
-            meaning = Aggregate(atom, x, False, nothing=meaning.value == 0)
-        if not isinstance(meaning, Aggregate):
-            return meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
-        order = _in_order(meaning)
-        places = {id(each): Ref(place) for place, each in enumerate(order)}
-        for each in order:
-            y = each.tensor
-            if isinstance(each.entry, Atom) and each.version not in (None, version_of(y)):
-                return Unknown("an in-place function")
-            if each.hooked or hooked(y):
-                return Unknown("a hook of the number")
-        entries = [
-            each.entry if isinstance(each.entry, Atom) else each.entry.changed(
-                lambda x: places[id(x)] if isinstance(x, Aggregate) else x)
-            for each in order
-        ]
-        values = tuple([each.tensor for each in order if isinstance(each.entry, Atom)])
-        return Number(tuple(entries), values, self.host_reads.asked, self.host_reads.empty, meaning.nothing)
+        if isinstance(meaning, Constant) and not x.dim():
+            meaning = self.atom("a constant", x, nothing=meaning.made and not x.requires_grad)
+        if not isinstance(meaning, Node):
+            return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
+        nodes = _in_order(meaning)
+        values = tuple([self._values[node] for node in nodes if node.function is None])
+        return Number(tuple(nodes), values, self.asked, self.empty)
 
-    def atom(
-        self, x: Tensor, function: str, rows: Rows, count: Amount | None = None, divided: bool = True
-    ) -> Aggregate:
-        """A new mean with this count, or a sum, of these rows."""
-        kind, selected, count = SUM if count is None else MEAN, rows.chosen is not None, 1.0 if count is None else count
-        entry = Atom(kind, function, count, divided, selected, self.host_reads.asked, x.requires_grad)
-        return Aggregate(entry, x, kind is SUM, x.requires_grad, version_of(x))
+    def atom(self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False) -> Node:
+        """A new sum of these rows; or without rows, a constant."""
+        grad = isinstance(value, Tensor) and value.requires_grad
+        selected = rows is not None and rows.chosen is not None
+        node = Node(name, None, (), {}, grad, rows is not None, nothing, rows is None, selected, self.asked)
+        self._values[node] = value
+        return node
 
-    # Python's numbers.
+    def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Node:
+        """A new mean of these rows, like a tensor, as a total by a count."""
+        return quotient(self.atom(name, total, rows), self.atom(name, count, rows), like)
 
     def note_size(self, x: Tensor, rows: Rows) -> None:
         """Records that Python has read a size along the rows."""
-        self.host_reads.sizes |= {len(x), x.numel()}
+        self.sizes |= {len(x), x.numel()}
         if rows.chosen is not None:
-            self.note_read(len(x), "the length of a selection")
+            self.read = self.read or "the length of a selection"
 
-    def note_read(self, value: Any, name: str) -> None:
-        """Records that Python has read a value of the batch."""
-        whole = not isinstance(value, (int, float)) or math.isfinite(value) and value == round(value)
-        if whole:
-            self.host_reads.whole_numbers |= {float(value) if isinstance(value, (int, float)) else 1.0}
-        self.host_reads.values = self.host_reads.values or name
+    def note_numbers(self, value: Any, block: str) -> None:
+        """Records the Python numbers that a block has returned."""
+        if any([type(x) in (int, float) for x in tree_flatten(value)[0]]):
+            self.read = self.read or block
 
-    def note_numbers(self, value: Any, block: str) -> bool:
-        """Records the Python numbers that a block has returned, if its name is given; true if there are any."""
-        if isinstance(value, (tuple, list, dict)):
-            return any([self.note_numbers(x, block) for x in (value.values() if isinstance(value, dict) else value)])
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and block:
-            self.note_read(value, block)
-        return number
+    def is_read(self, *values: Any) -> bool:
+        """True if one of the numbers may be computed from values that Python has read."""
+        return bool(self.read) and any([isinstance(x, (int, float)) and x not in self._given for x in values])
 
-    def is_read(self, value: float) -> bool:
-        """True for a number that may be computed from values that Python has read."""
-        if not self.host_reads.values or value in self._given:
+    def may_count(self, *values: Any, size: bool = False) -> bool:
+        """True if one of the numbers may count rows; if ``size``: if it, or its inverse, is a size that was read."""
+        if not self.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
-        return not _is_literal(value) or any([
-            count and math.isclose(1 / value, round(1 / value)) and not round(1 / value) % count
-            for count in self.host_reads.whole_numbers
-        ])
+        found = [x for x in values if isinstance(x, (int, float)) and x not in self._given]
+        return any([self._counts(y, size) for x in found if not size or not _is_literal(x) for y in (x, 1 / x)])
 
-    def may_count(self, *values: Any) -> bool:
-        """True if one of the numbers may count rows; of others, such as tensors, it is false."""
-        if not self.host_reads.sizes or self.rows < self.most:  # The largest microbatch decides.
-            return False
-        return any([isinstance(each, (int, float)) and each not in self._given and (
-            self._divides(each) or self._divides(1 / each)) for each in values])
-
-    def has_size(self, *values: Any) -> bool:
-        """True if one of the numbers, or of their inverses, is a size itself; 0.1 is taken for a literal."""
-        return self.rows == self.most and any([
-            x in self.host_reads.sizes if isinstance(x, int) else bool(x) and not _is_literal(x) and any(
-                [math.isclose(1 / x, size, rel_tol=1e-6) for size in self.host_reads.sizes])
-            for x in values if isinstance(x, (int, float))
-        ])
-
-    def may_be_rows(self, x: Tensor, widest: int) -> bool:
-        """True for a tensor that may repeat a number, or a vector of ``widest`` entries, for each row."""
-        if not x.dim() or 1 == self.rows < self.most or len(x) % self.rows:
-            return False
-        return x.numel() > widest or self.most == 1 and bool(self.host_reads.sizes)
-
-    def _divides(self, value: float) -> bool:
+    def _counts(self, value: float, size: bool) -> bool:
         nearest = round(abs(value)) if math.isfinite(value) else 0
-        return nearest > 0 and not nearest % self.rows and math.isclose(nearest, abs(value), rel_tol=1e-6)
+        if not nearest or not math.isclose(nearest, abs(value), rel_tol=1e-6):
+            return False
+        return nearest in self.sizes if size else not nearest % self.rows
 
-
-def hooked(x: Tensor) -> bool:
-    """Whether a computed tensor has hooks for its gradient, which only those of the microbatch see."""
-    return x.grad_fn is not None and bool(x._backward_hooks or x.retains_grad)
+    def may_be_rows(self, x: Tensor) -> bool:
+        """True for a tensor that may repeat a number for each row."""
+        return bool(x.dim()) and self.rows == self.most and not len(x) % self.rows
 
 
 def _is_literal(value: float) -> bool:
     """True for a number with one digit besides zeros, such as 0.1."""
-    return isinstance(value, float) and not value.is_integer() and value == float(f"{value:.1g}")
+    return not float(value).is_integer() and value == float(f"{value:.1g}")
 
 
-def _in_order(last: Aggregate) -> list[Aggregate]:
+def _in_order(last: Node) -> list[Node]:
     """All of which a number was computed, each after its own."""
-    order, seen, stack = list[Aggregate](), set[int](), [(last, False)]
+    order, stack = dict[Node, None](), [last]
     while stack:
-        each, done = stack.pop()
-        if done:
-            order.append(each)
-        elif id(each) not in seen:
-            seen.add(id(each))
-            of = [] if isinstance(each.entry, Atom) else each.entry.leaves()
-            stack += [(each, True), *[(x, False) for x in of if isinstance(x, Aggregate)]]
-    return order
+        missing = [x for x in stack[-1].operands if x not in order]
+        if not missing:
+            order[stack.pop()] = None
+        stack += missing
+    return [*order]

@@ -1,26 +1,21 @@
-"""Numbers of the batch: sums and means over its rows, and what is computed of these.
+"""Numbers of the batch: sums over its rows, and what is computed of these.
 
-    atom        in a microbatch       in the batch
-    SUM         total_i               the sum of all
-    MEAN        value_i of count_i    the mean of all, weighted by counts
-    CONSTANT    the same in each      that of one of them: a penalty on weights, for example
-
-What code computes of sums and means is recorded step by step, and computed again of those of the batch. So any function
-of them is exact: quotients, as of a masked sum and a count, roots, minima.
+What code computes of sums is recorded, and computed again of those of the batch. So any function of them is exact. A
+mean is a quotient: of a sum, and of what it counts.
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from splitpipe.core.torch_private import DisableTorchFunction
+from splitpipe.core.tensors import map_leaves
+from splitpipe.core.torch_private import DisableTorchFunction, tree_flatten
 
-SUM, MEAN, CONSTANT = "sum", "mean", "constant"
 #: Names of functions.
 ADDING = frozenset("add radd iadd sub subtract isub rsub".split())
 SCALING = frozenset("mul multiply rmul imul".split())
@@ -29,91 +24,76 @@ Amount = Tensor | float
 
 
 @dataclass(frozen=True, eq=False)
-class Atom:
-    """A sum, a mean or a constant, made by ``function``."""
+class Node:
+    """A call of a function with other nodes among its arguments; or, without a function, an atom.
 
-    kind: str
-    function: str = ""
-    count: Amount = 1.0  #: Of a mean.
-    divided: bool = True  #: Whether the value of a mean is its quotient, not its total.
-    selected: bool = False  #: Whether a mask has selected what counts.
-    asked: int = 0  #: How many conditions Python had asked before.
-    grad: bool = False
-    unknown: bool = False  #: Whether it isn't recognised, and is taken as a mean over rows.
+    An atom is a sum over rows; or a constant, which is the same in each microbatch, such as a penalty on weights.
+    """
 
+    name: str  #: Of the function; or of the one that has made an atom.
+    function: Callable[..., Any] | None = None
+    args: Sequence[Any] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    grad: bool = False  #: Whether it has a graph.
+    sums: bool = False  #: Whether it grows with the rows.
+    nothing: bool = False  #: Whether it is 0 whatever the rows are.
+    constant: bool = False
+    selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
+    asked: int = 0  #: Of an atom: how many conditions Python had asked before.
 
-class Ref(NamedTuple):
-    """The place of a number among those computed before."""
-
-    place: int
-
-
-@dataclass(frozen=True, eq=False)
-class Instruction:
-    """A call of a function, with numbers among its arguments."""
-
-    name: str
-    function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    in_place: bool  #: Whether it writes to its first argument, which is the result then.
-    grad: bool  #: Whether the result has a graph.
-    which: int  #: Which of the tensors in its result.
-
-    def changed(self, change: Callable[[Any], Any]) -> Instruction:
-        """The same with other arguments."""
-        return replace(self, args=mapped(self.args, change), kwargs=mapped(self.kwargs, change))
-
-    def leaves(self) -> list[Any]:
-        """All values among its arguments."""
-        found: list[Any] = []
-        self.changed(found.append)
-        return found
-
-    def run(self) -> Tensor:
-        """The result."""
-        args = (self.args[0].clone(), *self.args[1:]) if self.in_place else self.args
-        out = self.function(*args, **self.kwargs)
-        found: Tensor = args[0] if self.in_place else [*tensors((out,))][self.which]
-        return found if self.grad else found.detach()
+    @property
+    def operands(self) -> list[Node]:
+        """The nodes among its arguments."""
+        return [x for x in tree_flatten((self.args, self.kwargs))[0] if isinstance(x, Node)]
 
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """How a number of a microbatch was computed, and the ``values`` of its atoms.
+    """How a number of a microbatch was computed: by nodes, each after its own; and the ``values`` of the atoms.
 
     ``asked``: how many conditions Python had asked in the end; ``empty``: if one of them was that nothing counts.
-    ``nothing``: whether it is 0 whatever the rows are.
     """
 
-    entries: tuple[Atom | Instruction, ...]
-    values: tuple[Tensor, ...]
+    nodes: tuple[Node, ...]
+    values: tuple[Amount, ...]
     asked: int = 0
     empty: bool = False
-    nothing: bool = False
 
     @property
-    def atoms(self) -> list[Atom]:
-        """The sums, means and constants."""
-        return [entry for entry in self.entries if isinstance(entry, Atom)]
+    def atoms(self) -> list[Node]:
+        """The sums and constants."""
+        return [node for node in self.nodes if node.function is None]
 
     @property
-    def unknown(self) -> str:
-        """The function where recognition of an addend ended; empty if all is recognised."""
-        return next((atom.function for atom in self.atoms if atom.unknown), "")
+    def nothing(self) -> bool:
+        """Whether it is 0 whatever the rows are."""
+        return self.nodes[-1].nothing
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
         """The number with other tensors as the values of its atoms."""
-        return replace(self, values=tuple(map(change, self.values)))
+        return replace(self, values=tuple([change(x) if isinstance(x, Tensor) else x for x in self.values]))
 
-    def evaluate(self, values: Sequence[Tensor]) -> Tensor:
+    def evaluate(self, values: Sequence[Amount]) -> Tensor:
         """The number for other values of its atoms."""
-        given, found = iter(values), list[Tensor]()
+        found: dict[Any, Any] = dict(zip(self.atoms, values))
         with DisableTorchFunction():
-            for entry in self.entries:
-                found.append(next(given) if isinstance(entry, Atom) else entry.changed(
-                    lambda x: found[x.place] if isinstance(x, Ref) else x).run())
-        return found[-1]
+            for node in self.nodes:
+                if node.function is not None:
+                    args, kwargs = map_leaves(lambda x: found[x] if isinstance(x, Node) else x, (
+                        node.args, node.kwargs))
+                    out = node.function(*args, **kwargs)
+                    found[node] = out.detach() if isinstance(out, Tensor) and not node.grad else out
+        return found[self.nodes[-1]]  # type: ignore[no-any-return]
+
+    def facts(self, asked: bool) -> list[tuple[Any, ...]]:
+        """What has to be the same in all microbatches; ``asked``: also the conditions."""
+        places: dict[Any, int] = {node: place for place, node in enumerate(self.nodes)}
+        return [
+            (node.name, node.constant, node.selected, node.asked * asked) if node.function is None else
+            (node.name, repr(map_leaves(
+                lambda x: places.get(x) if isinstance(x, (Node, Tensor)) else x, (node.args, node.kwargs))))
+            for node in self.nodes
+        ]
 
 
 @dataclass(frozen=True)
@@ -123,100 +103,79 @@ class Unknown:
     function: str
 
 
-def unknown_function(number: Number | Unknown) -> str:
-    """The function where recognition of a number, or of an addend, ended; empty if all of it is recognised."""
-    return number.function if isinstance(number, Unknown) else number.unknown
+def total(value: Tensor) -> Number:
+    """A number that is a sum."""
+    return Number((Node("loss_fn", grad=value.requires_grad),), (value,))
 
 
-def simple(value: Tensor, kind: str, count: Amount = 1.0, divided: bool = True) -> Number:
-    """A number that is a sum, or a mean, itself."""
-    return Number((Atom(kind, "loss_fn", count, divided, grad=value.requires_grad),), (value,))
+def pair(above: Tensor, count: Amount, like: Tensor) -> Number:
+    """A total, over the whole batch to be divided by its count."""
+    atoms = Node("loss_fn", grad=above.requires_grad), Node("loss_fn")
+    return Number((*atoms, quotient(*atoms, like)), (above, count))
 
 
-def combined(numbers: Sequence[Number]) -> Tensor | None:
-    """The number of the batch, with the graphs of the microbatches'; None if they were computed in different ways."""
-    same = aligned(numbers)
-    return computed(same) if same else None
+def mean(value: Tensor, count: float) -> Number:
+    """A number that is a mean of so many."""
+    return pair(product(value, count), count, value)
 
 
-def computed(same: Sequence[Number]) -> Tensor:
-    """The number of the batch, of which these were computed in the same way."""
-    columns = [[number.values[k] for number in same] for k in range(len(same[0].values))]
-    atoms = [[number.atoms[k] for number in same] for k in range(len(columns))]
-    return same[0].evaluate([whole(own, column) for own, column in zip(atoms, columns)])
+def product(mean: Tensor, count: Amount) -> Tensor:
+    """The total of a mean, in a type that doesn't overflow; that of nothing is 0, not 0 / 0."""
+    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    if isinstance(count, Tensor) or not count:
+        wide = torch.where(~wide.isfinite() & (count == 0), 0, wide)
+    return wide * count
 
 
-def aligned(numbers: Sequence[Number]) -> list[Number]:
+def quotient(above: Node, count: Node, like: Tensor) -> Node:
+    """A mean, with the type of a tensor."""
+    return Node("div", _divide, (above, count, like.dtype), grad=like.requires_grad)
+
+
+def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
+    return (above / (count if isinstance(count, Tensor) or count else math.nan)).to(dtype)
+
+
+def combined(each: Sequence[Number | Unknown]) -> Tensor | None:
+    """The number of the batch, with the graphs of the microbatches'; None if it isn't known of which they are."""
+    same = aligned(each)
+    return same[0].evaluate(sums(same)) if same else None
+
+
+def sums(same: Sequence[Number]) -> list[Amount]:
+    """The values of the batch's atoms."""
+    columns = zip(same[0].atoms, *[number.values for number in same])
+    return [each[-1] if atom.constant else _added(each) for atom, *each in columns]
+
+
+def _added(values: Sequence[Any]) -> Any:
+    like = values[0]
+    if not isinstance(like, Tensor):
+        return sum(values)
+    inexact = like.is_floating_point() or like.is_complex()
+    wide = torch.promote_types(like.dtype, torch.float32) if inexact else like.dtype  # A sum overflows sooner.
+    return torch.as_tensor(sum([x.to(like.device, wide) for x in values])).to(like.dtype)
+
+
+def aligned(each: Sequence[Number | Unknown]) -> list[Number]:
     """Those of which the batch's is computed; none if they were computed in different ways.
 
     A microbatch where nothing counts (``if mask.any():``) may have 0, if masks decide what counts in the others.
     """
-    some = [number for number in numbers if not number.nothing] or [*numbers]
-    first, rest = some[0], [number for number in numbers if number.nothing]
-    if len(some) < len(numbers):
-        counted = all([atom.selected for atom in first.atoms if atom.kind is not CONSTANT]) or any([
-            isinstance(entry.count, Tensor) if isinstance(entry, Atom) else
-            entry.name in DIVIDING and isinstance(entry.args[-1], Ref) and not first.entries[entry.args[-1].place].grad
-            for entry in first.entries
-        ])
-        if not counted or not all([number.empty for number in rest]):
+    known = [number for number in each if isinstance(number, Number)]
+    some, rest = [x for x in known if not x.nothing] or known, [x for x in known if x.nothing]
+    if len(known) < len(each):
+        return []
+    if len(some) < len(known):
+        values = dict(zip(some[0].atoms, some[0].values))
+        below = [node.args[1] for node in some[0].nodes if node.name in DIVIDING and len(node.args) > 1]
+        masked = all([atom.selected or atom.constant for atom in values]) or any(
+            [isinstance(x, Node) and not x.grad and isinstance(values.get(x, x), (Tensor, Node)) for x in below])
+        if not masked or not all([x.empty for x in rest]):
             return []
-    other = len({number.asked for number in some}) > 1  # They have run other code.
-    facts = [[_facts(entry, other) for entry in number.entries] for number in some]
-    return some if all([each == facts[0] for each in facts]) else []
-
-
-def _facts(entry: Atom | Instruction, other: bool) -> tuple[Any, ...]:
-    """What has to be the same in all microbatches."""
-    if isinstance(entry, Atom):
-        return entry.kind, entry.function, entry.selected, entry.asked * (not other), isinstance(entry.count, Tensor)
-    given = entry.changed(lambda x: None if isinstance(x, Tensor) else x)
-    return entry.name, entry.in_place, entry.which, repr(given.args), repr(given.kwargs)
-
-
-def whole(atoms: Sequence[Atom], values: Sequence[Tensor]) -> Tensor:
-    """The value of an atom for the batch."""
-    kind, like = atoms[0].kind, values[0]
-    if kind is CONSTANT:
-        return values[-1]
-    if not like.is_floating_point() and not like.is_complex():
-        return torch.stack([x.to(like.device) for x in values]).sum(0, dtype=like.dtype)
-    each: list[Any] = [x.to(like.device, wide(like)) for x in values]  # A sum overflows sooner.
-    count: Any = 1.0
-    if kind is MEAN:
-        weights = [as_amount(atom.count, like) for atom in atoms]
-        count = sum(weights)
-        each = [weighted(x, weight) for x, weight in zip(each, weights)] if atoms[0].divided else each
-    total: Any = sum(each)
-    return torch.as_tensor(total / (count if isinstance(count, Tensor) or count else math.nan)).to(like.dtype)
-
-
-def weighted(x: Tensor, weight: Any, whole: Any = 1.0) -> Tensor:
-    """A mean times its share of the whole weight; 0 / 0 has no part in the batch."""
-    if isinstance(weight, Tensor) or not weight:
-        x = torch.where(~x.isfinite() & (weight == 0), 0, x)
-    return x.mul(weight / whole)
-
-
-def as_amount(amount: Amount, like: Tensor) -> Amount:
-    """An amount on a value's device, in a type for quotients."""
-    return amount.detach().to(like.device, wide(like)) if isinstance(amount, Tensor) else amount
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """A type for sums and quotients."""
-    whole = not x.is_floating_point() and not x.is_complex()
-    return torch.float64 if whole else torch.promote_types(x.dtype, torch.float32)
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nestings of tuples, lists and dicts with other leaves."""
-    if isinstance(value, dict):
-        return {key: mapped(each, change) for key, each in value.items()}
-    if isinstance(value, (tuple, list)) and not isinstance(value, Ref):
-        each = [mapped(x, change) for x in value]
-        return tuple(each) if isinstance(value, tuple) else each
-    return change(value)
+    asked = len({x.asked for x in some}) == 1  # Else they have run other code.
+    facts = [x.facts(asked) for x in some]
+    return some if all([x == facts[0] for x in facts]) else []
 
 
 def tensors(values: Any) -> Iterator[Tensor]:

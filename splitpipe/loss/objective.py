@@ -3,17 +3,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import NoneType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from splitpipe.compiled.layers import is_compiled
-from splitpipe.core.thread_state import State
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.batch_loss import BatchLoss
+from splitpipe.loss.batch_loss import BatchLoss, scheduled
 from splitpipe.loss.ledger import Ledger
-from splitpipe.loss.numbers import MEAN, SUM, Amount, Number, Unknown, simple, tensors, unknown_function
+from splitpipe.loss.numbers import Amount, Number, Unknown, pair, tensors, total
 from splitpipe.loss.reduction import AS_PAIR, LossWarnings
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, current
@@ -64,23 +63,23 @@ class Objective(nn.Module):
         with trace or nullcontext():
             value = self.loss_fn(output, target)
         with DisableTorchFunction():  # The user's function modes don't see these checks.
-            if self._pairs and isinstance(value, (tuple, list)) and len(value) == 2:
-                total, count = _verified_pair(value)
-                return total, simple(total, MEAN, count, divided=False)
-            loss = _verified(value, "the loss", self._pairs)
+            loss, count = _verified(value, self._pairs)
+            if count is not None:
+                return loss, pair(loss, count, loss)
             if self.reduction == "sum":
-                return loss, simple(loss, SUM)
-            number: Number | Unknown = Unknown("a compiled function" if self.compiled and not self.reduction else "")
-            if trace is not None:
-                number = trace.number(value) or Unknown("loss_fn")
-            if where := unknown_function(number):
-                self._warnings.warn(where, AS_PAIR if self._pairs else "another loss_fn")
+                return loss, total(loss)
+            if trace is None:
+                number: Number | Unknown = Unknown("a compiled function")
+            else:
+                number = scheduled(trace.number(value) or Unknown("loss_fn"), self._pairs)
+            if trace is not None or self.compiled and self.reduction is None:
+                self._warnings.warn(number, AS_PAIR if self._pairs else "another loss_fn")
             return loss, number
 
     def _begun(self, trace: Trace | None, i: int, output: Any, target: Any) -> Trace:
         """A trace that knows where the rows are in the output and in the target."""
         if trace is None:
-            trace = Trace(Ledger(self._rows[i], max(self._rows), self._output, scheduled=True))
+            trace = Trace(Ledger(self._rows[i], max(self._rows), self._output))
             trace.ledger.returned([x for x in tensors((output,)) if not x.dim()], "a layer")
             trace.ledger.note_numbers(output, "a layer")
         trace.ledger.begin(output, self._output)
@@ -91,47 +90,24 @@ class Objective(nn.Module):
         return trace
 
 
-def _verified_pair(pair: Sequence[Any]) -> tuple[Tensor, Amount]:
-    total, count = pair
-    if not isinstance(count, (int, float, Tensor)) or (isinstance(count, Tensor) and count.numel() != 1):
+def _verified(value: Any, pairs: bool) -> tuple[Tensor, Amount | None]:
+    """A loss, or the total and the count of a pair."""
+    loss, count = value if pairs and isinstance(value, (tuple, list)) and len(value) == 2 else (value, None)
+    plain = isinstance(count, (int, float, NoneType)) or isinstance(count, Tensor) and count.numel() == 1
+    if not plain or isinstance(count, Tensor) and count.requires_grad or not (
+        isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
+    ):
+        whole = ", or a pair (total, count), for the sum of totals divided by the sum of counts, which have no graph"
         raise TypeError(
-            f"loss_fn returned {_shown(count)} as the count of its pair: expected a number, over the whole batch "
-            "the divisor of the total."
-        )
-    if isinstance(count, Tensor) and count.requires_grad:
-        raise TypeError(
-            "loss_fn returned a count that requires grad: expected a number that only divides the total. Detach it, "
-            "or return a mean."
-        )
-    plain = count.reshape(()) if isinstance(count, Tensor) else float(count)
-    return _verified(total, "the total of its pair", True), plain
-
-
-def _verified(value: Any, what: str, pairs: bool) -> Tensor:
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        pair = ", or a pair (total, count) for the sum of totals divided by the sum of counts"
-        raise TypeError(
-            f"loss_fn returned {_shown(value)} as {what}: expected a tensor of one number"
-            f"{pair if pairs else '; only splitpipe.SplitPipe accepts pairs (total, count)'}. "
+            f"loss_fn returned {_shown(loss)}{'' if count is None else f' and the count {_shown(count)}'}: expected a "
+            f"tensor of one number{whole if pairs else '; only splitpipe.SplitPipe accepts pairs (total, count)'}. "
             "Reduce it (reduction='mean', loss.mean())."
         )
-    return value.reshape(()) if value.dim() else value
+    return loss.reshape(()), count.reshape(()) if isinstance(count, Tensor) else count
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)} and type {value.dtype}"
-    return f"a {type(value).__name__}"
-
-
-def scale_of(scaler: Any, state: State, device: torch.device) -> Tensor | None:
-    """The scale of a gradient scaler, as a tensor on a device; None without a scaler or a backward."""
-    if state.grad and scaler is not None and scaler.is_enabled():
-        return scaler.scale(torch.ones((), device=device))  # type: ignore[no-any-return]
-    if state.grad and any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
-        raise RuntimeError(
-            "the model was called under float16 autocast without a grad_scaler: a schedule runs backward before "
-            "the loss is scaled, so small gradients would become 0. Expected SplitPipe(..., grad_scaler=scaler) "
-            "with the loop's torch.amp.GradScaler, or bfloat16."
-        )
-    return None
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    graph = ", with a graph" if value.requires_grad else ""
+    return f"a tensor of shape {list(value.shape)} and type {value.dtype}{graph}"

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.numbers import MEAN, Number, Unknown, combined, simple, unknown_function
+from splitpipe.loss.numbers import Number, Unknown, combined, mean
 
 Reduce = Callable[[list[Tensor], list[int]], Tensor]
-Numbers = Mapping[int, "Number | Unknown"]
 #: What else a user can do.
 AS_FUNCTION = "reduction= as a function of the microbatches' values and row counts"
 AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
@@ -27,13 +26,14 @@ class LossWarnings:
     def __init__(self) -> None:
         self._said: set[str] = set()
 
-    def warn(self, function: str, ways: str) -> None:
-        """Warns that a number is taken as a mean over rows."""
-        if function not in self._said:
-            self._said.add(function)
+    def warn(self, number: Number | Unknown, ways: str) -> None:
+        """Warns that a number that isn't recognised is taken as a mean over rows."""
+        if isinstance(number, Unknown) and number.function not in self._said:
+            self._said.add(number.function)
             warnings.warn(
-                f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
-                "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). "
+                f"the loss, or another number of the output, could not be traced beyond {number.function}: "
+                "microbatches are averaged by their rows, which may differ from the value of the whole batch (see "
+                "splitpipe.check). "
                 "Pass reduction='mean' if that is right (it silences this warning), reduction='sum' if it is a sum, or "
                 f"{ways}. For a loss over the whole batch, leave out the schedule, and compute it from model(x).",
                 stacklevel=2,
@@ -43,7 +43,9 @@ class LossWarnings:
 class Reducer:
     """Combines numbers of microbatches. ``numbers``: what each microbatch's consist of, by their identity."""
 
-    def __init__(self, reduction: str | Reduce | None, numbers: Sequence[Numbers], warnings: LossWarnings) -> None:
+    def __init__(
+        self, reduction: str | Reduce | None, numbers: Sequence[Mapping[int, Number | Unknown]], warnings: LossWarnings
+    ) -> None:
         self._reduction, self._numbers, self._warnings = reduction, numbers, warnings
 
     def gives(self, column: Sequence[Any]) -> bool:
@@ -60,38 +62,33 @@ class Reducer:
         values = [x.to(column[0].device) for x in column]
         like = values[0]
         if callable(self._reduction):
-            return _by_function(self._reduction, values, rows)
+            given = self._reduction(values, rows)
+            if not isinstance(given, Tensor) or given.dim():
+                raise TypeError(
+                    f"reduction returned {type(given).__name__}: expected a tensor without dimensions, computed from "
+                    "the list of microbatches' values and the list of their row counts."
+                )
+            return given
         if self._reduction == "sum":
             return torch.stack(values).sum()
         if self._reduction is None:
-            unseen, other = Unknown("a block that returned no number before"), "code that differs between microbatches"
+            unseen = Unknown("a block that returned no number before")
             each = [known.get(id(x), unseen) for x, known in zip(column, self._numbers)]
-            numbers = [number for number in each if isinstance(number, Number)]
-            whole = combined(numbers) if len(numbers) == len(values) else None
-            where = next(filter(None, map(unknown_function, each)), "" if whole is not None else other)
-            if where and like.is_floating_point():
-                self._warnings.warn(where, AS_FUNCTION)
+            whole = combined(each)
             if whole is not None:
-                return whole if any([value.requires_grad for value in values]) else whole.detach()
+                return (whole if any([x.requires_grad for x in values]) else whole.detach()).to(like.dtype)
+            if like.is_floating_point():
+                different = Unknown("code that differs between microbatches")
+                self._warnings.warn(next((x for x in each if isinstance(x, Unknown)), different), AS_FUNCTION)
         if not like.is_floating_point():
             raise ValueError(
                 f"the output has a number of type {like.dtype}, which is different for every microbatch: expected a "
                 "floating-point number, or a sum. Give reduction= as a function of the list of values and the list "
                 "of row counts, or return float(...)."
             )
-        mean = combined([simple(value, MEAN, float(count)) for value, count in zip(values, rows)])
-        assert mean is not None
-        return mean
-
-
-def _by_function(reduction: Reduce, values: list[Tensor], rows: list[int]) -> Tensor:
-    result = reduction(values, rows)
-    if not isinstance(result, Tensor) or result.dim():
-        raise TypeError(
-            f"reduction returned {type(result).__name__}: expected a tensor without dimensions, computed from the list "
-            "of microbatches' values and the list of their row counts."
-        )
-    return result
+        by_rows = combined([mean(value, float(count)) for value, count in zip(values, rows)])
+        assert by_rows is not None
+        return by_rows
 
 
 def verify_reduction(reduction: object) -> None:

@@ -9,37 +9,33 @@ from torch import Tensor
 
 from splitpipe.loss import views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Aggregate, Constant, Meaning, Rows
-from splitpipe.loss.numbers import SCALING, Atom, Instruction, Unknown, tensors, weighted
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
+from splitpipe.loss.numbers import Node, Unknown, product, quotient, tensors
 
 
 def each_entry(call: FunctionCall) -> Meaning | None:
     """A function of entries, which broadcasting brings together."""
-    rows, filled = call.joined(), call.name in ("where", "masked_fill", "fill")
-    factors = call.scalars if filled else [call.kwargs.get("alpha")]
-    counting = call.ledger.may_count(*factors) or call.ledger.has_size(*[x for x in call.scalars if type(x) is float])
-    return replace(rows, counting=True) if counting and isinstance(rows, Rows) else rows
+    joined, filled = call.joined(), call.name in ("where", "masked_fill", "fill")
+    counts = call.ledger.may_count(*(call.scalars if filled else [call.kwargs.get("alpha")]))
+    counts = counts or call.ledger.may_count(*[x for x in call.scalars if type(x) is float], size=True)
+    return replace(joined, counting=True) if counts and isinstance(joined, Rows) else joined
 
 
 def multiply(call: FunctionCall) -> Meaning | None:
     """A product or quotient of entries, of which some may be numbers that count rows."""
-    joined, values = call.joined(), [x for x in map(call.scalar, call.args) if x is not None]
-    if isinstance(joined, Rows):
-        return replace(joined, counting=True) if call.ledger.may_count(*values) else joined
-    if joined == UNIFORM and len(values) == 2:
-        x, y = values[::-1] if call.name in ("rdiv", "rtruediv") else values
-        return replace(UNIFORM, value=x * y if call.name in SCALING else x / y)
-    return Unknown(MAY_COUNT) if joined is not None and call.ledger.has_size(*values) else joined
+    joined = call.joined()
+    if joined is None or not call.ledger.may_count(*call.scalars, size=isinstance(joined, Constant)):
+        return joined
+    return replace(joined, counting=True) if isinstance(joined, Rows) else Unknown(MAY_COUNT)
 
 
 def divide(call: FunctionCall) -> Meaning | None:
     """As ``multiply``; or entries divided by a count, such as weights by their sum."""
     above, below = call.meaning, call.of(call.args[-1])
-    if not isinstance(above, Rows) or not isinstance(below, Aggregate) or call.kwargs:
+    if not isinstance(above, Rows) or not isinstance(below, Node) or call.kwargs:
         return multiply(call)
-    severed = below.severed and call.ledger.scheduled
-    plain = not severed and not below.tensor.requires_grad and below.tensor.numel() == 1
-    return replace(above, share=below) if plain and above.share is None and not above.counting else None
+    plain = not call.args[-1].requires_grad and call.args[-1].numel() == 1 and above.share is None
+    return replace(above, share=(below, call.args[-1].clone())) if plain else None
 
 
 def reduce(call: FunctionCall) -> Meaning | None:
@@ -47,45 +43,32 @@ def reduce(call: FunctionCall) -> Meaning | None:
     x, meaning, mean = call.args[0], call.meaning, "mean" in call.name
     dims = dims_of(x, call.argument(1, "dim", call.kwargs.get("axis"))) or [0]  # Of a single row.
     if isinstance(meaning, Constant):
-        if not mean and meaning.made and 0 in dims and meaning.value != 0 and x.dim() and not len(x) % call.ledger.rows:
+        if not mean and meaning.made and 0 in dims and call.ledger.may_be_rows(x):
             return Unknown(MAY_COUNT)  # torch.ones_like(output).sum()
-        return replace(meaning, value=meaning.value if mean else None, positions=None)
+        return replace(meaning, positions=False)
     if not isinstance(meaning, Rows) or 0 not in dims:
         return meaning if isinstance(meaning, Rows) else None
+    share = meaning.share
     if meaning.counting and not mean:
         return Unknown(MAY_COUNT)
-    if meaning.share is not None and "sum" not in call.name:
+    if mean and share is None:
+        count = float(len(x) if x.dim() else 1)
+        return call.ledger.mean(product(call.out, count), count, call.name, meaning, call.out)
+    if share is None:
+        return call.ledger.atom(call.name, call.out.clone(), meaning)
+    if call.name != "sum":
         return None
-    if meaning.share is not None:
-        total = call.ledger.atom(weighted(call.out, meaning.share.tensor), call.name, meaning)
-        quotient = Instruction("div", torch.div, (total, meaning.share), {}, False, call.out.requires_grad, 0)
-        return Aggregate(quotient, call.out, not meaning.share.sums)
-    return call.ledger.atom(call.out, call.name, meaning, float(x.shape[0] if x.dim() else 1) if mean else None)
-
-
-def add_up(call: FunctionCall) -> Meaning | None:
-    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
-    _, dim, places, entries = call.args
-    rows, by = call.of(entries), call.of(places)
-    if call.meaning != replace(UNIFORM, value=0.0) or dim or places.dim() != 1 or not isinstance(rows, Rows):
-        return None
-    plain = isinstance(by, Rows) and by.alike(rows) and not rows.counting
-    return call.ledger.atom(call.out, call.name, rows) if plain else None
-
-
-def histogram(call: FunctionCall) -> Meaning | None:
-    """Numbers of entries within fixed bounds."""
-    rows, bounds = call.meaning, [call.argument(2, "min"), call.argument(3, "max")]
-    return call.ledger.atom(call.out, call.name, rows) if isinstance(rows, Rows) and None not in bounds else None
+    total = call.ledger.atom(call.name, product(call.out, share[1]), meaning)
+    return replace(quotient(total, share[0], call.out), sums=not share[0].sums)
 
 
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
 _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logsumexp var std amax amin prod argmax argmin "
-                    "var_mean std_mean all any is_all_true is_any_true max min median flip".split(), (1, None)),
-    **dict.fromkeys("kthvalue quantile norm vector_norm linalg_vector_norm linalg_norm roll".split(), (2, None)),
-    **dict.fromkeys("sort argsort glu".split(), (1, -1)),
-    **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "pairwise_distance": (9, -1), "topk": (2, -1),
+                    "all any is_all_true is_any_true max min median flip".split(), (1, None)),
+    **dict.fromkeys("norm vector_norm linalg_vector_norm linalg_norm".split(), (2, None)),
+    **dict.fromkeys("sort argsort".split(), (1, -1)),
+    **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "topk": (2, -1),
 }
 
 
@@ -114,29 +97,29 @@ def matmul(call: FunctionCall) -> Meaning | None:
 
 def pad(call: FunctionCall) -> Meaning | None:
     """Entries before and after those of the last dimensions, or between those of all but the first two."""
-    rows, last = call.meaning, 2 if call.name == "interpolate" else len(call.argument(1, "pad")) // 2
-    if not isinstance(rows, Rows):
-        return rows
-    if call.args[0].dim() <= last:
+    last = 2 if call.name == "interpolate" else len(call.argument(1, "pad")) // 2
+    if isinstance(call.meaning, Rows) and call.args[0].dim() <= last:
         return None
-    return replace(rows, counting=True) if call.ledger.has_size(call.argument(3, "value", 0.0)) else rows
+    counts = call.ledger.may_count(call.argument(3, "value"), size=True)
+    return replace(call.meaning, counting=True) if counts and isinstance(call.meaning, Rows) else call.meaning
 
 
 def create(call: FunctionCall) -> Meaning | None:
     """A new tensor: of a single number, of several, or a copy."""
-    name, args, read = call.name, call.args, call.ledger.host_reads.values
+    name, args, ledger = call.name, call.args, call.ledger
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning
-    one: Any = args[-1] if args else next(iter(call.kwargs.values()), None)
-    one = one[0] if name in (*_COPIES, "new_tensor") and type(one) in (list, tuple) and len(one) == 1 else one
-    value = 0.0 if "zeros" in name else 1.0 if "ones" in name else None
-    if value is None and "empty" not in name:
-        if "like" not in name and not all([isinstance(call.of(x), Constant) for x in tensors((one,))]):
-            return None  # torch.tensor([mask.sum()])
-        value = None if isinstance(one, Tensor) else call.scalar(call.kwargs.get("fill_value", one))
-        if value is None or call.ledger.is_read(value):
-            return Unknown(read) if read else None if "full" in name else VARIED
-    return replace(UNIFORM, value=value)
+    if "zeros" in name or "ones" in name or "empty" in name:
+        return UNIFORM
+    value: Any = args[-1] if args else None
+    value = call.kwargs.get("fill_value", value[0] if type(value) in (list, tuple) and len(value) == 1 else value)
+    if isinstance(value, Tensor) or any([not isinstance(call.of(x), Constant) for x in tensors((value,))]):
+        return None  # torch.tensor([mask.sum()])
+    if ledger.read and not (isinstance(value, (int, float)) and not ledger.is_read(value)):
+        return Unknown(ledger.read)
+    if not isinstance(value, (int, float)):
+        return VARIED
+    return replace(UNIFORM, counting=ledger.may_count(value, size=not call.out.is_floating_point()))
 
 
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
@@ -145,27 +128,26 @@ _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
 def vary(call: FunctionCall) -> Meaning:
     """Numbers of positions, which begin again in each microbatch; or random ones."""
     plain = call.name == "arange" and len(call.args) == 1 and not {"start", "end", "step"} & {*call.kwargs}
-    return replace(VARIED, positions=len(call.out)) if plain else VARIED
+    return replace(VARIED, positions=plain)
 
 
 def ask(call: FunctionCall) -> Meaning:
     """A condition, which Python asks for each microbatch; it may be whether anything counts."""
-    reading, meaning = call.ledger.host_reads, call.meaning
-    reading.asked += not isinstance(meaning, Constant)
+    ledger, meaning = call.ledger, call.meaning
+    ledger.asked += not isinstance(meaning, Constant)
     some, none = meaning == Unknown("any"), meaning == Unknown("all")  # mask.any(); that all are ignored.
-    if isinstance(meaning, Aggregate):
-        name, args = getattr(meaning.entry, "name", ""), [*getattr(meaning.entry, "args", ()), None, None]
-        zero = not isinstance(args[1], Tensor) and args[1] == 0
-        none = zero and name in ("eq", "le")
-        some = zero and name in ("gt", "ne") or isinstance(meaning.entry, Atom)  # if mask.sum():
-    reading.empty |= some and not call.out or none and bool(call.out)
+    if isinstance(meaning, Node):
+        zero = len(meaning.args) > 1 and not isinstance(meaning.args[1], (Tensor, Node)) and meaning.args[1] == 0
+        none = zero and meaning.name in ("eq", "le")
+        some = zero and meaning.name in ("gt", "ne") or meaning.function is None  # if mask.sum():
+    ledger.empty |= some and not call.out or none and bool(call.out)
     return GIVEN
 
 
 def read(call: FunctionCall) -> Meaning:
     """A value that Python reads."""
     if not isinstance(call.meaning, Constant) and not isinstance(call.out, bool):
-        call.ledger.note_read(call.out, call.name)
+        call.ledger.read = call.ledger.read or call.name
     return GIVEN
 
 
@@ -173,7 +155,7 @@ def size(call: FunctionCall) -> Meaning:
     """A size that Python reads."""
     x, meaning, dim = call.args[0], call.meaning, 0 if call.name == "len" else call.argument(1, "dim")
     if isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
-        call.ledger.note_read(call.out, meaning.function)
+        call.ledger.read = call.ledger.read or meaning.function
     elif isinstance(meaning, Rows) and (dim is None or not dim % max(1, x.dim())):
         call.ledger.note_size(x, meaning)
     return GIVEN
@@ -181,15 +163,15 @@ def size(call: FunctionCall) -> Meaning:
 
 #: Where recognition ended at values whose number depends on the batch.
 _RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique",
-                     "unique_consecutive", "where", "index_select", "bincount"])
+                     "unique_consecutive", "where", "index_select", "masked_select", "bincount"])
 #: Rules that answer Python, or make a tensor, also of numbers.
 NOT_RECORDED = frozenset([ask, read, size, create])
 #: Rules that say themselves what Unknown arguments mean.
 _OF_ANYTHING = frozenset([*NOT_RECORDED, vary, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
-BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary])
+BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary, create])
 #: Rules that are linear in entries, so that these may have been divided by a count.
-_LINEAR = frozenset([multiply, divide, reduce, views.view, views.keep, views.index, views.gather, views.choose, size])
+_LINEAR = frozenset([multiply, divide, reduce, views.view, views.keep, size])
 _GROUPS: list[tuple[Rule, str]] = [
     (each_entry, "abs absolute acos asin atan atan2 bitwise_and bitwise_or bitwise_xor ceil celu cos cosh digamma elu "
                  "erf erfc erfinv exp exp2 expit expm1 fill floor floor_divide floordiv fmod frac gelu hardsigmoid "
@@ -203,7 +185,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (multiply, "mul multiply rmul imul rdiv rtruediv reciprocal"),
     (divide, "div divide true_divide truediv itruediv idiv"),
     (reduce, "sum mean nansum count_nonzero"), (along, " ".join(_ALONG)),
-    (add_up, "scatter_add"), (histogram, "histc"), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
+    (matmul, "matmul mm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)}"),
@@ -213,8 +195,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "adjoint T mT H mH unsqueeze squeeze expand expand_as broadcast_to select narrow unbind split chunk "
                  "broadcast_tensors repeat_interleave"),
     (views.join, "stack cat concat concatenate hstack"),
-    (views.index, "__getitem__"), (views.write, "__setitem__"),
-    (views.gather, "gather scatter"), (views.choose, "masked_select"),
+    (views.index, "__getitem__ masked_select"), (views.write, "__setitem__"), (views.gather, "gather"),
     (ask, "__bool__ equal allclose is_nonzero __contains__"),
     (read, "item tolist __int__ __float__ __index__ __complex__ numpy __array__"),
     (size, "shape size numel nelement len"),

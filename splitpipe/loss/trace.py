@@ -1,27 +1,40 @@
 """Traces what numbers consist of while they are computed: a function mode over the code of one microbatch.
 
 Guarantee: ``number`` is exact for functions on the list (``rules``), or else names the one where recognition ended.
+
+Of a module, that is the code between blocks, and in blocks without parameters, such as a criterion. A number that any
+other block returns is unknown.
 """
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.note import uncompiled
+from splitpipe.core.tensors import map_leaves
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
 from splitpipe.loss import torch_losses
 from splitpipe.loss.function_call import FunctionCall
-from splitpipe.loss.instructions import record
-from splitpipe.loss.ledger import Aggregate, Ledger, Meaning, Rows, TimeMajor, hooked
-from splitpipe.loss.numbers import Number, Unknown, tensors
+from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Node, Number, Unknown, tensors
 from splitpipe.loss.rules import BY_PLACE, NOT_RECORDED, RULES, meaning_of
+from splitpipe.microbatch.division import Division
+from splitpipe.microbatch.tree import hidden
+
+#: Functions of numbers whose results differ between microbatches, or that change gradients.
+_OTHER = frozenset("dropout bernoulli multinomial normal rand_like randn_like randint_like rrelu register_hook "
+                   "retain_grad".split())
+#: Functions that may multiply or divide numbers by those of Python.
+_FACTORS = ADDING | SCALING | DIVIDING | {"addcmul", "addcdiv", "lerp"}
+#: Functions that repeat numbers, perhaps for each row.
+_REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
 
 
 class Trace(TorchFunctionMode):
@@ -39,7 +52,7 @@ class Trace(TorchFunctionMode):
     def has_number(self, values: Sequence[Tensor]) -> bool:
         """True if a number of the batch is among the values."""
         with DisableTorchFunction():
-            return any([isinstance(self.ledger.of(x), Aggregate) for x in values])
+            return any([isinstance(self.ledger.of(x), Node) for x in values])
 
     @uncompiled
     def __torch_function__(
@@ -48,57 +61,136 @@ class Trace(TorchFunctionMode):
         kwargs, (name, in_place), ledger = kwargs or {}, _name_of(func), self.ledger
         if name in torch_losses.NAMES and getattr(F, name, None) is func:
             return torch_losses.loss(ledger, name, func, args, kwargs)  # type: ignore[arg-type]
-        written = before = None
-        if in_place and args:
-            with DisableTorchFunction():
-                written, before = args[0], ledger.of(args[0])
-                args = (self._value_before(args, kwargs), *args[1:])
-        out = func(*(args if written is None else (written, *args[1:])), **kwargs)
         with DisableTorchFunction():
-            if before is not None:
-                ledger.put(args[0], before)
-            for key in ("input", "tensors", "data", "other"):  # torch.stack(tensors=...)
-                if key in kwargs and (key == "other" or not args) and name != "where":  # Its condition comes first.
-                    args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
-            results = [*tensors((out if written is None else written,))]
-            call = FunctionCall(ledger, name, args, kwargs, out if written is None else written)
+            call = FunctionCall(ledger, name, args, kwargs)
+            in_place = in_place and bool(args)
+            before = args[0].clone() if in_place and Node in call.kinds else None
+        call.out = func(*args, **kwargs)
+        with DisableTorchFunction():
+            results = [args[0]] if in_place else [*tensors((call.out,))]
             if peek_interpreter_stack() is not None:
-                ledger.note_read(math.nan, "a transform of torch.func")  # What leaves it is seen by no mode.
-            for x, meaning in zip(results, _meanings(call, func, written is not None, results)):
+                ledger.read = ledger.read or "a transform of torch.func"  # What leaves it is seen by no mode.
+            for x, meaning in zip(results, self._meanings(call, func, in_place, before, results)):
                 ledger.put(x, meaning)
-        return out
+        return call.out
 
-    def _value_before(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """What a function will write to, or if that is to become a number of the batch, a copy."""
-        x, ledger = args[0], self.ledger
-        meaning = ledger.of(x)
-        if not any([isinstance(ledger.of(y), Aggregate) for y in tensors([args, kwargs])]):
-            return x  # type: ignore[no-any-return]
-        with torch.enable_grad():
-            kept: Tensor = x.clone()
-        if isinstance(meaning, Aggregate):
-            meaning.tensor, meaning.version, meaning.hooked = kept, None, hooked(x)
-        return kept
-
-
-def _meanings(call: FunctionCall, function: Any, in_place: bool, results: Sequence[Tensor]) -> list[Meaning]:
-    """What each of the results is of a function, which may have written to its first argument."""
-    rule, read, kinds = RULES.get(call.name), call.ledger.host_reads.values, call.kinds
-    found: Any = None
-    if read and rule is not None and rule not in BY_PLACE and _has_read(call):
-        found = Unknown(read)
-    elif Aggregate in kinds and rule not in NOT_RECORDED and Rows not in kinds and TimeMajor not in kinds:
-        return record(call, function, in_place, results)
-    elif call.kwargs.get("out") is None:
-        found = meaning_of(call)
-    each = found if isinstance(found, list) else [found] * len(results)
-    return [Unknown(call.name) if meaning is None else meaning for meaning in each]
+    def _meanings(
+        self, call: FunctionCall, function: Any, in_place: bool, before: Tensor | None, results: Sequence[Tensor]
+    ) -> list[Meaning]:
+        """What each of the results is."""
+        rule, read = RULES.get(call.name), self.ledger.read
+        whole = bool(results) and results[0].is_floating_point()  # Else it may be a class or a position.
+        found: Any = None
+        if rule not in BY_PLACE and self.ledger.is_read(*[x for x in call.scalars if whole or type(x) is float]):
+            found = Unknown(read)
+        elif Node in call.kinds and rule not in NOT_RECORDED and Rows not in call.kinds:
+            return _recorded(call, function, in_place, before, results)
+        elif call.kwargs.get("out") is None:
+            call.out = results[0] if in_place else call.out
+            found = meaning_of(call)
+        each = found if isinstance(found, list) else [found] * len(results)
+        return [Unknown(call.name) if meaning is None else meaning for meaning in each]
 
 
-def _has_read(call: FunctionCall) -> bool:
-    """True if an argument may be computed from values of the batch."""
-    whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
-    return any([(whole or isinstance(x, float)) and call.ledger.is_read(x) for x in call.scalars])
+class Tracing:
+    """How the forwards of one call are traced."""
+
+    def __init__(self, input: Division) -> None:
+        self._input = input
+        shared = [leaf for leaf, owner in zip(input.leaves, input.owners) if owner is None]
+        self._given = [x for x in shared if type(x) in (int, float)]
+
+    def trace(self, i: int) -> Trace:
+        """The trace of a microbatch."""
+        rows = [count for _, count in self._input.rows]
+        dim = next((dim for dim in self._input.dims if dim is not None), 0)
+        return Trace(Ledger(rows[i], max(rows), dim, self._given))
+
+    def begin(self, ledger: Ledger, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
+        """Records a microbatch's arguments, and their leaves."""
+        input, rows = self._input, self._input.rows[i][1]
+        for k, leaf in zip(input.places[i], leaves):
+            if k not in input.whole:
+                ledger.begin(leaf if isinstance(leaf, Tensor) else [*hidden(leaf)], input.dims[k] or 0)
+        if input.root is not None and any([owner is not None for owner in input.owners]):
+            for value in values:
+                if isinstance(value, (list, tuple)) and len(value) == rows:
+                    ledger.begin_entries(value)
+
+    def sees(self, block: nn.Module) -> bool:
+        """Whether a block's code is traced; compiled code can't be."""
+        return next(block.parameters(), None) is None and not any(map(is_compiled, block.modules()))
+
+    def record(self, ledger: Ledger, block: nn.Module, described: str, value: Any) -> None:
+        """Records what a block has returned."""
+        traced = self.sees(block)
+        with DisableTorchFunction():
+            ledger.note_numbers(value, "" if traced else described)
+            for x in tensors((value,)):
+                if traced and (x.numel() < ledger.rows or isinstance(ledger.of(x), Node)):
+                    ledger.put(x, ledger.of(x))  # Its graph may be another one now.
+                else:
+                    ledger.returned(x, described)
+
+
+def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:
+    """What the numbers among an output's leaves consist of, by position."""
+    found = {k: trace.number(x) for k, x in enumerate(leaves) if isinstance(x, Tensor)} if trace is not None else {}
+    return {k: number for k, number in found.items() if number is not None}
+
+
+def _recorded(
+    call: FunctionCall, function: Callable[..., Any], in_place: bool, before: Tensor | None, results: Sequence[Tensor]
+) -> list[Meaning]:
+    """What results of a function of numbers of the batch, and of constants, are."""
+    name, ledger, scalars = call.name, call.ledger, call.scalars
+    known = [each for each in call.meanings if isinstance(each, Node)]
+    adds = any([each.sums for each in known])
+    unseen = in_place and results[0].requires_grad and not torch.is_grad_enabled()  # By the graph.
+    if name in _OTHER or unseen or call.kwargs.get("out") is not None:
+        for x in call.operands if name in _OTHER else []:
+            ledger.put(x, Unknown(name))
+        return [Unknown(name)] * len(results)
+    counting = any([isinstance(each, Constant) and each.counting for each in call.meanings])
+    made = [x for x in call.operands if x.dim() and getattr(call.of(x), "made", False)]
+    repeated = name in _REPEATING or bool(made) and not in_place
+    factors = scalars if name in _FACTORS else []
+    if name in ADDING:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
+        factors = [x for x in scalars if abs(x) >= 1 and x is not call.kwargs.get("alpha")] if adds else []
+        factors += [call.kwargs.get("alpha")]  # type: ignore[list-item]
+    if counting or ledger.may_count(*factors, size=not adds) or repeated:
+        return [Unknown(MAY_COUNT)] * len(results)
+    if name in SCALING and 0 in scalars:
+        return [ledger.atom("", x, nothing=True) for x in results]
+    own = call.args[0] if call.args else None
+    nodes: dict[int, Any] = {id(own): own if before is None else before}
+    for x in call.operands:
+        meaning, value = call.of(x), nodes.get(id(x), x)
+        if isinstance(meaning, Node):
+            nodes[id(x)] = meaning
+        elif not isinstance(meaning, Constant) or meaning.made and not meaning.uniform:
+            return [meaning if isinstance(meaning, Unknown) else Unknown(name)] * len(results)
+        elif value.requires_grad:
+            nodes[id(x)] = ledger.atom("a constant", value)
+    args, kwargs = map_leaves(lambda x: nodes.get(id(x), x), (call.args, call.kwargs))
+    nothing = all([each.nothing for each in known]) and len(known) == len(call.operands) and not scalars
+    grows = adds and not (name in DIVIDING and len(known) == 2 and all([each.sums for each in known]))  # By a count.
+    if in_place:
+        return [Node(name, partial(_written, function), args, kwargs, results[0].requires_grad, grows, nothing)]
+    if isinstance(call.out, Tensor):
+        return [Node(name, function, args, kwargs, call.out.requires_grad, grows, nothing)]
+    several = Node(name, function, args, kwargs, True)
+    return [Node(name, _one_of, (several, k), {}, x.requires_grad, grows, nothing) for k, x in enumerate(results)]
+
+
+def _written(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    y = x.clone()
+    function(y, *args, **kwargs)
+    return y
+
+
+def _one_of(out: Any, k: int) -> Tensor:
+    return [*tensors((out,))][k]
 
 
 @lru_cache(1024)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.function_call import FunctionCall, dims_of
-from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, TimeMajor
+from splitpipe.loss.function_call import FunctionCall, dims_of, numbers_among
+from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows
 from splitpipe.loss.numbers import Unknown, tensors
 
 #: Functions that keep the order of entries, whether they copy or not.
@@ -24,19 +24,20 @@ def keep(call: FunctionCall) -> Meaning | None:
 
 def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
     """The same values in another shape, or some of them; or several views."""
-    meaning, x, out = call.meaning, call.args[0], call.out
-    if isinstance(out, Tensor):
-        return _viewed(call, x, out)
-    sources = call.operands if call.name == "broadcast_tensors" else [x] * len(out)
+    meaning, x = call.meaning, call.args[0]
+    if isinstance(call.out, Tensor):
+        return _viewed(call, x, call.out)
     pieces = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())  # More of the batch.
-    views = [None if pieces else _viewed(call, own, y) for own, y in zip(sources, out)]
+    views: list[Any] = [None if pieces else _viewed(call, x, y) for y in call.out]
+    if call.name == "broadcast_tensors":
+        return [call.joined([x], y.shape) for x, y in zip(call.operands, call.out)]
     if isinstance(meaning, Rows) and (call.ledger.rows == 1 or not all([isinstance(each, Rows) for each in views])):
         call.ledger.note_size(x, meaning)  # Python may count the pieces.
     return views
 
 
 def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
-    meaning, ledger = call.of(x), call.ledger
+    meaning, ledger = call.meaning, call.ledger
     if isinstance(meaning, Constant):
         return meaning if meaning.uniform or not meaning.made else VARIED
     if not isinstance(meaning, Rows):
@@ -44,15 +45,13 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
     if not out.dim():
         return meaning if call.name == "squeeze" and ledger.most > 1 else None  # Of a single row.
     if call.name in _ORDERED:  # No entry of the first dimension has parts of several rows.
-        size = ledger.rows if meaning.chosen is None else x.shape[0]
-        if len(call.operands) > 1 and "as" not in call.name:
-            return None  # Each entry is repeated as often as a tensor says.
-        return meaning if out.shape[0] and not out.shape[0] % size else None
+        size = ledger.rows if meaning.chosen is None else len(x)
+        plain = len(call.operands) == 1 or "as" in call.name  # Or each entry is repeated as often as a tensor says.
+        return meaning if plain and len(out) and not len(out) % size else None
     if call.name in _TURNING and _turns(call, out):
-        turned = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)
-        return TimeMajor(meaning) if turned and call.name != "unsqueeze" else None
+        return None
     added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
-    return meaning if out.shape[0] == x.shape[0] and out.stride(0) == x.stride(0) and not added else None
+    return meaning if len(out) == len(x) and out.stride(0) == x.stride(0) and not added else None
 
 
 def _turns(call: FunctionCall, out: Tensor) -> bool:
@@ -65,9 +64,8 @@ def _turns(call: FunctionCall, out: Tensor) -> bool:
 def join(call: FunctionCall) -> Meaning | None:
     """Rows that are joined along another dimension."""
     parts = list(tensors(call.args[:1]))
-    meanings = [call.of(x) for x in parts]
-    at = next((k for k, each in enumerate(meanings) if isinstance(each, Rows)), 0)
-    joined = call.joined(parts, parts[at].shape) if len({x.dim() for x in parts}) < 2 else None
+    like = next((x for x in parts if isinstance(call.of(x), Rows)), parts[0])
+    joined = call.joined(parts, like.shape) if len({x.dim() for x in parts}) < 2 else None
     if not isinstance(joined, Rows):
         return VARIED if joined is not None and joined.made else joined
     [dim] = dims_of(call.out, call.argument(1, "dim", 0))
@@ -76,15 +74,15 @@ def join(call: FunctionCall) -> Meaning | None:
 
 def index(call: FunctionCall) -> Meaning | None:
     """Entries by slices and numbers, by a mask, or one of each row."""
-    (x, given), meaning = call.args, call.meaning
+    (x, given), meaning, ledger = call.args, call.meaning, call.ledger
     places = given if isinstance(given, tuple) else (given,)
     if isinstance(meaning, Unknown):  # A row that is indexed by a tensor has as many entries as that says.
         return None if any([isinstance(each, Tensor) for each in places]) else meaning
     if not any([isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places]):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
-        if any([isinstance(y, int) and abs(y) > 1 and call.ledger.is_read(y) for y in map(call.scalar, bounds)]):
-            return Unknown(call.ledger.host_reads.values)
-        if not all([isinstance(call.ledger.of(y), Constant) for y in bounds]):
+        if ledger.is_read(*[y for y in numbers_among(bounds) if abs(y) > 1]):
+            return Unknown(ledger.read)
+        if not all([isinstance(ledger.of(y), Constant) for y in bounds]):
             return None  # x[:, :lengths.max()]
         return _cut(call, meaning, places) if isinstance(meaning, Rows) else _viewed(call, x, call.out)
     [first, *rest], kinds = places, [call.of(each) for each in places]
@@ -92,27 +90,21 @@ def index(call: FunctionCall) -> Meaning | None:
         if all([isinstance(each, Constant) and not each.made for each in (meaning, *kinds)]):
             return GIVEN
         return kinds[0] if isinstance(kinds[0], Rows) and not rest and first.dtype != torch.bool else None
-    if isinstance(meaning, Rows) and isinstance(kinds[0], Constant) and kinds[0].positions == len(x):
-        plain = all([  # x[arange(len(x)), labels]
+    if not isinstance(meaning, Rows):
+        return None
+    if isinstance(kinds[0], Constant) and kinds[0].positions and len(first) == len(x):  # x[arange(len(x)), labels]
+        plain = all([
             isinstance(each, int) or isinstance(each, Tensor) and each.dim() == 1 and each.dtype != torch.bool
             and isinstance(kind, Rows) and kind.alike(meaning) for each, kind in zip(rest, kinds[1:])
         ])
         return meaning if plain else None
-    return _chosen(meaning, kinds[0], x, first) if not rest else None
+    return replace(meaning, chosen=first) if not rest and _selects(first, kinds[0], x, meaning) else None
 
 
-def _chosen(rows: Meaning, by: Meaning, x: Tensor, mask: Tensor) -> Meaning | None:
-    """The entries of rows that a mask of these rows selects."""
-    if not isinstance(rows, Rows) or not isinstance(by, Rows) or not by.alike(rows):
-        return None
+def _selects(mask: Tensor, by: Meaning, x: Tensor, meaning: Rows) -> bool:
+    """Whether a mask of the same rows selects entries."""
     plain = mask.dtype == torch.bool and mask.dim() and mask.shape == x.shape[: mask.dim()]
-    return replace(rows, chosen=mask) if plain else None
-
-
-def choose(call: FunctionCall) -> Meaning | None:
-    """masked_select: entries that a mask selects."""
-    mask = call.argument(1, "mask")
-    return _chosen(call.meaning, call.of(mask), call.args[0], mask) if mask.shape == call.args[0].shape else None
+    return bool(plain) and isinstance(by, Rows) and by.alike(meaning)
 
 
 def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | None:
@@ -126,23 +118,18 @@ def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | N
 
 
 def write(call: FunctionCall) -> Meaning | None:
-    """What a tensor is after ``x[mask] = value``."""
+    """What a tensor is after ``x[mask] = value``, with a number as the value."""
     (x, mask, value), meaning, by = call.args, call.meaning, call.of(call.args[1])
-    constant = isinstance(call.of(value), Constant) and not (isinstance(value, Tensor) and value.dim())
-    if not isinstance(by, Rows) or not constant or mask.dtype != torch.bool or mask.shape != x.shape[: mask.dim()]:
+    constant = not isinstance(value, Tensor) or isinstance(call.of(value), Constant) and not value.dim()
+    own = by if isinstance(meaning, Constant) and meaning.uniform else meaning
+    if not isinstance(by, Rows) or not isinstance(own, Rows) or not constant or not _selects(mask, by, x, own):
         return None
-    if call.ledger.may_count(call.scalar(value), getattr(meaning, "value", None)):
-        return None
-    same = isinstance(meaning, Rows) and meaning.alike(by) and not meaning.counting
-    return by if same or isinstance(meaning, Constant) and meaning.uniform else None
+    return None if call.ledger.may_count(value) else own
 
 
 def gather(call: FunctionCall) -> Meaning | None:
-    """Entries that an index takes from each row; or a row's entries into which a number is scattered."""
-    x, index, rows, src = call.args[0], call.argument(2, "index"), call.meaning, call.argument(3, "src", 0)
-    by = call.of(index)
-    if call.name == "scatter" and isinstance(rows, Constant) and rows.uniform and not isinstance(src, Tensor):
-        rows = by
+    """Entries that an index takes from each row."""
+    x, index, rows, by = call.args[0], call.argument(2, "index"), call.meaning, call.of(call.argument(2, "index"))
     if not isinstance(rows, Rows) or not isinstance(by, Rows) or index.dim() != x.dim() or len(index) != len(x):
         return None
     return rows if by.alike(rows) and 0 not in dims_of(x, call.argument(1, "dim")) else None

@@ -18,7 +18,7 @@ from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
 from splitpipe.loss.objective import Objective
-from splitpipe.loss.tracing import Kinds
+from splitpipe.loss.trace import Tracing
 from splitpipe.microbatch.divider import ArgumentDivider, labelled, name_arguments, signature_of
 from splitpipe.microbatch.division import Division
 from splitpipe.partition.attributes import Attributes
@@ -45,7 +45,7 @@ class ModuleRuntime(Runtime):
         super().__init__(options, divider=partial(ArgumentDivider, self.signature))
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
         self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
-        self._kinds = Kinds()
+        self._traced: dict[Any, bool] = {}  #: Whether calls of a kind return numbers; others aren't traced again.
         self._attributes = Attributes()
         self._modules: dict[nn.Module, Modules] = {}
 
@@ -116,7 +116,8 @@ class ModuleRuntime(Runtime):
         attributes = self._attributes if len(call.rows) > 1 else Attributes()
         if len(call.rows) > 1:
             attributes.begin(batch.module.training and call.state.grad)
-        tracing = self._kinds.begin(batch.kind, call.input, not step.drop_in) if options.reduction is None else None
+        traced = len(call.rows) > 1 and options.reduction is None and self._traced.get(batch.kind, True)
+        tracing = Tracing(call.input) if traced else None
         stitched = step.drop_in and not options.split_backward
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
@@ -144,7 +145,7 @@ class ModuleRuntime(Runtime):
         if len(step.call.rows) > 1:
             numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
-            self._kinds.end(batch.kind, numbers)
+            self._traced[batch.kind] = numbers
         if not placement.complete and not any([x in batch.blocks.blocks for x in placement.called[0]]):
             warnings.warn(
                 "stage 0 calls no module, so its device is idle: expected cuts= without the module that is called "

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from splitpipe.backward.input_backward import LeafHooks
 from splitpipe.backward.report import DeferralReport, report
@@ -35,7 +36,7 @@ from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
-from splitpipe.loss.objective import TARGET, Objective, scale_of
+from splitpipe.loss.objective import TARGET, Objective
 from splitpipe.loss.reduction import NO_FUNCTION, LossWarnings, Reducer
 from splitpipe.microbatch.divider import Divider, Split
 from splitpipe.microbatch.division import Division, absent, noted
@@ -146,7 +147,7 @@ class Runtime:
                 stacklevel=4,
             )
             self.hand_over = None
-        scale = scale_of(options.grad_scaler, state, self._resources.devices[-1])
+        scale = _scale_of(options.grad_scaler, state, self._resources.devices[-1])
         step, target = self._begin(batch, state, drop_in=False)
         call = step.call
         targets = call.scatter(target, len(step.stages) - 1, TARGET, detached=True)
@@ -263,3 +264,16 @@ class Runtime:
             own = [(f"{prefix}.{name}".strip("."), x) for name, x in part._parameters.items() if x is not None]
             parameters += [(name, stage_of.get(part, 0), x) for name, x in own]
         return report(parameters, {stage.index: stage.uses for stage in self._last}, self.options.split_backward)
+
+
+def _scale_of(scaler: Any, state: State, device: torch.device) -> Tensor | None:
+    """The scale of a gradient scaler, as a tensor on a device; None without a scaler or a backward."""
+    if state.grad and scaler is not None and scaler.is_enabled():
+        return scaler.scale(torch.ones((), device=device))  # type: ignore[no-any-return]
+    if state.grad and any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
+        raise RuntimeError(
+            "the model was called under float16 autocast without a grad_scaler: a schedule runs backward before "
+            "the loss is scaled, so small gradients would become 0. Expected SplitPipe(..., grad_scaler=scaler) "
+            "with the loop's torch.amp.GradScaler, or bfloat16."
+        )
+    return None

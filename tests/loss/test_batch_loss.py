@@ -57,7 +57,7 @@ def test_the_loss_is_computed_as_often_for_many_terms_as_for_two(monkeypatch: py
 
     plain, model = twins(mlp(3), "1f1b", 2, loss_fn=loss_fn, chunks=2)
     assert_equal(plain, model, torch.randn(4, 4), torch.randn(4, 4), loss_fn)
-    assert len(calls) == 11
+    assert len(calls) == 3
 
 
 # Of torch's own
@@ -99,21 +99,21 @@ def test_what_torch_takes_for_one_sample() -> None:
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        (lambda y: y, r"tensor of shape \[3, 4\] and type torch.float64 as the loss: expected a tensor of one number"),
-        (lambda y: 3.0, "returned a float as the loss"),
-        (lambda y: None, "returned a NoneType as the loss"),
-        (lambda y: y.argmax(), r"tensor of shape \[\] and type torch.int64 as the loss"),
-        (lambda y: (y, 3), r"tensor of shape \[3, 4\] .* as the total of its pair"),
-        (lambda y: (1.0, 3), "returned a float as the total of its pair"),
-        (lambda y: (y.sum(), y), r"tensor of shape \[3, 4\] .* as the count of its pair: expected a number"),
-        (lambda y: (y.sum(), "3"), "returned a str as the count of its pair"),
-        (lambda y: (y.sum(), y.sum()), "returned a count that requires grad: .* Detach it"),
-        (lambda y: (y.sum(), 1, 2), "returned a tuple as the loss"),
+        (lambda y: y, r"tensor of shape \[3, 4\] and type torch.float64, with a graph: expected a tensor of"),
+        (lambda y: 3.0, "a float: expected"),
+        (lambda y: None, "a NoneType: expected"),
+        (lambda y: y.argmax(), r"a tensor of shape \[\] and type torch.int64: expected"),
+        (lambda y: (y, 3), r"a tensor of shape \[3, 4\] .* and the count a int: expected"),
+        (lambda y: (1.0, 3), "a float and the count a int: expected"),
+        (lambda y: (y.sum(), y), r"and the count a tensor of shape \[3, 4\] .* or a pair \(total, count\)"),
+        (lambda y: (y.sum(), "3"), "and the count a str: expected"),
+        (lambda y: (y.sum(), y.sum()), "and the count a tensor of .*, with a graph: .* which have no graph"),
+        (lambda y: (y.sum(), 1, 2), "a tuple: expected"),
     ],
 )
 def test_an_invalid_return_value_of_loss_fn_is_named(found: Any, text: str) -> None:
     _, model = twins(mlp(5), "zb-v", 2, loss_fn=lambda output, _: found(output), chunks=3)
-    with pytest.raises(TypeError, match=f"loss_fn returned .*{text}|loss_fn {text}") as info:
+    with pytest.raises(TypeError, match=f"loss_fn returned .*{text}") as info:
         model(torch.randn(7, 4), target=0)
     assert "loss_fn" in str(info.value)
     assert "layer 'loss_fn'" in " ".join(info.value.__notes__)

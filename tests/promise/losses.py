@@ -4,7 +4,7 @@
     SEVERAL    several terms: drop-in exact; scheduled exact if their counts are proportional, else an error
     MIXED      a mean over what is counted plus a sum: drop-in exact; scheduled exact, or said
     SAID       exact, or a warning or an error that says why not
-    COMPUTED   of sums and means by any functions: drop-in exact; scheduled as UNKNOWN
+    COMPUTED   of sums and means by any functions: drop-in exact; scheduled exact if it is of one sum, else as UNKNOWN
     UNKNOWN    one warning that names a function; taken as a mean over rows
     COUPLED    rows are compared with each other: a warning or an error, whatever the value
     PENALTIES  as EXACT; the function is given the module's parameters, too; SAID_PENALTIES as SAID
@@ -315,9 +315,6 @@ HAND: Table = {
     "mask by index": ("tokens", masked_by_index),
     "squeezed rows": ("flat", lambda o, t: F.mse_loss(o[:, :1].squeeze(), t[:, :1].squeeze())),
     "repeated words": ("values", lambda o, t: (o.repeat_interleave(2, 1) - t.repeat_interleave(2, 1)).square().mean()),
-    "one-hot by scatter": ("classes", lambda o, t: F.binary_cross_entropy_with_logits(
-        o, torch.full((len(o), CLASSES), 0.1).double().scatter_(1, t[:, None], 0.9))),
-    "times a histogram": ("flat", lambda o, t: F.mse_loss(o, t) * torch.histc(t, 4, -2, 2).square().mean()),
     "from a zero": ("flat", lambda o, t: (torch.zeros(()) + (o - t) - torch.tensor(0.0)).square().mean()),
     "masked": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum()),
     "clamped": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum().clamp(min=1)),
@@ -523,6 +520,11 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "one-hot by scatter": ("classes", lambda o, t: F.binary_cross_entropy_with_logits(
+        o, torch.full((len(o), CLASSES), 0.1).double().scatter_(1, t[:, None], 0.9))),
+    "times a histogram": ("flat", lambda o, t: F.mse_loss(o, t) * torch.histc(t, 4, -2, 2).square().mean()),
+    "by class, scattered": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
+        0, t, F.cross_entropy(o, t, reduction="none")).mean()),
     "each class": ("tokens", by_class),
     "a hook of a number": ("flat", hooked),
     "up to the longest": ("tokens", cropped),
@@ -680,25 +682,23 @@ def balanced_experts(o: Tensor, t: Tensor) -> Tensor:
 
 
 COMPUTED: dict[str, tuple[str, Loss, str]] = {
-    "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
-    "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, "pow"),
-    "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), "square"),
+    "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), ""),
+    "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, ""),
+    "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), ""),
     "dice": ("binary", dice, "div"),
     "learned weights": ("flat", lambda o, t: (o.sigmoid() * (o - t).square()).sum() / o.sigmoid().sum(), "div"),
     "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean(), "sum"),
     "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum(), "mean"),
-    "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), "clamp"),
-    "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), "nan_to_num"),
+    "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), ""),
+    "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), ""),
     "written numbers": ("flat", written, "setitem"),
     "experts": ("flat", balanced_experts, "mean"),
-    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "div"),
-    "by class": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
-        0, t, F.cross_entropy(o, t, reduction="none")).mean(), "scatter_add"),
-    "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), "rdiv"),
+    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), ""),
+    "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), ""),
     "characteristic function": ("flat", lambda o, t: (
         ((1j * (o - t)).exp().mean(0) - 0.6).abs().square().mean()), "mean"),
     "a choice by names": ("flat", lambda o, t: torch.where(
-        condition=(o - t).mean() > 0, input=F.mse_loss(o, t), other=F.l1_loss(o, t)), "where"),
+        condition=(o - t).mean() > 0, input=F.mse_loss(o, t), other=F.l1_loss(o, t)), "gt"),
     "smallest": ("flat", lambda o, t: torch.minimum(F.mse_loss(o, t), 2 * F.l1_loss(o, t)), "minimum"),
     "stack times weights": ("flat", lambda o, t: (two(o, t) * WEIGHT[:2]).softmax(0).max(), "softmax"),
 }
