@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss import numbers, views
-from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Amount, Node, Number, Unknown
+from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Amount, Number, Quantity, Unknown
 from splitpipe.loss.rules import RULES, reduce
 
 _WAYS = (
@@ -33,25 +33,25 @@ def scheduled(number: Number | Unknown, corrects: bool = True) -> Number | Unkno
     """
     if isinstance(number, Unknown):
         return number
-    of, other = dict[Node, frozenset[Node]](), list[str]()  #: The sums of which each node has the graph.
-    for node in number.nodes:
-        each = [of[x] for x in node.operands if of[x]]
-        own = frozenset().union(*each) if node.function is not None or node.constant else frozenset([node])
-        of[node] = own if node.grad else frozenset()
-        if each and not (node.grad and _is_linear(node, len(each), of)):
-            other.append(node.name)
-    if len(of[number.nodes[-1]]) < 2 and corrects:
+    of, other = dict[Quantity, frozenset[Quantity]](), list[str]()  #: The sums of which each quantity has the graph.
+    for q in number.quantities:
+        each = [of[x] for x in q.operands if of[x]]
+        own = frozenset().union(*each) if q.function is not None or q.constant else frozenset([q])
+        of[q] = own if q.grad else frozenset()
+        if each and not (q.grad and _is_linear(q, len(each), of)):
+            other.append(q.name)
+    if len(of[number.quantities[-1]]) < 2 and corrects:
         other = []
     other += [atom.name for atom, x in zip(number.atoms, number.values) if of[atom] and x.numel() > 1]  # type: ignore
     return Unknown(other[0]) if other else number
 
 
-def _is_linear(node: Node, many: int, of: dict[Node, frozenset[Node]]) -> bool:
+def _is_linear(q: Quantity, many: int, of: dict[Quantity, frozenset[Quantity]]) -> bool:
     """Whether a call is linear in the sums of which so many of its operands have the graph."""
-    if node.name in ADDING or RULES.get(node.name) in _LINEAR:
+    if q.name in ADDING or RULES.get(q.name) in _LINEAR:
         return True
-    above = bool(node.args) and isinstance(node.args[0], Node) and bool(of[node.args[0]]) and node.name[0] != "r"
-    return many == 1 and not node.kwargs and (node.name in _SCALES or node.name in DIVIDING and above)
+    above = bool(q.args) and isinstance(q.args[0], Quantity) and bool(of[q.args[0]]) and q.name[0] != "r"
+    return many == 1 and not q.kwargs and (q.name in _SCALES or q.name in DIVIDING and above)
 
 
 class BatchLoss:

@@ -3,7 +3,7 @@
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
-    Node            its rows were added up, or it is computed of such numbers
+    Quantity        its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
 
 Numbers of Python don't show where they come from. One is a constant unless Python had read
@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import tree_flatten
-from splitpipe.loss.numbers import Amount, Node, Number, Unknown, quotient, tensors
+from splitpipe.loss.numbers import Amount, Number, Quantity, Unknown, quotient, tensors
 
 MAY_COUNT = "a number that may count rows"
 
@@ -40,7 +40,7 @@ class Rows:
     """
 
     chosen: Tensor | None = None
-    share: tuple[Node, Tensor] | None = None
+    share: tuple[Quantity, Tensor] | None = None
     counting: bool = False
 
     def alike(self, other: Rows) -> bool:
@@ -60,7 +60,7 @@ class Constant:
     counting: bool = False  #: Whether they may count rows.
 
 
-Meaning = Rows | Constant | Node | Unknown
+Meaning = Rows | Constant | Quantity | Unknown
 GIVEN, UNIFORM, VARIED = Constant(), Constant(True, True), Constant(True)
 
 
@@ -75,7 +75,7 @@ class Ledger:
     def __init__(self, rows: int, most: int, dim: int = 0, given: Iterable[float] = ()) -> None:
         self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
-        self._values: dict[Node, Amount] = {}  #: Of atoms.
+        self._values: dict[Quantity, Amount] = {}  #: Of atoms.
         self.read = ""  #: The function by which Python has read values of the batch.
         self.sizes: set[int] = set()  #: Sizes along the rows that it has read, alone and times all others.
         self.asked, self.empty = 0, False  #: As in a Number.
@@ -109,7 +109,7 @@ class Ledger:
     def begin(self, value: Any, dim: int) -> None:
         """Records an argument, or an output, of a batch along this dimension."""
         for x in tensors((value,)):
-            if x.dim() and not isinstance(self.of(x), (Rows, Node)):
+            if x.dim() and not isinstance(self.of(x), (Rows, Quantity)):
                 first = not 0 < dim < x.dim() or x.shape[dim] != self.rows
                 self.put(x, Rows() if first else Unknown(f"a batch along dimension {dim}"))
             elif id(x) not in self._entries and not x.dim():
@@ -137,21 +137,21 @@ class Ledger:
         meaning = self.of(x)
         if isinstance(meaning, Constant) and not x.dim():
             meaning = self.atom("a constant", x, nothing=meaning.made and not x.requires_grad)
-        if not isinstance(meaning, Node):
+        if not isinstance(meaning, Quantity):
             return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
-        nodes = _in_order(meaning)
-        values = tuple([self._values[node] for node in nodes if node.function is None])
-        return Number(tuple(nodes), values, self.asked, self.empty)
+        quantities = _in_order(meaning)
+        values = tuple([self._values[q] for q in quantities if q.function is None])
+        return Number(tuple(quantities), values, self.asked, self.empty)
 
-    def atom(self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False) -> Node:
+    def atom(self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False) -> Quantity:
         """A new sum of these rows; or without rows, a constant."""
         grad = isinstance(value, Tensor) and value.requires_grad
         selected = rows is not None and rows.chosen is not None
-        node = Node(name, None, (), {}, grad, rows is not None, nothing, rows is None, selected, self.asked)
-        self._values[node] = value
-        return node
+        q = Quantity(name, None, (), {}, grad, rows is not None, nothing, rows is None, selected, self.asked)
+        self._values[q] = value
+        return q
 
-    def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Node:
+    def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Quantity:
         """A new mean of these rows, like a tensor, as a total by a count."""
         return quotient(self.atom(name, total, rows), self.atom(name, count, rows), like)
 
@@ -193,9 +193,9 @@ def _is_literal(value: float) -> bool:
     return not float(value).is_integer() and value == float(f"{value:.1g}")
 
 
-def _in_order(last: Node) -> list[Node]:
+def _in_order(last: Quantity) -> list[Quantity]:
     """All of which a number was computed, each after its own."""
-    order, stack = dict[Node, None](), [last]
+    order, stack = dict[Quantity, None](), [last]
     while stack:
         missing = [x for x in stack[-1].operands if x not in order]
         if not missing:

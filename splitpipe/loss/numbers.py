@@ -24,8 +24,8 @@ Amount = Tensor | float
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
-    """A call of a function with other nodes among its arguments; or, without a function, an atom.
+class Quantity:
+    """A call of a function with other quantities among its arguments; or, without a function, an atom.
 
     An atom is a sum over rows; or a constant, which is the same in each microbatch, such as a penalty on weights.
     """
@@ -42,32 +42,32 @@ class Node:
     asked: int = 0  #: Of an atom: how many conditions Python had asked before.
 
     @property
-    def operands(self) -> list[Node]:
-        """The nodes among its arguments."""
-        return [x for x in tree_flatten((self.args, self.kwargs))[0] if isinstance(x, Node)]
+    def operands(self) -> list[Quantity]:
+        """The quantities among its arguments."""
+        return [x for x in tree_flatten((self.args, self.kwargs))[0] if isinstance(x, Quantity)]
 
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """How a number of a microbatch was computed: by nodes, each after its own; and the ``values`` of the atoms.
+    """How a number of a microbatch was computed: by quantities, each after its own; and the ``values`` of the atoms.
 
     ``asked``: how many conditions Python had asked in the end; ``empty``: if one of them was that nothing counts.
     """
 
-    nodes: tuple[Node, ...]
+    quantities: tuple[Quantity, ...]
     values: tuple[Amount, ...]
     asked: int = 0
     empty: bool = False
 
     @property
-    def atoms(self) -> list[Node]:
+    def atoms(self) -> list[Quantity]:
         """The sums and constants."""
-        return [node for node in self.nodes if node.function is None]
+        return [q for q in self.quantities if q.function is None]
 
     @property
     def nothing(self) -> bool:
         """Whether it is 0 whatever the rows are."""
-        return self.nodes[-1].nothing
+        return self.quantities[-1].nothing
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
         """The number with other tensors as the values of its atoms."""
@@ -77,22 +77,22 @@ class Number:
         """The number for other values of its atoms."""
         found: dict[Any, Any] = dict(zip(self.atoms, values))
         with DisableTorchFunction():
-            for node in self.nodes:
-                if node.function is not None:
-                    args, kwargs = map_leaves(lambda x: found[x] if isinstance(x, Node) else x, (
-                        node.args, node.kwargs))
-                    out = node.function(*args, **kwargs)
-                    found[node] = out.detach() if isinstance(out, Tensor) and not node.grad else out
-        return found[self.nodes[-1]]  # type: ignore[no-any-return]
+            for q in self.quantities:
+                if q.function is not None:
+                    args, kwargs = map_leaves(lambda x: found[x] if isinstance(x, Quantity) else x, (
+                        q.args, q.kwargs))
+                    out = q.function(*args, **kwargs)
+                    found[q] = out.detach() if isinstance(out, Tensor) and not q.grad else out
+        return found[self.quantities[-1]]  # type: ignore[no-any-return]
 
     def facts(self, asked: bool) -> list[tuple[Any, ...]]:
         """What has to be the same in all microbatches; ``asked``: also the conditions."""
-        places: dict[Any, int] = {node: place for place, node in enumerate(self.nodes)}
+        places: dict[Any, int] = {q: place for place, q in enumerate(self.quantities)}
         return [
-            (node.name, node.constant, node.selected, node.asked * asked) if node.function is None else
-            (node.name, repr(map_leaves(
-                lambda x: places.get(x) if isinstance(x, (Node, Tensor)) else x, (node.args, node.kwargs))))
-            for node in self.nodes
+            (q.name, q.constant, q.selected, q.asked * asked) if q.function is None else
+            (q.name, repr(map_leaves(
+                lambda x: places.get(x) if isinstance(x, (Quantity, Tensor)) else x, (q.args, q.kwargs))))
+            for q in self.quantities
         ]
 
 
@@ -105,12 +105,12 @@ class Unknown:
 
 def total(value: Tensor) -> Number:
     """A number that is a sum."""
-    return Number((Node("loss_fn", grad=value.requires_grad),), (value,))
+    return Number((Quantity("loss_fn", grad=value.requires_grad),), (value,))
 
 
 def pair(above: Tensor, count: Amount, like: Tensor) -> Number:
     """A total, over the whole batch to be divided by its count."""
-    atoms = Node("loss_fn", grad=above.requires_grad), Node("loss_fn")
+    atoms = Quantity("loss_fn", grad=above.requires_grad), Quantity("loss_fn")
     return Number((*atoms, quotient(*atoms, like)), (above, count))
 
 
@@ -127,9 +127,9 @@ def product(mean: Tensor, count: Amount) -> Tensor:
     return wide * count
 
 
-def quotient(above: Node, count: Node, like: Tensor) -> Node:
+def quotient(above: Quantity, count: Quantity, like: Tensor) -> Quantity:
     """A mean, with the type of a tensor."""
-    return Node("div", _divide, (above, count, like.dtype), grad=like.requires_grad)
+    return Quantity("div", _divide, (above, count, like.dtype), grad=like.requires_grad)
 
 
 def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
@@ -168,9 +168,10 @@ def aligned(each: Sequence[Number | Unknown]) -> list[Number]:
         return []
     if len(some) < len(known):
         values = dict(zip(some[0].atoms, some[0].values))
-        below = [node.args[1] for node in some[0].nodes if node.name in DIVIDING and len(node.args) > 1]
-        masked = all([atom.selected or atom.constant for atom in values]) or any(
-            [isinstance(x, Node) and not x.grad and isinstance(values.get(x, x), (Tensor, Node)) for x in below])
+        counts = [q.args[1] for q in some[0].quantities if q.name in DIVIDING and len(q.args) > 1]
+        masked = all([atom.selected or atom.constant for atom in values]) or any([
+            isinstance(x, Quantity) and not x.grad and isinstance(values.get(x, x), (Tensor, Quantity)) for x in counts
+        ])
         if not masked or not all([x.empty for x in rest]):
             return []
     asked = len({x.asked for x in some}) == 1  # Else they have run other code.

@@ -10,7 +10,7 @@ from torch import Tensor
 from splitpipe.loss import views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
-from splitpipe.loss.numbers import Node, Unknown, product, quotient, tensors
+from splitpipe.loss.numbers import Quantity, Unknown, product, quotient, tensors
 
 
 def each_entry(call: FunctionCall) -> Meaning | None:
@@ -32,7 +32,7 @@ def multiply(call: FunctionCall) -> Meaning | None:
 def divide(call: FunctionCall) -> Meaning | None:
     """As ``multiply``; or entries divided by a count, such as weights by their sum."""
     above, below = call.meaning, call.of(call.args[-1])
-    if not isinstance(above, Rows) or not isinstance(below, Node) or call.kwargs:
+    if not isinstance(above, Rows) or not isinstance(below, Quantity) or call.kwargs:
         return multiply(call)
     plain = not call.args[-1].requires_grad and call.args[-1].numel() == 1 and above.share is None
     return replace(above, share=(below, call.args[-1].clone())) if plain else None
@@ -136,8 +136,8 @@ def ask(call: FunctionCall) -> Meaning:
     ledger, meaning = call.ledger, call.meaning
     ledger.asked += not isinstance(meaning, Constant)
     some, none = meaning == Unknown("any"), meaning == Unknown("all")  # mask.any(); that all are ignored.
-    if isinstance(meaning, Node):
-        zero = len(meaning.args) > 1 and not isinstance(meaning.args[1], (Tensor, Node)) and meaning.args[1] == 0
+    if isinstance(meaning, Quantity):
+        zero = len(meaning.args) > 1 and not isinstance(meaning.args[1], (Tensor, Quantity)) and meaning.args[1] == 0
         none = zero and meaning.name in ("eq", "le")
         some = zero and meaning.name in ("gt", "ne") or meaning.function is None  # if mask.sum():
     ledger.empty |= some and not call.out or none and bool(call.out)

@@ -23,7 +23,7 @@ from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_
 from splitpipe.loss import torch_losses
 from splitpipe.loss.function_call import FunctionCall
 from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Node, Number, Unknown, tensors
+from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Quantity, Unknown, tensors
 from splitpipe.loss.rules import BY_PLACE, NOT_RECORDED, RULES, meaning_of
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
@@ -52,7 +52,7 @@ class Trace(TorchFunctionMode):
     def has_number(self, values: Sequence[Tensor]) -> bool:
         """True if a number of the batch is among the values."""
         with DisableTorchFunction():
-            return any([isinstance(self.ledger.of(x), Node) for x in values])
+            return any([isinstance(self.ledger.of(x), Quantity) for x in values])
 
     @uncompiled
     def __torch_function__(
@@ -64,7 +64,7 @@ class Trace(TorchFunctionMode):
         with DisableTorchFunction():
             call = FunctionCall(ledger, name, args, kwargs)
             in_place = in_place and bool(args)
-            before = args[0].clone() if in_place and Node in call.kinds else None
+            before = args[0].clone() if in_place and Quantity in call.kinds else None
         call.out = func(*args, **kwargs)
         with DisableTorchFunction():
             results = [args[0]] if in_place else [*tensors((call.out,))]
@@ -83,7 +83,7 @@ class Trace(TorchFunctionMode):
         found: Any = None
         if rule not in BY_PLACE and self.ledger.is_read(*[x for x in call.scalars if whole or type(x) is float]):
             found = Unknown(read)
-        elif Node in call.kinds and rule not in NOT_RECORDED and Rows not in call.kinds:
+        elif Quantity in call.kinds and rule not in NOT_RECORDED and Rows not in call.kinds:
             return _recorded(call, function, in_place, before, results)
         elif call.kwargs.get("out") is None:
             call.out = results[0] if in_place else call.out
@@ -127,7 +127,7 @@ class Tracing:
         with DisableTorchFunction():
             ledger.note_numbers(value, "" if traced else described)
             for x in tensors((value,)):
-                if traced and (x.numel() < ledger.rows or isinstance(ledger.of(x), Node)):
+                if traced and (x.numel() < ledger.rows or isinstance(ledger.of(x), Quantity)):
                     ledger.put(x, ledger.of(x))  # Its graph may be another one now.
                 else:
                     ledger.returned(x, described)
@@ -144,7 +144,7 @@ def _recorded(
 ) -> list[Meaning]:
     """What results of a function of numbers of the batch, and of constants, are."""
     name, ledger, scalars = call.name, call.ledger, call.scalars
-    known = [each for each in call.meanings if isinstance(each, Node)]
+    known = [each for each in call.meanings if isinstance(each, Quantity)]
     adds = any([each.sums for each in known])
     unseen = in_place and results[0].requires_grad and not torch.is_grad_enabled()  # By the graph.
     if name in _OTHER or unseen or call.kwargs.get("out") is not None:
@@ -163,24 +163,24 @@ def _recorded(
     if name in SCALING and 0 in scalars:
         return [ledger.atom("", x, nothing=True) for x in results]
     own = call.args[0] if call.args else None
-    nodes: dict[int, Any] = {id(own): own if before is None else before}
+    quantities: dict[int, Any] = {id(own): own if before is None else before}
     for x in call.operands:
-        meaning, value = call.of(x), nodes.get(id(x), x)
-        if isinstance(meaning, Node):
-            nodes[id(x)] = meaning
+        meaning, value = call.of(x), quantities.get(id(x), x)
+        if isinstance(meaning, Quantity):
+            quantities[id(x)] = meaning
         elif not isinstance(meaning, Constant) or meaning.made and not meaning.uniform:
             return [meaning if isinstance(meaning, Unknown) else Unknown(name)] * len(results)
         elif value.requires_grad:
-            nodes[id(x)] = ledger.atom("a constant", value)
-    args, kwargs = map_leaves(lambda x: nodes.get(id(x), x), (call.args, call.kwargs))
+            quantities[id(x)] = ledger.atom("a constant", value)
+    args, kwargs = map_leaves(lambda x: quantities.get(id(x), x), (call.args, call.kwargs))
     nothing = all([each.nothing for each in known]) and len(known) == len(call.operands) and not scalars
     grows = adds and not (name in DIVIDING and len(known) == 2 and all([each.sums for each in known]))  # By a count.
     if in_place:
-        return [Node(name, partial(_written, function), args, kwargs, results[0].requires_grad, grows, nothing)]
+        return [Quantity(name, partial(_written, function), args, kwargs, results[0].requires_grad, grows, nothing)]
     if isinstance(call.out, Tensor):
-        return [Node(name, function, args, kwargs, call.out.requires_grad, grows, nothing)]
-    several = Node(name, function, args, kwargs, True)
-    return [Node(name, _one_of, (several, k), {}, x.requires_grad, grows, nothing) for k, x in enumerate(results)]
+        return [Quantity(name, function, args, kwargs, call.out.requires_grad, grows, nothing)]
+    several = Quantity(name, function, args, kwargs, True)
+    return [Quantity(name, _one_of, (several, k), {}, x.requires_grad, grows, nothing) for k, x in enumerate(results)]
 
 
 def _written(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:

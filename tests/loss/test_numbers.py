@@ -5,19 +5,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.loss.numbers import Amount, Node, Number, Unknown, combined, mean, quotient, total
+from splitpipe.loss.numbers import Amount, Number, Quantity, Unknown, combined, mean, quotient, total
 
 
 def number(above: float, count: Amount = 1.0, factor: float | None = None) -> Number:
     """A mean, times a factor if one is given."""
-    atoms = Node("mean"), Node("mean")
+    atoms = Quantity("mean"), Quantity("mean")
     of = quotient(*atoms, torch.tensor(above))
-    times = [Node("mul", Tensor.mul, (of, factor))] if factor is not None else []
+    times = [Quantity("mul", Tensor.mul, (of, factor))] if factor is not None else []
     return Number((*atoms, of, *times), (torch.tensor(above), count))
 
 
 def nothing(empty: bool) -> Number:
-    return Number((Node("", constant=True, nothing=True),), (torch.tensor(0.0),), empty=empty)
+    return Number((Quantity("", constant=True, nothing=True),), (torch.tensor(0.0),), empty=empty)
 
 
 def test_means_are_weighted_by_their_counts() -> None:
