@@ -40,6 +40,11 @@ class FunctionCall:
         """What the tensors among the arguments are."""
         return [*self._meanings.values()]
 
+    @property
+    def counting(self) -> bool:
+        """Whether a number that may count rows is in an argument."""
+        return any([isinstance(each, (Rows, Constant)) and each.counting for each in self.meanings])
+
     def argument(self, at: int, name: str, default: Any = None) -> Any:
         """An argument by its position or name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
@@ -59,10 +64,9 @@ class FunctionCall:
         constants = [(x, each) for x, each in pairs if isinstance(each, Constant)]
         if len(rows) + len(constants) < len(pairs):
             return None
-        counting = any([each.counting for each in self.meanings if isinstance(each, (Rows, Constant))])
         if not rows:
             if constants and all([each.uniform for _, each in constants]):
-                return replace(UNIFORM, counting=counting)
+                return replace(UNIFORM, counting=self.counting)
             return VARIED if any([each.made and not each.uniform for _, each in constants]) else GIVEN
         x, first = rows[0]
         dims, size = x.dim(), len(x) if x.dim() else 0  # Of a single row.
@@ -75,7 +79,7 @@ class FunctionCall:
         shares = [each for _, each in rows if each.share is not None]
         if len(shape) != dims or dims and shape[0] != size or len(shares) > 1:
             return None
-        return replace(first, share=shares[0].share if shares else None, counting=counting)
+        return replace(first, share=shares[0].share if shares else None, counting=self.counting)
 
 
 #: What a call's result is, or several of them; None: not recognised.

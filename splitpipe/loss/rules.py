@@ -18,7 +18,7 @@ def each_entry(call: FunctionCall) -> Meaning | None:
     joined, filled = call.joined(), call.name in ("where", "masked_fill", "fill")
     counts = call.ledger.may_count(*(call.scalars if filled else [call.kwargs.get("alpha")]))
     counts = counts or call.ledger.may_count(*[x for x in call.scalars if type(x) is float], size=True)
-    return replace(joined, counting=True) if counts and isinstance(joined, Rows) else joined
+    return replace(joined, counting=True) if counts and joined is not None else joined
 
 
 def multiply(call: FunctionCall) -> Meaning | None:

@@ -73,9 +73,7 @@ def _meaning(call: FunctionCall, given: dict[str, Any]) -> Meaning | None:
         return Unknown(ledger.read)
     if unknown is not None or odd:
         return unknown
-    if given.get("reduction") == "sum" and (
-        ledger.may_count(*floats, size=True) or any([isinstance(each, Rows) and each.counting for each in meanings])
-    ):
+    if given.get("reduction") == "sum" and (call.counting or ledger.may_count(*floats, size=True)):
         return Unknown(MAY_COUNT)
     x, weight = next(x for x in given.values() if isinstance(x, Tensor)), given.get("weight")
     if call.name in _ELEMENTS:

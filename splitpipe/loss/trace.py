@@ -151,14 +151,13 @@ def _recorded(
         for x in call.operands if name in _OTHER else []:
             ledger.put(x, Unknown(name))
         return [Unknown(name)] * len(results)
-    counting = any([isinstance(each, Constant) and each.counting for each in call.meanings])
     made = [x for x in call.operands if x.dim() and getattr(call.of(x), "made", False)]
     repeated = name in _REPEATING or bool(made) and not in_place
     factors = scalars if name in _FACTORS else []
     if name in ADDING:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         factors = [x for x in scalars if abs(x) >= 1 and x is not call.kwargs.get("alpha")] if adds else []
         factors += [call.kwargs.get("alpha")]  # type: ignore[list-item]
-    if counting or ledger.may_count(*factors, size=not adds) or repeated:
+    if call.counting or ledger.may_count(*factors, size=not adds) or repeated:
         return [Unknown(MAY_COUNT)] * len(results)
     if name in SCALING and 0 in scalars:
         return [ledger.atom("", x, nothing=True) for x in results]

@@ -630,6 +630,9 @@ SAID: Table = {
     "a reading that chooses": ("flat", logged),
     "another loss if nothing counts": ("flat", lambda o, t: (
         o[t > 1].square().mean() if (t > 1).any() else o.square().mean())),
+    "by a filled tensor in place": ("flat", lambda o, t: (o.square() * torch.empty_like(o).fill_(1 / len(o))).sum()),
+    "a filled weight": ("binary", lambda o, t: F.binary_cross_entropy_with_logits(
+        o, t, weight=torch.full_like(o, 1 / len(o)), reduction="sum")),
     "by a filled tensor": ("flat", lambda o, t: ((o - t).square() * torch.full_like(o, 1 / len(o))).sum()),
     "written without a graph": ("flat", unseen),
     "written after its use": ("flat", left_behind),
