@@ -42,6 +42,10 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """A copy of a nesting, with its leaves changed."""
+    if type(value) in (tuple, list):  # Without pytree, which takes as long as some functions do.
+        return type(value)([map_leaves(change, x) for x in value])
+    if type(value) is dict:
+        return {key: map_leaves(change, x) for key, x in value.items()}
     leaves, structure = tree_flatten(value)
     return tree_unflatten([*map(change, leaves)], structure)
 

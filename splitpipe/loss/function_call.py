@@ -17,7 +17,7 @@ class FunctionCall:
     out: Any = None
 
     def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        for key in ("input", "tensors", "data", "other"):  # torch.stack(tensors=...)
+        for key in ("input", "tensors", "data", "other") if kwargs else ():  # torch.stack(tensors=...)
             if key in kwargs and (key == "other" or not args) and name != "where":  # Its condition comes first.
                 args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
         self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
@@ -79,7 +79,8 @@ class FunctionCall:
         shares = [each for _, each in rows if each.share is not None]
         if len(shape) != dims or dims and shape[0] != size or len(shares) > 1:
             return None
-        return replace(first, share=shares[0].share if shares else None, counting=self.counting)
+        share = shares[0].share if shares else None
+        return first if share is None and not self.counting else replace(first, share=share, counting=self.counting)
 
 
 #: What a call's result is, or several of them; None: not recognised.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.core.tensors import map_leaves
-from splitpipe.core.torch_private import DisableTorchFunction, tree_flatten
+from splitpipe.core.torch_private import DisableTorchFunction
 
 #: Names of functions.
 ADDING = frozenset("add radd iadd sub subtract isub rsub".split())
@@ -23,7 +23,7 @@ DIVIDING = frozenset("div divide true_divide truediv itruediv idiv rdiv rtruediv
 Amount = Tensor | float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Quantity:
     """A call of a function with other quantities among its arguments; or, without a function, an atom.
 
@@ -40,11 +40,7 @@ class Quantity:
     constant: bool = False
     selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
     asked: int = 0  #: Of an atom: how many conditions Python had asked before.
-
-    @property
-    def operands(self) -> list[Quantity]:
-        """The quantities among its arguments."""
-        return [x for x in tree_flatten((self.args, self.kwargs))[0] if isinstance(x, Quantity)]
+    operands: Sequence[Quantity] = ()  #: The quantities among its arguments.
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,15 +117,14 @@ def mean(value: Tensor, count: float) -> Number:
 
 def product(mean: Tensor, count: Amount) -> Tensor:
     """The total of a mean, in a type that doesn't overflow; that of nothing is 0, not 0 / 0."""
-    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
-    if isinstance(count, Tensor) or not count:
-        wide = torch.where(~wide.isfinite() & (count == 0), 0, wide)
-    return wide * count
+    total = mean.to(torch.promote_types(mean.dtype, torch.float32)) * count
+    return total if count and not isinstance(count, Tensor) else torch.where(torch.as_tensor(count == 0), 0, total)
 
 
 def quotient(above: Quantity, count: Quantity, like: Tensor) -> Quantity:
     """A mean, with the type of a tensor."""
-    return Quantity("div", _divide, (above, count, like.dtype), grad=like.requires_grad)
+    args = above, count, like.dtype
+    return Quantity("div", _divide, args, grad=like.requires_grad, operands=(above, count))
 
 
 def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:

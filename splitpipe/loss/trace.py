@@ -81,7 +81,9 @@ class Trace(TorchFunctionMode):
         rule, read = RULES.get(call.name), self.ledger.read
         whole = bool(results) and results[0].is_floating_point()  # Else it may be a class or a position.
         found: Any = None
-        if rule not in BY_PLACE and self.ledger.is_read(*[x for x in call.scalars if whole or type(x) is float]):
+        if read and rule not in BY_PLACE and self.ledger.is_read(
+            *[x for x in call.scalars if whole or type(x) is float]
+        ):
             found = Unknown(read)
         elif Quantity in call.kinds and rule not in NOT_RECORDED and Rows not in call.kinds:
             return _recorded(call, function, in_place, before, results)
@@ -174,12 +176,16 @@ def _recorded(
     args, kwargs = map_leaves(lambda x: quantities.get(id(x), x), (call.args, call.kwargs))
     nothing = all([each.nothing for each in known]) and len(known) == len(call.operands) and not scalars
     grows = adds and not (name in DIVIDING and len(known) == 2 and all([each.sums for each in known]))  # By a count.
+    operands = [x for x in quantities.values() if isinstance(x, Quantity)]
+    recorded = partial(Quantity, name, sums=grows, nothing=nothing)
     if in_place:
-        return [Quantity(name, partial(_written, function), args, kwargs, results[0].requires_grad, grows, nothing)]
+        return [recorded(partial(_written, function), args, kwargs, results[0].requires_grad, operands=operands)]
     if isinstance(call.out, Tensor):
-        return [Quantity(name, function, args, kwargs, call.out.requires_grad, grows, nothing)]
-    several = Quantity(name, function, args, kwargs, True)
-    return [Quantity(name, _one_of, (several, k), {}, x.requires_grad, grows, nothing) for k, x in enumerate(results)]
+        return [recorded(function, args, kwargs, call.out.requires_grad, operands=operands)]
+    several = Quantity(name, function, args, kwargs, True, operands=operands)
+    return [
+        recorded(_one_of, (several, k), grad=x.requires_grad, operands=[several]) for k, x in enumerate(results)
+    ]
 
 
 def _written(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
