@@ -141,6 +141,7 @@ def settings() -> dict[str, object]:
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "threads": torch.get_num_threads(),
+        "device": torch.accelerator.current_device_index() if torch.cuda.is_initialized() else 0,
     }
 
 

@@ -81,18 +81,6 @@ def test_the_plain_module_comes_back_after_training(way: str, options: dict[str,
 
 
 @ways
-def test_copies_are_detached_and_leave_the_model_alone(way: str) -> None:
-    make, wrap = WAYS[way]
-    model, x = wrap(make()), torch.randn(6, 4)
-    expected = model.eval()(x)
-    for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
-        plain = detach(other)
-        assert type(plain) is type(make()) and "forward" not in vars(plain) and not hasattr(plain, "hf_device_map")
-        assert_same(plain(x), expected, "output")
-    assert_same(model(x), expected, "output")
-
-
-@ways
 def test_the_mode_and_later_changes_of_a_pipeline_are_the_plain_modules(way: str) -> None:
     make, wrap = WAYS[way]
     for mode in True, False:
@@ -140,16 +128,6 @@ def test_what_is_no_pipeline_or_none_any_more_says_where_there_is_one(way: str) 
             model(torch.randn(4, 4))
     with pytest.raises(TypeError, match=gone):
         detach(model)
-
-
-def test_layers_inside_another_pipeline_go_on_in_it() -> None:
-    x = torch.randn(6, 4)
-    inner = WAYS["cuts"][1](Net())
-    outer = SplitPipe(nn.Sequential(nn.Linear(4, 4), inner), [1, 1], **GIVEN)
-    expected = outer.eval()(x)
-    plain = detach(outer)
-    assert plain[1] is inner
-    assert_same(plain(x), expected, "output")
 
 
 def forward_mode(model: nn.Module, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """SplitPipe as an nn.Module: arguments as they are meant or warned of, state, devices, hooks, exceptions."""
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -209,6 +210,12 @@ def test_a_stream_is_a_device_and_a_stream_to_compute_on() -> None:
     assert one.device == torch.device("cuda:0") and other == Place(torch.device("cuda:0"))
     # A torch.cuda.Stream is equal to no torch.Stream.
     assert isinstance(one.stream, torch.cuda.Stream) and one.stream.stream_id == given.stream_id
+
+
+def test_a_copied_place_has_the_device_and_not_the_stream() -> None:
+    own: Any = object()
+    for again in (way(Place(torch.device("cpu"), own, own)) for way in (copy.deepcopy, copy.copy)):
+        assert (again.device, again.stream, again.owner) == (torch.device("cpu"), None, None)
 
 
 @pytest.mark.parametrize("name", schedule.names())

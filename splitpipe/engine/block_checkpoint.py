@@ -70,7 +70,8 @@ class BlockChains:
         if self.step.drop_in and not (self.i and block.modules in stage.reached_by):
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
             self._shared.reach(stage, walk([get_gradient_edge(y) for y in distinct], ends, False).parameters())
-            if all([id(p) in stage.reached for _, _, p in block.modules.parameters if p.requires_grad]):
+            parameters = block.modules.parameters  # As in ``RunningStage.reached_all``.
+            if stage.reached and all([id(p) in stage.reached for _, _, p in parameters if p.requires_grad]):
                 stage.reached_by.add(block.modules)
         chain, tracked = self._chain, [*{id(x): x for x in inputs if x.requires_grad}.values()]
         if chain is None or chain.size >= _CAP or any([chain.place_of(x) is None for x in tracked]):

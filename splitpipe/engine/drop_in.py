@@ -77,7 +77,6 @@ class SecondHalf:
         if thread_state.is_odd():  # In a thread of autograd's own, workers would wait for it forever.
             step.pool = None
         lowest = min([j or 0 for j in wanted], default=0)
-        hooks.restore()  # Those of a backward that has failed.
         try:
             step.run_rows(backward_rows(len(call.rows), step.workers, lowest, call.checkpointed, step.wants_weights))
         finally:

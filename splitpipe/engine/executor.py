@@ -82,25 +82,19 @@ class Executor:
 
     def _belong(self, number: int) -> None:
         """What a thread does, from start to end: ops, and forwards to their ends."""
-        try:
-            with thread_state.use(self._around):
-                while not self._over and (run := self._queues[number].get()) is not None:
-                    ended = False
-                    try:
-                        if run.kind == "F" and self._whole is not None:
-                            [i] = run.microbatches
-                            self._thread_of[i] = number
-                            self._whole(i, partial(self._pause, number))
-                        else:
-                            self._variables.copy().run(self._do_op, run)
-                        ended = True
-                    except BaseException as error:
-                        if not self._over:  # Otherwise, it is Stopped, or an error that this caused.
-                            self._errors.append(error)
-                    self._after(number, ended)
-        except BaseException:
-            self._stop()
-            raise
+        with thread_state.use(self._around):
+            while not self._over and (run := self._queues[number].get()) is not None:
+                try:
+                    if run.kind == "F" and self._whole is not None:
+                        [i] = run.microbatches
+                        self._thread_of[i] = number
+                        self._whole(i, partial(self._pause, number))
+                    else:
+                        self._variables.copy().run(self._do_op, run)
+                except BaseException as error:
+                    if not self._over:  # Otherwise, it is Stopped, or an error that this caused.
+                        self._errors.append(error)
+                self._after(number)
 
     def _pause(self, number: int) -> None:
         """Ends F of a stage, and returns when that of the next one is ready. Called by the forward."""
@@ -110,15 +104,14 @@ class Executor:
         if self._queues[number].get() is None:
             raise Stopped
 
-    def _after(self, number: int, ended: bool = True, border: bool = False) -> None:
-        """Ends a thread's op, and hands out what is ready then."""
+    def _after(self, number: int, border: bool = False) -> None:
+        """Ends a thread's op, and hands out what is ready then; after an error, nothing is."""
         with self._lock:
             if self._over:
                 return
             row, run = self._at_work.pop(number)
-            if ended:
-                self._rows[row].popleft()
-                self._ended.update([(run.kind[0], run.stage, i) for i in run.microbatches])
+            self._rows[row].popleft()
+            self._ended.update([(run.kind[0], run.stage, i) for i in run.microbatches])
             if self._free is not None and not border:
                 self._free.append(number)
             self._hand_out()

@@ -80,9 +80,6 @@ class ScheduledStep:
         with stream.use(call.computes[-1]):
             loss, unit = self.batch_loss.result(self._scale)
         hand([loss, unit], call.computes[-1], call.callers[-1])
-        if not self._roots:
-            call.rejoin()
-            return loss
         sums: Sums = {}
         with torch.no_grad():
             for key, stage, division in (None, step.stages[0], call.input), (TARGET, step.stages[-1], self._target):
@@ -92,6 +89,8 @@ class ScheduledStep:
             shared.bring_home()
             sums.update({stage.index: (stage, [*stage.store.sums]) for stage in step.stages})
         call.rejoin()
+        if not self._roots:
+            return loss
         groups = {key: [x for x, _ in own] for key, (_, own) in sums.items()}
         graph = OuterGraph([stage.device for stage in step.stages], partial(_scale, sums, unit, self.hand_over))
         self.hand_over.graph = weakref.ref(graph)

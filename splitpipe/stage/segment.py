@@ -142,8 +142,8 @@ class RunningStage:
             segment.arrived = []
 
     def reached_all(self) -> bool:
-        """True if walks have reached all parameters, so that further microbatches lead to no others."""
-        return all([id(x) in self.reached for x in self.own.parameters if x.requires_grad])
+        """True if walks have reached all parameters. A leaf that they haven't has its gradient with those of others."""
+        return bool(self.reached) and all([id(x) in self.reached for x in self.own.parameters if x.requires_grad])
 
 
 def detach(leaves: Sequence[Any], segment: Segment, stage: int, grad: bool) -> tuple[list[Any], Origins]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from splitpipe.backward.accumulate import Total
+from splitpipe.backward.accumulate import Sums, Total
 from tests.helpers.deferring import double as double
 
 
@@ -26,6 +26,14 @@ def test_gradients_are_taken_as_they_are_and_never_written_to() -> None:
     total.add_product(*given[1:])
     torch.testing.assert_close(total.value, before[0] + before[1] @ before[2])
     assert all(map(torch.equal, given, before))
+
+
+def test_gradients_that_are_added_together_are_those_of_the_weights_given_and_never_written_to() -> None:
+    sums, weights, given = Sums(), [torch.empty(2) for _ in range(3)], [[torch.ones(2)] * 2 for _ in range(3)]
+    for own, grads in zip((weights[:2], weights[:2], weights[1:]), given):
+        sums.add(own, grads)
+    assert [total.value.tolist() for _, total in sums] == [[2.0] * 2, [3.0] * 2, [1.0] * 2]  # type: ignore[union-attr]
+    assert all(x.tolist() == [1.0, 1.0] for grads in given for x in grads)
 
 
 def test_products_of_another_type_are_added_in_the_weights_type() -> None:

@@ -68,6 +68,12 @@ def test_parameters_and_none_are_weights_that_are_deferred_and_no_others(functio
 
 
 @in_more_ways
+def test_weights_that_a_function_gives_up_are_given_up_by_others_too(way: dict[str, Any]) -> None:
+    layer = Call(lambda x, w, v: (Affine.apply(x, w, v) @ v) * w.sin(), w=torch.randn(5, 5), v=torch.randn(5, 5))
+    assert not deferred(trained(layer, torch.randn(7, 5, 5), **way))
+
+
+@in_more_ways
 @pytest.mark.parametrize("frozen", ["", "w", "b"])
 def test_a_frozen_weight_gets_no_gradient(frozen: str, way: dict[str, Any]) -> None:
     log: list[Any] = []

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from splitpipe import SplitPipe, is_recomputing
 from tests.helpers.deferring import Call, Scale, scale
 from tests.helpers.deferring import double as double
+from tests.promise.layers import Apply
 
 #: As many bytes as there are.
 ALL = 2**30
@@ -71,7 +72,7 @@ def test_by_default_no_more_waits_than_the_weights_take_and_w_comes_before_the_n
 
 
 class Overwriting(torch.autograd.Function):
-    """Twice x; backward leaves its input, which another layer has saved, overwritten."""
+    """Twice x; backward overwrites its input, which another layer has saved, and its gradient, which others have."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class Overwriting(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         ctx.x.zero_()
-        return grad
+        return grad.mul_(2)
 
 
 def residual(x: Tensor, w: Tensor) -> Tensor:
@@ -96,5 +97,14 @@ def test_a_tensor_that_w_reads_and_backward_overwrites_is_an_error(schedule: Any
     model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never", stash_limit=ALL, **options)
     x = torch.randn(4, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified in place during backward.*backward='autograd'") as caught:
-        (model(x).sum() if schedule is None else model(x, target=torch.randn(4, 4))).backward()
+        (model(x).square().sum() if schedule is None else model(x, target=torch.randn(4, 4))).backward()
     assert "in the weight gradient of 1.weight" in caught.value.__notes__
+
+
+def test_a_gradient_that_w_reads_and_another_stage_overwrites_is_an_error() -> None:
+    first = Apply(lambda x: (x * 1, Overwriting.apply(x * 1)))
+    last = Call(lambda xs, w: nn.functional.linear(xs[0], w) + xs[1], weight=torch.rand(4, 4))
+    first.shared = last.shared = nn.Buffer(torch.zeros(1))  # One worker: B of the first stage, then W of the last.
+    model = SplitPipe(nn.Sequential(first, last), [1, 1], devices=["cpu"] * 2, chunks=3, stash_limit=ALL)
+    with pytest.raises(RuntimeError, match="modified in place during backward"):
+        model(torch.randn(6, 4, requires_grad=True)).square().sum().backward()

@@ -111,6 +111,9 @@ CASES = {
     "blocks before layers": (Run(in_turn("a", "b", "c", "d"), a=one(), b=pair(), c=one(), d=pair()), ["b", "d"]),
     "in the order of calls": (Run(in_turn("c", "b", "a"), a=one(), b=one(), c=one()), ["b", "a"]),
     "not what is called again": (Run(in_turn("a", "b", "a", "c"), a=one(), b=one(), c=one()), ["b", "c"]),
+    "not experts of a layer": (
+        Run(in_turn("layers.0", "layers.1"), layers=nn.ModuleList(Run(in_turn("experts.1", "experts.0"), experts=(
+            nn.ModuleList(map(pair, range(2))))) for _ in range(2))), ["layers.1"]),
     "not what is never called": (Run(in_turn("a", "b"), a=one(), b=one(), c=one()), ["b"]),
 }
 
@@ -119,18 +122,6 @@ CASES = {
 def test_cuts_are_calls_of_blocks_that_repeat(name: str) -> None:
     module, expected = CASES[name]
     assert survey(module, torch.randn(2, 3)).names == ("(start)", *expected)
-
-
-def test_an_nn_sequential_may_be_cut_at_all_its_layers() -> None:
-    assert survey(nn.Sequential(one(), pair(), nn.Tanh()), torch.randn(2, 3)).names == ("0", "1", "2")
-
-
-def test_experts_of_a_layer_are_no_cuts() -> None:
-    layers = nn.ModuleList(
-        Run(in_turn("experts.1", "experts.0"), experts=nn.ModuleList(map(pair, range(2)))) for _ in range(2)
-    )
-    module = Run(in_turn("layers.0", "layers.1"), layers=layers)
-    assert survey(module, torch.randn(2, 3)).names == ("(start)", "layers.1")
 
 
 def test_two_rows_of_the_batch_run_in_a_copy_in_eval_mode() -> None:

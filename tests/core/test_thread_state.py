@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch._C import _autograd
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -74,3 +75,14 @@ def test_settings_are_entered_from_any_state_and_restored(name: str) -> None:
                 assert settings() == (expected, before[1]), where
                 raise KeyboardInterrupt
             assert settings() == before, where
+
+
+def test_the_casts_of_weights_go_with_autocast() -> None:
+    with autocast(torch.bfloat16):
+        state = thread_state.capture()
+    weight, found = nn.Parameter(torch.ones(1, 1)), []
+    for _ in range(2):
+        with thread_state.entered(state):
+            found.append(nn.functional.linear(torch.ones(1, 1), weight).item())
+        weight.data += 1
+    assert found == [1, 2]

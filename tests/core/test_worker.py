@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
+from splitpipe.core import worker
 from splitpipe.core.worker import LaunchLock, Pool
 
 T = TypeVar("T")
@@ -57,6 +59,18 @@ def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest
     pool.run(calls)
     other.join()
     assert order == [(ident, n) for ident in (threading.get_ident(), order[-1][0]) for n in range(2)]
+
+
+def test_a_thread_that_has_ended_since_the_last_look_may_have_finished_its_call(pool, monkeypatch):
+    class Late(SimpleQueue):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            if timeout:  # It is looked into before the thread ends.
+                pool.threads[0].join(60)
+                raise Empty
+            return super().get(block, timeout)
+
+    monkeypatch.setattr(worker, "SimpleQueue", Late)
+    pool.run([(0, lambda: pool.threads[0].calls.put(None))])
 
 
 @pytest.mark.parametrize("own", [6, 1])

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.devices.cut import BOTH, DEVICES, batch, trained, wrapped
-from tests.devices.modules import Carried, Module, Of, Tied, recomputing
+from tests.devices.modules import Carried, Module, Of, Tied, recomputing, spread
 from tests.gpu.checks import assert_same_gradients
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
-ENGINES = pytest.mark.parametrize("backward", ["split", "autograd"])
-CHECKPOINT = pytest.mark.parametrize("checkpoint", ["never", "always"])
 
 
 def weighed(net: Of, x: Tensor, weight: Tensor) -> Tensor:
@@ -58,6 +56,15 @@ def test_a_stage_that_some_microbatches_do_not_come_to_is_joined_all_the_same(wa
     torch.testing.assert_close(found["y"].cpu(), torch.cat([part["y"] for part in each]))
     torch.testing.assert_close(found["loss"].cpu(), loss)
     loss.backward(), found["loss"].backward()
+    assert_same_gradients(model, plain)
+
+
+def test_a_backward_of_a_retained_graph_has_no_gradients_of_an_earlier_one() -> None:
+    plain = Of(spread)
+    model = wrapped(copy.deepcopy(plain))
+    for net, given in (plain, batch().cpu()), (model, batch()):
+        for output in net(given):
+            output.sum().backward(retain_graph=True)
     assert_same_gradients(model, plain)
 
 

@@ -108,6 +108,16 @@ def test_it_is_none_on_a_later_stage_with_one_warning(forward: Any, name: str, s
         assert len(told) == count and all(repr(name) in each and "a tensor with a graph" in each for each in told)
 
 
+def test_a_block_that_takes_anothers_place_is_looked_at_too() -> None:
+    net = module_of(lambda net, x: net.c(net.b(net.a(x))), **linears("a", "b", "c"))
+    model = SplitPipe(net, cuts=["b", "c"], devices=["cpu"] * 3, chunks=2)
+    model(torch.randn(8, 4))
+    net.a = experts()
+    with pytest.warns(UserWarning, match="the forward left 'a.gate.balance'"):
+        model(torch.randn(8, 4))
+    assert net.a.weights is None
+
+
 def keeping(self: Any, x: Tensor) -> Tensor:
     """Keeps a constant, a number and a count, which have no graph."""
     if self.scale is None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
+from tests.helpers.deferring import Call, Scale, scale
 from tests.helpers.deferring import double as double
-from tests.helpers.deferring import scale
 from tests.helpers.twin import Failing, assert_same, assert_same_tensors, twins
 from tests.promise.layers import Apply
 
@@ -52,6 +52,17 @@ def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(checkpoint,
         found.append([*grads, x.grad])
     assert_same(found[1], found[0], "gradients")
     assert_same_tensors(model, plain)
+
+
+@CHECKPOINT
+def test_a_backward_of_a_retained_graph_has_no_gradients_of_an_earlier_one(checkpoint: str) -> None:
+    layer = Call(lambda xs, w: (Scale.apply(xs[0], w), xs[1].exp()), w=torch.randn(3))
+    plain, model = twins(nn.Sequential(layer, nn.Identity()), chunks=2, checkpoint=checkpoint)
+    xs, found = torch.randn(2, 4, 3).requires_grad_().unbind(), []
+    for each in (model, plain):
+        for y, wanted in zip(each(xs), (xs, [*xs, *each.parameters()])):
+            found.append(torch.autograd.grad(y.sum(), wanted, retain_graph=True, allow_unused=True))
+    assert_same(found[:2], found[2:], "gradients")
 
 
 @CHECKPOINT
@@ -147,17 +158,19 @@ def test_in_a_thread_that_python_did_not_start_all_ops_run_in_turn() -> None:
 
 @pytest.mark.draws
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_backward_of_an_earlier_call_inside_a_stage_that_draws_does_not_wait_for_it(checkpoint: str) -> None:
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_backward_of_an_earlier_call_inside_a_stage_does_not_wait_for_it(draws: bool, checkpoint: str) -> None:
+    """Of a model that draws as this one does, or of this one, whose threads it needs."""
     earlier: list[Tensor] = []
     run = Apply(lambda x: x.register_hook(lambda _: earlier.pop().backward() and None if earlier else None) and x * 1)
     inner, outer = (
-        SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), each, nn.Dropout()), balance=[3, 1],
+        SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5 * draws), each, nn.Tanh()), balance=[3, 1],
                   devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint)
         for each in (nn.Linear(4, 4), run)
     )
-    x = torch.rand(4, 4)
+    model, x = inner if draws else outer, torch.rand(4, 4)
     for _ in range(2):
-        earlier[:] = [inner(x).sum()]
+        earlier[:] = [model(x).sum()]
         outer(x).sum().backward()
         assert not earlier
-    assert None not in gradients(inner)
+    assert None not in gradients(model)

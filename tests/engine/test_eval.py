@@ -39,14 +39,16 @@ class Net(Plain):
         return {"loss": None if labels is None else (y - labels).square().mean(), "y": y, "cache": cache}
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_the_output_is_that_of_the_module_and_each_row_runs_once(grad: bool) -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("backward", ["split", "autograd"])
+def test_the_output_is_that_of_the_module_and_each_row_runs_once(mode: Any, backward: str) -> None:
     plain = Plain(lambda y: {"a": (y, [y * 2, None]), "b": "text", "n": (y > 0).sum()}).eval()
-    model = piped(plain, ["two"], chunks=4).eval()
+    model = piped(plain, ["two"], chunks=4, backward=backward).eval()
     x = torch.randn(8, 4)
-    with torch.set_grad_enabled(grad):
-        assert_same(model(x), plain(x), "output")
-    assert model.calls == [2] * 4
+    with mode():
+        found, expected = model(x), plain(x)
+        assert_same(found, expected, "output")
+    assert model.calls == [2] * 4 and found["a"][0].requires_grad is expected["a"][0].requires_grad
 
 
 @pytest.mark.parametrize("function", [lambda y: (y, y.argmax()), lambda y: (y, Cache())], ids=["an index", "an object"])
@@ -73,11 +75,6 @@ def test_what_keeps_a_cache_runs_in_one_microbatch(given: Any, training: bool, c
     found, expected = model(x, **given), plain(x, **given)
     assert model.calls == calls and (found["cache"] is None) is (calls != [7])
     assert_same([found["y"], found["loss"]], [expected["y"], expected["loss"]], "output")
-
-
-def test_a_cache_that_training_asks_for_is_an_error() -> None:
-    with pytest.raises(ValueError, match="a Cache and a Cache as .*use_cache=False"):
-        piped(Net(), ["two"])(torch.randn(7, 4), use_cache=True)
 
 
 @pytest.mark.parametrize(("inside", "default", "expected"), [

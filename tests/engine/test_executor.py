@@ -55,6 +55,12 @@ def test_an_error_outside_of_ops_stops_all_threads(how: str, monkeypatch: pytest
             lambda op: monkeypatch.setattr(Executor, "_after", broken) if op == F10 else None)
 
 
+def test_two_stages_are_at_work_on_a_forward_that_has_ended_while_another_is_parked() -> None:
+    both = threading.Barrier(2)
+    W10, F01, F11 = OpRun("W", 1, (0,)), OpRun("F", 0, (1,)), OpRun("F", 1, (1,))
+    run([[F00, F01, B00], [F10, B10, W10, F11]], "parked", lambda op: both.wait(60) if op in (B00, W10) else None)
+
+
 @pytest.mark.parametrize("how", ["parked", "called", "caller"])
 @pytest.mark.parametrize("rows", [[[F00, B00], [F10]], [[B00, F00], [F10, B10]]])
 def test_rows_that_cannot_go_on_are_an_error_and_no_hang(rows: list[list[OpRun]], how: str) -> None:

@@ -93,6 +93,13 @@ def test_skips_have_second_derivatives(checkpoint: str) -> None:
     assert_same_tensors(model, plain)
 
 
+def test_what_a_node_has_saved_is_there_outside_of_a_backward() -> None:
+    node = stitched(mlp(), checkpoint="always")(torch.rand(6, 4)).grad_fn
+    while not hasattr(node, "_saved_mat1"):
+        node = node.next_functions[0][0]
+    assert node._saved_mat1.shape == (2, 3)
+
+
 @BY
 def test_layers_that_do_something_else_the_second_time_are_an_error(by: str) -> None:
     def other(self: Any, x: Tensor) -> Tensor:

@@ -202,25 +202,18 @@ def test_a_sequential_with_cuts_runs_its_own_forward(cuts: list[str]) -> None:
     module, x = layers(), torch.randn(6, 4)
     model = SplitPipe(module, cuts=cuts, devices=["cpu"] * 3, chunks=2)
     assert model.balance == [] and model.cuts == cuts
-    torch.testing.assert_close(model(x), module(x))
+    for rows in (x[:1], x, x):  # Of more microbatches, which take more threads.
+        torch.testing.assert_close(model(rows), module(rows))
     assert len(model) == 4 and model[2][1] is [*model][2][1] and list(model.state_dict()) == list(module.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:stage 0 calls no module:UserWarning")
 def test_layers_of_a_sequential_come_in_their_order_the_first_one_too() -> None:
     module, x = layers(), torch.randn(6, 4)
-    for cuts, error in (["3", "1"], "after stage 2 has begun"), (["1", "1"], "each once"):
+    for cuts, error in (["3", "1"], "2 has begun: expected cuts= in the order"), (["1", "1"], "each once"):
         with pytest.raises(ValueError, match=error):
             SplitPipe(layers(), cuts=cuts, devices=["cpu"] * 3)(x)
     torch.testing.assert_close(piped(module, ["0"])(x), module(x))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_cuts_in_another_order_than_the_calls_are_refused(schedule: str) -> None:
-    model = piped(Stack(), ["layers.3", "layers.1"], schedule=schedule)
-    with pytest.raises(ValueError, match="'layers.3'.*where stage 1 starts, was called after stage 2 has") as error:
-        model(**batch())
-    assert "expected cuts= in the order in which the forward calls them" in str(error.value)
 
 
 def test_hf_device_map_has_every_block_and_layer() -> None:

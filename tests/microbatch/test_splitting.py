@@ -103,12 +103,6 @@ def test_microbatches_that_the_user_has_cut_share_a_tensor_and_may_be_written_to
     assert_same(gradients[0], gradients[1], "gradients")
 
 
-def test_writing_to_a_tensor_that_several_microbatches_have_is_an_error() -> None:
-    table = torch.ones(4)
-    with pytest.raises(RuntimeError, match="wrote in place to an input that batched= leaves whole"):
-        of_parts(lambda value: value[0] * value[1].mul_(2))([(torch.ones(2, 4), table), (torch.ones(3, 4), table)])
-
-
 @pytest.mark.parametrize(("given", "error", "says"), [
     (lambda args, kwargs, chunks: 3, TypeError, "split returned 3: expected a list of pairs"),
     (lambda args, kwargs, chunks: [], TypeError, r"split returned \[\]: expected a list of pairs"),

@@ -176,12 +176,6 @@ def test_a_device_without_room_for_a_layer_is_left_out(devices: int, memory: Seq
     assert found.fits and {device.name for device in found.devices} == taken
 
 
-def test_a_device_without_a_limit_takes_what_others_have_no_room_for() -> None:
-    profile = emulated(0, devices=2, layers=40, memory=(30 * MIB, math.inf), chunks=(4,))
-    found = choose(profile, schedules=["1f1b"], tries=0)[0]
-    assert found.fits and len(found.devices) == 2
-
-
 def test_where_memory_is_short_cuts_go_by_what_the_schedule_holds() -> None:
     profile = emulated(0, devices=3, layers=40, chunks=(8,))
     room = max(choose(profile, schedules=["1f1b"])[0].memory) * 0.9

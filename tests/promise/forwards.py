@@ -46,12 +46,20 @@ def hooked(net: Net, x: Tensor) -> Tensor:
     return x
 
 
+def unseen(net: Net, x: Tensor) -> Tensor:
+    """Writes to what blocks have returned, of which autograd is not to know."""
+    for block in net.blocks:
+        x = block(x)
+        x.detach().mul_(2)
+    return x
+
+
 def regions(net: Net, x: Tensor) -> Tensor:
     """Switches grad mode and autocast around borders of stages."""
     a, b, c, d, e = net.blocks
     x = a(x)
     with torch.no_grad():
-        y = c(b(x))
+        y = c(b(x)) + x
         assert not torch.is_grad_enabled()
     assert torch.is_grad_enabled()
     with torch.autocast("cpu", torch.bfloat16):
@@ -131,7 +139,7 @@ def layered(forward: Callable[..., Any], *names: str) -> Callable[[], nn.Module]
 
 FORWARDS: dict[str, Callable[[], Net]] = {
     **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
-        unused, hooked, regions,
+        unused, hooked, unseen, regions,
     )},
     "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),
     "handed on": lambda: Net(handed, layered(handing)),

@@ -121,3 +121,11 @@ def test_bfloat16_is_that_of_drop_in(options: dict[str, Any]) -> None:
     loss.backward()
     torch.testing.assert_close(loss, expected)
     assert_near(gradients(model), gradients(dropin), 0.01)
+
+
+@pytest.mark.draws  # For all that is known, so that microbatches run in this thread, under its autocast.
+def test_in_one_graph_gradients_of_microbatches_are_added_in_single_precision() -> None:
+    model = SplitPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"], chunks=4, backward="autograd")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.tensor([[256.0], [1.0], [1.0], [1.0]])).sum().backward()
+    assert model[0].weight.grad == 259  # bfloat16 would have 256.

@@ -113,21 +113,6 @@ def test_hooks_of_parameters_that_nobody_asks_for_stay_silent(way: str) -> None:
 
 
 @ways
-def test_hooks_of_accumulate_grad_nodes_fire_once(way: str) -> None:
-    models = twins(mlp(5), way)
-    counts: list[Counter[str]] = [Counter(), Counter()]
-    nodes = []  # They live as long as someone holds them.
-    for model, count in zip(models, counts):
-        for key, parameter in model.named_parameters():
-            node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-            node.register_hook(lambda *_, key=key, count=count: count.update([key]))
-            nodes.append(node)
-    for loss in losses(models, torch.randn(7, 4)):
-        loss.backward()
-    assert counts[1] == counts[0] and set(counts[1].values()) == {1}
-
-
-@ways
 def test_a_hook_after_accumulation_may_take_the_optimizers_step(way: str) -> None:
     models = twins(mlp(5), way)
 
@@ -230,9 +215,10 @@ def test_hooks_that_two_calls_park_while_b_computes_gradients_are_back_after_bot
     weight, seen = nn.Parameter(torch.ones(2)), list[Tensor]()
     weight.register_hook(seen.append)
     weight.register_hook(lambda grad: grad * 2)
-    one, other = LeafHooks(), LeafHooks()
+    removed, one, other = weight.register_hook(lambda grad: grad * 5), LeafHooks(), LeafHooks()
     for hooks in (one, other):
         hooks.park([weight])
+    removed.remove()
     one.restore()
     other.restore()
     weight.sum().backward()

@@ -75,6 +75,9 @@ def test_a_layer_that_begins_to_draw_is_an_error_once(schedule: str) -> None:
     grad = gradient(model, x)
     right = 2 * (1 - torch.tanh(torch.tensor(2.0)) ** 2) / x.numel()
     torch.testing.assert_close(grad, right * (grad != 0))
+    for draws in (False, True):  # It may draw in some steps only.
+        begun[:] = [True] * draws
+        gradient(model, x)
 
 
 def test_a_model_that_draws_in_training_only_goes_back_and_forth() -> None:

@@ -18,7 +18,7 @@ from splitpipe.core.stream import Place
 from splitpipe.stage import layers
 from tests.helpers.covering import pairwise
 from tests.helpers.scheduled import loss_of
-from tests.helpers.twin import Looped, assert_same, assert_same_tensors
+from tests.helpers.twin import Looped, assert_same, assert_same_tensors, twins
 from tests.promise.layers import Apply
 
 CPU = ["cpu"] * 2
@@ -36,19 +36,20 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a mode": lambda first: first.eval(),
     "a flag": lambda first: first[0].weight.requires_grad_(False),
     "a buffer": lambda first: first[3].register_buffer("running_mean", torch.full((4,), 2.0)),
+    "one more buffer": lambda first: first[3].register_buffer("more", torch.ones(4)),
 }
 
 
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_what_changes_between_two_steps_counts_in_the_second(how: str, checkpoint: Any) -> None:
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_what_changes_between_two_steps_counts_in_the_second(how: str, checkpoint: Any, by: str) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.0), nn.BatchNorm1d(4).eval())
-    plain = nn.Sequential(inner, nn.Linear(4, 2))
-    model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=CPU, chunks=2, checkpoint=checkpoint)
+    plain, model = twins(nn.Sequential(inner, nn.Linear(4, 2)), [1, 1], by, chunks=2, checkpoint=checkpoint)
     x = torch.randn(4, 4)
     for each in (plain, model):
         trained(each, x)
-        CHANGES[how](list(each.children())[0])
+        CHANGES[how](each[0])
         each.zero_grad()
     torch.testing.assert_close(trained(model, x), trained(plain, x))
     assert_same_tensors(model, plain)
@@ -170,6 +171,7 @@ def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_state_and_an_acc
     assert workers([a], [b], [c]) == [0, 1, 2]
     assert workers([tied], [other]) == [0, 1]
     assert workers([a], [b], [a]) == [0, 1, 0]
+    assert workers([a], [b], [nn.Sequential(a, b)]) == [0, 0, 0]
     assert workers([a], [b], [nn.Sequential(c, a)], [b]) == [0, 1, 0, 1]
     assert workers([tied], [nn.Sequential(tied)]) == [0, 0]
     relu, empty = nn.ReLU(), nn.Sequential()
