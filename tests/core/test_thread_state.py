@@ -82,7 +82,7 @@ def test_the_casts_of_weights_go_with_autocast() -> None:
         state = thread_state.capture()
     weight, found = nn.Parameter(torch.ones(1, 1)), []
     for _ in range(2):
-        with thread_state.entered(state):
+        with thread_state.use(state):
             found.append(nn.functional.linear(torch.ones(1, 1), weight).item())
         weight.data += 1
     assert found == [1, 2]
