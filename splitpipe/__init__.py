@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from splitpipe.attaching import attach, deferral_report, detach, record
     from splitpipe.backward.split_function import SplitFunction
-    from splitpipe.balance.defaults import device_map
+    from splitpipe.balance.balances import device_map
     from splitpipe.batchnorm import DeferredBatchNorm
     from splitpipe.checking.check import check
     from splitpipe.core.phase import is_checkpointing, is_recomputing
@@ -26,7 +26,7 @@ __all__ = [
 _OWNERS = {
     "DeferredBatchNorm": "batchnorm", "DoesNotFitError": "planner.planning", "Plan": "planner.plan",
     "SplitFunction": "backward.split_function", "SplitPipe": "pipe", "attach": "attaching", "check": "checking.check",
-    "deferral_report": "attaching", "detach": "attaching", "device_map": "balance.defaults",
+    "deferral_report": "attaching", "detach": "attaching", "device_map": "balance.balances",
     "is_checkpointing": "core.phase", "is_recomputing": "core.phase", "plan": "planner.planning", "record": "attaching",
 }
 _DOORS = "balance", "distributed", "schedule", "skip"

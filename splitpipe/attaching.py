@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from splitpipe import checks
 from splitpipe.backward.report import DeferralReport
-from splitpipe.balance.defaults import chosen_cuts
+from splitpipe.balance.balances import chosen_cuts
 from splitpipe.batchnorm import undefer
 from splitpipe.partition.call_hook import expose
 from splitpipe.partition.device_map import put_back

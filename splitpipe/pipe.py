@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from splitpipe import checks
-from splitpipe.balance.defaults import chosen_balance, chosen_cuts
+from splitpipe.balance.balances import chosen_balance, chosen_cuts
 from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint
 from splitpipe.microbatch.chunk_spec import verify_batched

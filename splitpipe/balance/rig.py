@@ -124,10 +124,7 @@ def _measure(
 
 
 class Rig:
-    """A module on some places with each unit as a stage, called with the same arguments again and again.
-
-    ``given``: the positional and keyword arguments for a microbatch; ``loss_fn``: None for the module's own loss.
-    """
+    """A module on some places with each unit as a stage, called with the arguments of a microbatch again and again."""
 
     def __init__(
         self, subject: Subject, places: Sequence[Place], given: tuple[tuple[Any, ...], dict[str, Any]],
@@ -147,7 +144,7 @@ class Rig:
         if subject.layered:
             resolved = options_of(options, [1] * count, batched=(None, None))
             move_stages([[layer] for layer in module._modules.values() if layer is not None], resolved.places)
-            self._runtime: Any = Runtime(resolved)
+            self._runtime = Runtime(resolved)
         else:
             self._runtime = piped(module, subject.names[1:], options).runtime
         self._runtime.hand_over = None  # Losses are dropped.
@@ -160,7 +157,6 @@ class Rig:
     def record(self, go_on: Callable[[int], bool], microbatches: int = 1) -> Recording:
         """Records runs as long as ``go_on`` returns true for the number of microbatches."""
         done = 0
-        recording: Recording
         with self._runtime.recordings.open() as recording:
             while go_on(done):
                 self.run(microbatches)
@@ -168,10 +164,7 @@ class Rig:
         return recording
 
     def inspect(self) -> tuple[Recording, list[Storages], list[Storages], list[int]]:
-        """Records a run of one microbatch; also, for each unit, what entered, what F saved, and the bytes W needed.
-
-        Of what entered, only what has a graph, but of the first unit, all arguments.
-        """
+        """Records a run of one microbatch; also, for each unit, what entered, what F saved, and the bytes W needed."""
         packed, kept = list[ref[Tensor]](), list[int]()
         entered, saved = list[Storages](), list[Storages]()
 
@@ -190,7 +183,7 @@ class Rig:
 
         with self._runtime.recordings.open(ended) as recording, saved_tensors_hooks(pack, unchanged):
             self.run()
-        entered[0] = memory_of(*self.call.latest)
+        entered[0] = memory_of(*self.call.latest)  # All arguments; of the other units, only what has a graph.
         own = memory_of(*self._subject.module.parameters(), *self._subject.module.buffers())
         return recording, entered, [{key: each[key] for key in each.keys() - own.keys()} for each in saved], kept
 

@@ -21,7 +21,7 @@ from splitpipe.partition.blocks import no_blocks, repeated
 from splitpipe.partition.call_hook import expose
 from splitpipe.partition.placement import arguments_of, rehearsal, verify_filled
 from splitpipe.partition.resident import Resident, is_pipeline
-from splitpipe.partition.restore import random_states
+from splitpipe.partition.restore import restore_after
 from splitpipe.skip.skippable import verify_skippables
 
 #: The name of the part before the first cut of a module that isn't an nn.Sequential.
@@ -103,16 +103,14 @@ def _at_blocks(subject: Subject, home: torch.device) -> Subject:
 @contextmanager
 def measuring(device: torch.device) -> Iterator[None]:
     """Turns autograd on, makes the device the current one, and restores random states after the block."""
-    states = random_states([device])
     # Leaving inference mode turns gradients on, even if the caller had turned them off.
     with torch.inference_mode(False), torch.accelerator.device_index(device.index), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the forward left")  # The first step warns of it, in terms of the module.
         try:
-            yield
+            with restore_after([], [device]):
+                yield
         finally:
             torch.clear_autocast_cache()  # Cast weights would outlive the copy.
-            for set_state, state in states:
-                set_state(state)
 
 
 def copy_of(module: nn.Module) -> nn.Module:

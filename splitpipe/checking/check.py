@@ -1,108 +1,70 @@
-"""The check: two runs, and by how much what they compute differs.
-
-    some rows ──┬── in one microbatch, or through another module ── outputs, loss, gradients, state ──┐
-                └── in ``chunks`` microbatches ──────────────────── outputs, loss, gradients, state ──┴─ compared
-
-No rule can tell whether the rows of a batch meet in a forward or in a loss; two runs show it.
-"""
+"""The check: two runs, in one microbatch and in several, and by how much what they compute differs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from splitpipe.checking.run import CheckedCall, Run, fresh, run
+from splitpipe.core.tensors import map_tensors, version_of
+from splitpipe.core.torch_private import _BatchNorm
 from splitpipe.microbatch.division import Division, describe
-from splitpipe.partition.resident import is_pipeline
+from splitpipe.microbatch.gather import find_loss
+from splitpipe.microbatch.tree import PLAIN, open_level
+from splitpipe.partition.resident import Resident, is_pipeline
+from splitpipe.partition.restore import random_states, restore_after
 from splitpipe.piped import runtime_of
-from splitpipe.runtime.module import ModuleRuntime
-from splitpipe.runtime.runtime import Runtime
+from splitpipe.runtime.runtime import Batch, Runtime
 
+#: What is compared, and what to do about a difference.
 _ADVICE = {
-    "outputs": (
-        "Rows meet in the forward (statistics or attention over the batch, a counter of calls), or an argument was not "
-        "split as it should be: look at batched= and split=."
-    ),
-    "loss": (
-        "The loss isn't a sum or mean over rows: look at reduction=, let loss_fn return (total, count), or leave out "
-        "the schedule and compute the loss from model(x)."
-    ),
+    "outputs": "Rows meet in the forward (statistics or attention over the batch, a counter of calls), or an argument "
+               "was not split as it should be: look at batched= and split=.",
+    "loss": "The loss isn't a sum or mean over rows: look at reduction=, let loss_fn return (total, count), or leave "
+            "out the schedule and compute the loss from model(x).",
     "gradients": "A backward depends on the whole batch: try backward='autograd' and checkpoint='never'.",
-    "state": (
-        "The forward writes to a buffer, a parameter or a counter once for each microbatch: count outside, average "
-        "outside, or look at deferred_batch_norm=True."
-    ),
+    "state": "The forward writes to a buffer, a parameter or a counter once for each microbatch: count outside, "
+             "average outside, or look at deferred_batch_norm=True.",
 }
-_DRAWING = "The forward draws random numbers there, too, so that nothing can be concluded."
-#: By how much values and gradients may differ: a part of their largest element, by the lowest dtype that occurs.
-#: Gradients are sums over more elements, which may cancel.
+#: By how much values and gradients may differ, by the lowest dtype that occurs. Gradients are sums of more elements.
 TOLERANCES = {
     torch.float64: (1e-9, 1e-8), torch.float32: (1e-4, 1e-3), torch.float16: (2e-2, 5e-2), torch.bfloat16: (5e-2, 1e-1),
 }
-#: A gradient whose largest element is below this part of the largest of all consists of rounding.
-_NOISE = 1e-3
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The values of one kind in both runs.
-
-    Attributes:
-        kind: "outputs", "loss", "gradients", or "state": buffers, counters, and parameters that were written to.
-        errors: by how much each value differs, by name: a part of its largest element; infinite for another shape, or
-            where only one of them is there or is a number.
-        different: the names of those that differ by more than the tolerance, the worst one first.
-    """
-
-    kind: str
-    errors: Mapping[str, float]
-    different: tuple[str, ...]
-
-    def __str__(self) -> str:
-        worst, count = max(self.errors, key=lambda name: self.errors[name]), len(self.different)
-        by = {name: f" by {error:.2g}" if error < math.inf else "" for name, error in self.errors.items()}
-        shown = ", ".join([name + by[name] for name in self.different[:4]])
-        more = f" and {count - 4} others" if count > 4 else ""
-        text = f"different: {shown}{more}" if count else f"worst {self.errors[worst]:.1g} at {worst}"
-        return f"{self.kind + ':':11}{len(self.errors) - count} of {len(self.errors)} equal, {text}"
 
 
 @dataclass(frozen=True)
 class Check:
-    """What ``splitpipe.check`` has found: true if nothing differs. ``print`` shows a line for each comparison.
+    """What ``splitpipe.check`` has found: true if nothing differs. ``print`` shows a line for each kind of values."""
 
-    Attributes:
-        comparisons: of outputs, loss, gradients and state, as far as there are any.
-        how: the rows, microbatches and modes of the two runs.
-        arguments: how each argument was treated: split along which dimension, or whole.
-        advice: where to look for the reason.
-    """
-
-    comparisons: tuple[Comparison, ...]
-    how: str
-    arguments: str
-    advice: str
+    #: The names of the values that differ, the worst one first, by kind: outputs, loss, gradients, state.
+    different: Mapping[str, Sequence[str]]
+    text: str
 
     def __bool__(self) -> bool:
-        return not any([each.different for each in self.comparisons])
+        return not any(self.different.values())
+
+    def __str__(self) -> str:
+        return self.text
 
     def raise_if_different(self) -> None:
         """Raises RuntimeError, with the text that ``print`` shows, if anything differs."""
         if not self:
-            raise RuntimeError(str(self))
+            raise RuntimeError(self.text)
 
-    def __str__(self) -> str:
-        same = "The same." if self else "Not the same."
-        lines = [self.how, *self.comparisons, f"{same} (Numbers are parts of the largest element of each.)"]
-        return "\n".join(map(str, lines if self else filter(None, [*lines, self.arguments, self.advice])))
+
+class Run(NamedTuple):
+    """What one run has computed."""
+
+    values: dict[str, dict[str, Any]]  # By kind and name.
+    counts: dict[str, float]  # By how much numbers in attributes, and the versions of parameters, have grown.
+    dtypes: set[torch.dtype]
+    drew: bool  # Whether a random number was drawn.
 
 
 def check(
@@ -111,14 +73,14 @@ def check(
 ) -> Check:
     """Compares a pipeline in several microbatches with itself in one, or with another module, on a batch.
 
-    It finds what no rule can: rows that meet in the forward or in the loss, an argument that was split but should be
-    whole, a counter of calls. It runs where the model is, without a copy of it, and restores what runs may change
-    (docs/reference.md says what). No other thread may use the model meanwhile. Dropout is off, and BatchNorm layers use
-    their running statistics. If the forward draws random numbers all the same, it is compared in eval mode.
+    It finds what no rule can: rows that meet in the forward or in the loss, an argument that should be whole, a counter
+    of calls. It runs where the model is, and restores what runs may change (docs/reference.md says what). No other
+    thread may use the model meanwhile. Dropout is off, and BatchNorm layers use their running statistics. If the
+    forward draws random numbers all the same, it is compared in eval mode.
 
     Args:
         model: a SplitPipe, or a module that ``attach`` was called with.
-        args: the positional arguments of a call.
+        args: the arguments of a call, and so are ``kwargs``.
         target: for a model with a schedule and ``loss_fn``.
         loss: a function of the output that returns the loss, if it is computed outside. Default: the loss in the
             model's output, or else a fixed function of all outputs.
@@ -126,7 +88,6 @@ def check(
         rows: how many rows of the batch are used, from the first. Default: four for each microbatch, all with ``loss``.
         tolerance: by how much values may differ: a part of the largest element of each. Default: what their dtypes
             need, such as 1e-4 for outputs and 1e-3 for gradients in float32.
-        kwargs: the arguments of a call that have names.
 
     Returns:
         A Check: true if nothing differs. ``print`` shows what does, by how much, and where to look.
@@ -143,38 +104,33 @@ def check(
         >>> bool(splitpipe.check(model, torch.randn(8, 4), loss=lambda y: y.square().mean()))
         True
     """
-    runtime: Runtime = runtime_of(model)
-    if not isinstance(runtime, ModuleRuntime):
-        if len(args) == 2:
-            target, args = args[1], args[:1]  # As in model(x, y).
-        if len(args) != 1 or kwargs:
-            raise TypeError(f"found {len(args)} arguments and {sorted(kwargs)}: expected an input, or it and a target.")
-    against = against.module if isinstance(against, DistributedDataParallel) else against
-    _verify(model, target, loss, against)
-    if tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0):
-        raise ValueError(f"tolerance is {tolerance!r}: expected a part of the largest element, such as 1e-3.")
-    several = fresh(runtime, runtime.options.chunks)
-    division, call = _chosen(several, model, CheckedCall(args, kwargs, target, loss, runtime.options.loss_fn), rows)
+    runtime = runtime_of(model)
+    options = runtime.options
+    if not runtime.own_forward and len(args) == 2:
+        target, args = args[1], args[:1]  # As in model(x, y).
+    _verify(model, target, loss, against, tolerance)
+    if target is not None and options.loss_fn is None:
+        kwargs, target = {**kwargs, "target": target}, None  # It is the forward's own.
+    several = _fresh(runtime, options.chunks)
+    division, batch = _chosen(several, several.batch(model, args, kwargs, target), rows, loss is None)
     pieces = len(division.rows)
     if pieces == 1 and against is None:
-        raise ValueError(
-            "the batch is one microbatch: expected more rows, arguments that can be split, or a module, against=plain."
-        )
-    other, alone = (model, fresh(runtime, 1)) if against is None else (against, None)
-    runs = run(other, alone, call), run(model, several, call)
-    mode = "train mode without dropout and batch statistics." if model.training else "eval mode."
-    if model.training and (runs[0].drew or runs[1].drew):
-        runs = run(other, alone, call, quiet=True), run(model, several, call, quiet=True)
-        mode = "eval mode, since the forward draws random numbers in train mode."
-    compared = _compared(*runs, pieces, tolerance)
+        raise ValueError("the batch is one microbatch: expected more rows, values that can be split, or against=plain.")
     whom = "in one microbatch" if against is None else f"through {type(against).__name__}"
+    other, alone = (model, _fresh(runtime, 1)) if against is None else (against, None)
+    for quiet in (False, True):
+        given = batch, loss if target is None else options.loss_fn, quiet
+        one, many = _run(other, alone, *given), _run(model, several, *given)
+        if not one.drew and not many.drew:
+            break
+    mode = "train mode without dropout and batch statistics." if model.training else "eval mode."
+    if model.training and quiet:
+        mode = "eval mode, since the forward draws random numbers in train mode."
     how = f"{sum([count for _, count in division.rows])} rows {whom}, and in {pieces}, in {mode}"
-    advice = next((f"{_ADVICE[each.kind]} See docs/limits.md." for each in compared if each.different), "")
-    advice = _DRAWING if runs[0].drew or runs[1].drew else advice
-    return Check(compared, how, "\n".join(describe(division)), advice)
+    return _compared(one, many, how, division, tolerance)
 
 
-def _verify(model: nn.Module, target: Any, loss: Any, against: Any) -> None:
+def _verify(model: nn.Module, target: Any, loss: Any, against: Any, tolerance: Any) -> None:
     """Raises for wrong arguments."""
     if against is not None and (not isinstance(against, nn.Module) or is_pipeline(against)):
         raise TypeError(f"against is a {type(against).__name__}: expected an nn.Module that isn't a pipeline.")
@@ -182,82 +138,179 @@ def _verify(model: nn.Module, target: Any, loss: Any, against: Any) -> None:
         raise TypeError(f"loss is a {type(loss).__name__}: expected a function of the output.")
     if loss is not None and target is not None:
         raise ValueError("both loss and target are given: expected a target for loss_fn, or a function of the output.")
-    trained = [[name for name, x in each.named_parameters() if x.requires_grad] for each in (model, against or model)]
-    unlike = {*trained[0]} ^ {*trained[1]}
-    if unlike:
-        raise ValueError(f"{min(unlike)!r} requires grad in model or against alone: expected the same in both.")
+    if tolerance is not None and not (isinstance(tolerance, Real) and float(tolerance) >= 0):
+        raise ValueError(f"tolerance is {tolerance!r}: expected a part of the largest element, such as 1e-3.")
     lazy = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]
     if lazy:
         raise ValueError(f"{lazy[0]!r} has no values yet: expected a model that was called, or loaded, before.")
 
 
-def _chosen(runtime: Runtime, model: nn.Module, call: CheckedCall, rows: int | None) -> tuple[Division, CheckedCall]:
-    """The division of the rows that are used, and the call with them."""
-    division, targets, _ = runtime.prepare(runtime.batch(model, *call[:3]))
-    total, split = sum([count for _, count in division.rows]), runtime.options.split
-    if rows is not None and (not isinstance(rows, Integral) or rows < 1 or split is not None):
+def _chosen(runtime: Runtime, batch: Batch, rows: int | None, few: bool) -> tuple[Division, Batch]:
+    """The batch with the rows that are used, ``few`` or all by default, and its division."""
+    options, (division, targets, _) = runtime.options, runtime.prepare(batch)
+    if rows is not None and (not isinstance(rows, Integral) or rows < 1 or options.split is not None):
         raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
-    least = (4 * runtime.options.chunks if call.loss is None else total) if rows is None else rows
-    if split is not None or total <= least:
-        return division, call
-    input, target = division.some(least), None if targets is None else targets.some(least)
-    args, kwargs = input if isinstance(runtime, ModuleRuntime) else ((input,), {})
-    smaller = call._replace(args=args, kwargs=kwargs, target=target)
-    # With fewer rows, another argument may happen to have as many, or a part of them.
-    with suppress(ValueError):
-        part, *_ = runtime.prepare(runtime.batch(model, *smaller[:3]))
-        if part.dims == division.dims:
-            return part, smaller
-    return division, call
+    if options.split is None and (few or rows is not None):
+        count = 4 * options.chunks if rows is None else rows
+        input, target = division.some(count), None if targets is None else targets.some(count)
+        args, kwargs = input if runtime.own_forward else ((input,), {})
+        smaller = runtime.batch(batch.module, args, kwargs, target)
+        with suppress(ValueError):
+            part, *_ = runtime.prepare(smaller)
+            if part.dims == division.dims:  # Another argument may happen to have as few rows.
+                return part, smaller
+    return division, batch
 
 
-def _compared(one: Run, several: Run, pieces: int, tolerance: float | None) -> tuple[Comparison, ...]:
-    """What the runs have computed, by kind."""
-    dtypes = one.dtypes | several.dtypes
-    *others, state = [compare(kind, one.values[kind], several.values[kind], dtypes, tolerance) for kind in _ADVICE]
-    # What grows with each call has grown by as much more; with "except_last", the last one isn't recomputed.
-    counted = {
-        name: math.inf for name, x in one.counts.items()
-        if x and pieces > 1 and several.counts.get(name) in (pieces * x, pieces * x - x / 2)
-    }
-    state = Comparison("state", {**state.errors, **counted}, (*counted, *state.different))
-    return tuple([each for each in (*others, state) if each.errors])
+def _fresh(runtime: Runtime, chunks: int) -> Runtime:
+    """Another runtime of the same model, with this number of microbatches, which knows of no earlier call."""
+    kind, (*given, options) = runtime.__reduce__()
+    if chunks == 1 and options.checkpoint == "except_last":
+        options = options._replace(checkpoint="always")  # The last microbatch has the rows of all.
+    return kind(*given, options._replace(chunks=chunks))  # type: ignore[call-arg]
 
 
-def compare(
-    kind: str, first: Mapping[str, Any], second: Mapping[str, Any], dtypes: set[torch.dtype], tolerance: float | None
-) -> Comparison:
-    """Compares the values of two runs by name; without a tolerance, with that of these dtypes."""
-    floor, gradients = 0.0, kind == "gradients"
-    if tolerance is None:
-        tolerance = max([TOLERANCES.get(dtype, (1e-4, 1e-3))[gradients] for dtype in dtypes], default=0.0)
-    if gradients:
+def _run(model: nn.Module, runtime: Runtime | None, batch: Batch, loss_fn: Any, quiet: bool) -> Run:
+    """A run of a pipeline with this runtime, or of a plain module without one.
+
+    ``loss_fn``: a function of the output, and of the batch's target if there is one; ``quiet``: in eval mode.
+    """
+    whole = nn.Module()  # The model under its own names, and the loss.
+    whole._modules[""] = model.inner if isinstance(model, Resident) else model
+    whole._modules["loss_fn"] = loss_fn if isinstance(loss_fn, nn.Module) else None
+    parts, parameters = dict(whole.named_modules()), dict(whole.named_parameters())
+    trained = {name: x for name, x in parameters.items() if x.requires_grad}
+    devices = {x.device for x in parameters.values()} | {x.device for x in (runtime.options.places if runtime else ())}
+    with restore_after([*parts.values()], [*devices]), torch.enable_grad():
+        for part in parts.values():
+            _silence(part, quiet)
+        before, numbers = _positions(parts, devices), _numbers(parts, parameters)
+        output, loss = _computed(model, runtime, batch, loss_fn)
+        outputs = {name: x for name, x in _named(output).items() if x is not loss}
+        ends = [x for x in (outputs.values() if loss is None else [loss]) if getattr(x, "requires_grad", False)]
+        gradients = dict[str, Tensor | None].fromkeys(trained)
+        if ends and trained:
+            # Each element has another weight; that of a loss is 1.
+            weights = [torch.arange(x.numel(), device=x.device).cos().view_as(x).to(x.dtype) for x in ends]
+            gradients.update(zip(trained, torch.autograd.grad(ends, [*trained.values()], weights, allow_unused=True)))
+        values = {
+            "outputs": outputs, "loss": {} if loss is None else {"the loss": loss}, "gradients": gradients,
+            "state": dict(whole.named_buffers()),
+        }
+        tensors = [x for own in values.values() for x in own.values() if isinstance(x, Tensor)]
+        dtypes = {x.dtype for x in tensors if x.is_floating_point()}
+        dtypes |= {torch.get_autocast_dtype(d.type) for d in devices if torch.is_autocast_enabled(d.type)}
+        return Run(
+            map_tensors(lambda x: x.detach().to("cpu", copy=True), values),
+            {name: x - numbers[name] for name, x in _numbers(parts, parameters).items() if name in numbers},
+            dtypes, before != _positions(parts, devices),
+        )
+
+
+def _computed(model: nn.Module, runtime: Runtime | None, batch: Batch, loss_fn: Any) -> tuple[Any, Any]:
+    """The output, empty if it isn't known, and the loss, None if it isn't."""
+    # A layer may write to its input.
+    batch = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), batch)
+    output = model(*batch.args, **batch.kwargs) if runtime is None else runtime.run(batch)
+    if batch.target is not None:
+        loss = output if runtime is not None else loss_fn(output, batch.target)
+        return {}, loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    if loss_fn is None:
+        with suppress(TypeError):
+            return output, find_loss(output)[1]
+        return output, None
+    loss = loss_fn(output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"loss returned a {type(loss).__name__}: expected a tensor without dimensions.")
+    return output, loss
+
+
+def _silence(part: nn.Module, quiet: bool) -> None:
+    """Turns off dropout and statistics of the batch; ``quiet``: all that depends on the mode."""
+    if quiet or isinstance(part, _BatchNorm):
+        vars(part)["training"] = False
+    for name, value in [*vars(part).items()]:
+        if isinstance(value, float) and ("drop" in name or name == "p" and "Drop" in type(part).__name__):
+            vars(part)[name] = 0.0
+
+
+def _numbers(parts: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """The numbers in attributes, and the versions of parameters."""
+    own = [(prefix, name, x) for prefix, part in parts.items() for name, x in vars(part).items()]
+    numbers: dict[str, float] = {f"{prefix}.{name}".strip("."): x for prefix, name, x in own if type(x) in (int, float)}
+    return numbers | {name: version_of(x) or 0 for name, x in parameters.items()}
+
+
+def _positions(parts: Mapping[str, nn.Module], devices: Collection[torch.device]) -> list[str]:
+    """Where the default generators are, and those in attributes."""
+    own = [x.get_state() for part in parts.values() for x in vars(part).values() if isinstance(x, torch.Generator)]
+    states = [*[state for _, state in random_states(devices)], *own]
+    return [str(state.tolist() if isinstance(state, Tensor) else state) for state in states]
+
+
+def _named(value: Any, name: str = "") -> dict[str, Any]:
+    """What an output holds that can be compared, by name."""
+    if (level := open_level(value, fields=True)) is None:
+        return {name or "the output": value} if isinstance(value, (Tensor, *PLAIN)) else {}
+    inner = [_named(part, f"{name}.{key}".strip(".")) for key, part in zip(level.keys, level.parts)]
+    return {name: x for own in inner for name, x in own.items()}
+
+
+def _compared(one: Run, many: Run, how: str, division: Division, tolerance: float | None) -> Check:
+    """What differs between two runs, and what is printed of them."""
+    different, lines = dict[str, list[str]](), [how]
+    for kind in _ADVICE:
+        if errors := _errors(one, many, kind, len(division.rows)):
+            known = [TOLERANCES.get(each, (1e-4, 1e-3))[kind == "gradients"] for each in one.dtypes | many.dtypes]
+            most = max(known, default=0.0) if tolerance is None else tolerance
+            different[kind] = [name for name, error in errors.items() if error > most]
+            lines.append(_line(kind, errors, different[kind]))
+    first = next((kind for kind, names in different.items() if names), None)
+    lines.append(f"{'The' if first is None else 'Not the'} same. (Numbers are parts of the largest element of each.)")
+    if first is not None:
+        lines += describe(division)
+        drawing = "The forward draws random numbers there, too, so that nothing can be concluded."
+        lines.append(drawing if one.drew or many.drew else f"{_ADVICE[first]} See docs/limits.md.")
+    return Check(different, "\n".join(lines))
+
+
+def _line(kind: str, errors: Mapping[str, float], different: Sequence[str]) -> str:
+    worst, count = next(iter(errors)), len(different)
+    shown = [name + (f" by {errors[name]:.2g}" if errors[name] < math.inf else "") for name in different[:4]]
+    more = f" and {count - 4} others" if count > 4 else ""
+    text = f"different: {', '.join(shown)}{more}" if count else f"worst {errors[worst]:.1g} at {worst}"
+    return f"{kind + ':':11}{len(errors) - count} of {len(errors)} equal, {text}"
+
+
+def _errors(one: Run, many: Run, kind: str, pieces: int) -> dict[str, float]:
+    """By how much the values of one kind differ, by name, the worst one first: a part of their largest element."""
+    first, second, floor = one.values[kind], many.values[kind], 0.0
+    if kind == "gradients":
         tensors = [x for x in (*first.values(), *second.values()) if x is not None and x.numel()]
-        floor = _NOISE * max([x.abs().nan_to_num(0.0, 0.0).max().item() for x in tensors], default=0.0)
-    errors = {name: error_of(first.get(name), second.get(name), floor) for name in {**first, **second}}
-    different = sorted([name for name, error in errors.items() if error > tolerance], key=lambda name: -errors[name])
-    return Comparison(kind, errors, tuple(different))
+        # A gradient consists of rounding if it is this small next to others.
+        floor = 1e-3 * max([x.abs().nan_to_num(0.0, 0.0).max().item() for x in tensors], default=0.0)
+    errors = {name: _error(first.get(name), second.get(name), floor) for name in {**first, **second}}
+    if kind == "state" and pieces > 1:
+        # What grows with each call has grown by as much more; with "except_last", the last one isn't recomputed.
+        grown = {name: many.counts.get(name, 0.0) / x for name, x in one.counts.items() if x}
+        errors.update({name: math.inf for name, times in grown.items() if times in (pieces, pieces - 0.5)})
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))
 
 
-def error_of(x: Any, y: Any, floor: float = 0.0) -> float:
-    """The largest difference of two values, as a part of the largest element among those that differ."""
+def _error(x: Any, y: Any, floor: float = 0.0) -> float:
+    """The largest difference of two values: a part of the largest element among those that differ, or infinite."""
     if type(x) is float and type(y) is float:
         x, y = torch.tensor([x, y], dtype=torch.float64)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return 0.0 if type(x) is type(y) and x == y else math.inf
-    if x.is_complex() and y.is_complex():
-        x, y = torch.view_as_real(x), torch.view_as_real(y)
-    if x.shape != y.shape or x.is_complex() or y.is_complex():
-        return math.inf
-    if not x.is_floating_point():
+    x, y = [torch.view_as_real(each) if each.is_complex() else each for each in (x, y)]
+    if x.shape != y.shape or not x.is_floating_point():
         return 0.0 if torch.equal(x, y) else math.inf
     x, y = x.to(torch.float64).flatten(), y.to(torch.float64).flatten()
     finite = x.isfinite() & y.isfinite()
-    odd = (x != y) & ~(x.isnan() & y.isnan()) & ~finite
-    if odd.any() or x.numel() and not finite.any():
+    if not torch.allclose(x[~finite], y[~finite], equal_nan=True) or x.numel() and not finite.any():
         return math.inf  # Where nothing is finite, nothing can be compared.
-    x, y = x[finite], y[finite]
-    differences, magnitudes = (x - y).abs(), torch.maximum(x.abs(), y.abs())
+    differences, magnitudes = (x - y)[finite].abs(), torch.maximum(x.abs(), y.abs())[finite]
     if not differences.any():
         return 0.0
     # Not of all: a fill such as -1e9 would hide the rest. Nor of those that differ alone: they may be next to zero.

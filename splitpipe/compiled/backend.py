@@ -1,8 +1,8 @@
 """The backend "splitpipe" of torch.compile, inductor with a split backward; and the values of ``compile=``.
 
 AOTAutograd makes a forward and a backward graph from what was traced. The backward is split in two (``halves``), and
-each part is compiled (``deferred``). In a stage of a pipeline, the first half runs when autograd reaches the call, and
-the second half's arguments wait for W, as with split functions. Anywhere else, one half runs after the other.
+each part is compiled. In a stage of a pipeline, the first half runs when autograd reaches the call, and the second
+half's arguments wait for W, as with split functions. Anywhere else, one half runs after the other.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from splitpipe.compiled.deferred import TracedGraph, boxed
+from splitpipe.compiled.halves import TracedGraph, boxed
 
 INNER = ("inductor", "aot_eager")
 _GRAPHED = ("reduce-overhead", "max-autotune")
@@ -32,12 +32,11 @@ class CompileOptions:
 
     def of_inductor(self) -> dict[str, Any]:
         """The settings for inductor."""
-        found: dict[str, Any] = {}
-        if self.mode not in (None, "default"):
-            from splitpipe.compiled.torch_private import mode_options
+        if self.mode in (None, "default"):
+            return {**self.options}
+        from splitpipe.compiled.torch_private import mode_options
 
-            found.update(mode_options(str(self.mode), self.dynamic))
-        return {**found, **self.options}
+        return {**mode_options(str(self.mode), self.dynamic), **self.options}
 
 
 def verify_compile(compile: object) -> CompileOptions | None:
@@ -72,12 +71,10 @@ def verify_compile(compile: object) -> CompileOptions | None:
 
 
 class Backend:
-    """A backend for torch.compile.
-
-    Without ``halves``, a backward stays whole, for a model that defers nothing: W would recompute what B has computed.
-    """
+    """A backend for torch.compile; without ``halves``, a backward stays whole, for a model that defers nothing."""
 
     def __init__(self, options: CompileOptions, halves: bool = True) -> None:
+        # Halves that aren't separated in time cost more: W recomputes what B has computed.
         self._inner, self._options, self._halves = options.backend, options.of_inductor(), halves
 
     def __call__(self, graph: GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:

@@ -8,17 +8,14 @@ of a call run in the caller's thread.
 """
 from __future__ import annotations
 
-import builtins
 import weakref
 from collections.abc import Callable, Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from splitpipe.compiled.backend import Backend, CompileOptions
-from splitpipe.compiled.layer_call import call_layer
 from splitpipe.core.torch_private import _has_any_global_hook
 
 #: Each is a single op, whose weight gradient is deferred anyway.
@@ -40,24 +37,21 @@ class Compiler:
 
     def compile(self, layers: Iterable[nn.Module]) -> None:
         """Makes layers run compiled from now on, unless they already do, or the user has compiled them."""
-        if self._options is None:
+        if (options := self._options) is None:
             return
+        from splitpipe.compiled.torch_private import config
+
         for layer in layers:
             if compiled_call(layer) is None and fit(layer):
                 kind = type(layer), tuple([(name, x.shape) for name, x in layer.named_parameters()])
                 if kind not in self._functions:
-                    self._functions[kind] = _compiled(self._options, self._halves)
+                    # Torch keeps graphs with the code object, and compiled code in the globals: each kind of layer has
+                    # its own. It is made from text, in which tools that measure code put nothing that would be traced.
+                    call = eval("lambda layer, args, kwargs: layer._call_impl(*args, **kwargs)", {})
+                    backend = Backend(options, self._halves)
+                    compiled: Any = torch.compile(call, backend=backend, dynamic=options.dynamic)
+                    self._functions[kind] = config.patch(_SETTINGS)(compiled)
                 _set_compiled_call(layer, CompiledCall(layer, self._functions[kind]))
-
-
-def _compiled(options: CompileOptions, halves: bool) -> Any:
-    """A function that calls a layer, to be compiled when it is called."""
-    from splitpipe.compiled.torch_private import config
-
-    # Torch keeps graphs with the code object, and compiled code in the globals: each kind of layer has its own.
-    call = FunctionType(call_layer.__code__.replace(), {"__builtins__": builtins})
-    compiled: Callable[..., Any] = torch.compile(call, backend=Backend(options, halves), dynamic=options.dynamic)
-    return config.patch(_SETTINGS)(compiled)
 
 
 class CompiledCall:
@@ -109,13 +103,10 @@ def _set_compiled_call(layer: nn.Module, call: CompiledCall | None) -> None:
 
 def fit(layer: nn.Module) -> bool:
     """True if compiling gains something: several ops, or one whose weight gradient is only deferred if compiled."""
-    if type(layer).__name__ == "OptimizedModule" or any(map(_lost, layer.buffers())):
+    # Torch.compile loses writes to a buffer with a single number, which it treats as Python's.
+    lost = [x for x in layer.buffers() if x.dim() == 0 and x.dtype is torch.float64 and x.device.type == "cpu"]
+    if lost or type(layer).__name__ == "OptimizedModule":
         return False
     if next(layer.children(), None) is not None or not type(layer).__module__.startswith("torch.nn."):
         return True
     return next(layer.parameters(), None) is not None and not isinstance(layer, _ONE_OP)
-
-
-def _lost(buffer: Tensor) -> bool:
-    """True if torch.compile loses writes to a buffer: one with a single number, which it treats as Python's."""
-    return buffer.dim() == 0 and buffer.dtype is torch.float64 and buffer.device.type == "cpu"

@@ -3,7 +3,7 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from splitpipe.core import torch_private
@@ -37,9 +37,8 @@ def inductor() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return compile_fx, compile_fx_inner
 
 
-def mode_options(mode: str, dynamic: bool | None) -> Mapping[str, Any]:
+def mode_options(mode: str, dynamic: bool | None) -> Any:
     """Inductor's options for a mode."""
     with needed("to know the modes of torch.compile", EXPECTED):
         from torch._inductor import list_mode_options
-    found: Mapping[str, Any] = list_mode_options(mode, dynamic)
-    return found
+    return list_mode_options(mode, dynamic)

@@ -151,33 +151,28 @@ class Stage(pipelining.PipelineStage):
                 torch.autograd.backward([edge for edge, _ in sums], [grad for _, grad in sums])
             return (), None
         if backward_type == "input":
-            outputs, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-            grads = [torch.ones_like(x) for x in outputs] if grads is None else grads
-            # W would miss what hooks of activations change.
-            entries, store = backward_of(outputs, grads, bwd_kwargs["input_values"], not self.submod.hooked)
-            return entries, [store]
+            return self._backward_input(*[bwd_kwargs[x] for x in ("stage_output", "output_grads", "input_values")])
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *more, **rest)
 
-
-def backward_of(
-    outputs: Sequence[Any], grads: Sequence[Tensor | None], inputs: Sequence[Any], split: bool
-) -> tuple[tuple[Tensor | None, ...], WeightGradStore]:
-    """B of a microbatch: the gradients of its inputs, and what is left for W. ``split``: whether weights may wait."""
-    # Since torch 2.15, an edge represents an output that has been sent, and freed.
-    edges = [x if isinstance(x, GradientEdge) or not x.requires_grad else get_gradient_edge(x) for x in outputs]
-    given = [(edge, grad) for edge, grad in zip(edges, grads) if isinstance(edge, GradientEdge) and grad is not None]
-    roots = [edge for edge, _ in given]
-    wanted = {k: get_gradient_edge(x) for k, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad}
-    graph = walk(roots, {edge[0] for edge in wanted.values()}, split)
-    store, hooks = WeightGradStore(None), LeafHooks()
-    hooks.park(graph.leaves)  # They run in W.
-    try:
-        found = backward_input(roots, [grad for _, grad in given], [*wanted.values()], graph, keep=False)
-    finally:
-        hooks.restore()
-    store.add(0, graph, found, keep=False)
-    entries = dict(zip(wanted, found.entries))
-    return tuple([entries.get(k) for k in range(len(inputs))]), store
+    def _backward_input(self, outputs: Sequence[Any], grads: Sequence[Any] | None, inputs: Sequence[Any]) -> Any:
+        """B of a microbatch: the gradients of its inputs, and what is left for W."""
+        grads = [torch.ones_like(x) for x in outputs] if grads is None else grads
+        # Since torch 2.15, an edge represents an output that has been sent, and freed.
+        edges = [x if isinstance(x, GradientEdge) or not x.requires_grad else get_gradient_edge(x) for x in outputs]
+        given = [(x, grad) for x, grad in zip(edges, grads) if isinstance(x, GradientEdge) and grad is not None]
+        roots = [edge for edge, _ in given]
+        wanted = {k: get_gradient_edge(x) for k, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad}
+        # W would miss what hooks of activations change.
+        graph = walk(roots, {edge[0] for edge in wanted.values()}, not self.submod.hooked)
+        store, hooks = WeightGradStore(None), LeafHooks()
+        hooks.park(graph.leaves)  # They run in W.
+        try:
+            found = backward_input(roots, [grad for _, grad in given], [*wanted.values()], graph, keep=False)
+        finally:
+            hooks.restore()
+        store.add(0, graph, found, keep=False)
+        entries = dict(zip(wanted, found.entries))
+        return tuple([entries.get(k) for k in range(len(inputs))]), [store]
 
 
 def runtime(

@@ -48,10 +48,7 @@ class Choice:
 def choose(
     profile: Profile, schedules: Sequence[str | Schedule] | None = None, dropin: bool = False, tries: int = _TRIES
 ) -> list[Choice]:
-    """The best choice of each candidate: first those that fit, by time, then others. Empty if there are too few layers.
-
-    For the most promising candidates, ``tries`` more cuts are tried.
-    """
+    """The best choice of each candidate: first those that fit, by time, then others. Empty for too few layers."""
     sums = {count: LayerSums(profile, count) for count in profile.layers}
     searches: list[_Search] = []
     least = math.inf
@@ -65,21 +62,17 @@ def choose(
         least = min(least, best)
     for search in sorted(searches, key=_Search.rank)[:_IMPROVED]:
         search.improve(tries)
-    found: dict[tuple[str, int, str], Choice] = {}
+    best_of: dict[str, Choice] = {}
     for search in sorted(searches, key=_Search.rank):
-        of = search.candidate
         if search.best is not None:
-            found.setdefault((of.variant, of.chunks, of.checkpoint), search.best)
-    return _simplest_first(list(found.values()))
-
-
-def _simplest_first(found: list[Choice]) -> list[Choice]:
-    """The choices, starting with the simplest of those as good as the best: fewest stages, then least memory."""
+            best_of.setdefault(str(search.candidate), search.best)
+    found = [*best_of.values()]
+    # Of those as good as the best, the simplest comes first: of the fewest stages, then of the least memory.
     good = [each for each in found if each.fits and each.time <= found[0].time * (1 + _NEAR)]
-    if not good:
-        return found
-    simple = min(good, key=lambda each: (len(each.cuts), max(each.memory), each.time))
-    return [simple, *(each for each in found if each is not simple)]
+    if good:
+        simple = min(good, key=lambda each: (len(each.cuts), max(each.memory), each.time))
+        found.sort(key=lambda each: each is not simple)
+    return found
 
 
 def _groups(profile: Profile) -> Iterator[tuple[Device, ...]]:

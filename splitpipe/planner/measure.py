@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median
@@ -54,9 +53,10 @@ def profile(
     *, compile: bool | Mapping[str, Any], memory: Sequence[float], optimizer_state: float, seconds: float,
 ) -> Profile:
     """The costs of a module's units on some devices, for each number of chunks that layers and memory allow."""
-    on_cpu = sum(place.device.type == "cpu" for place in places)
+    on_cpu, threads = sum(place.device.type == "cpu" for place in places), torch.get_num_threads()
     layers: dict[int, tuple[Layer, ...]] = {}
-    with _shared_threads(max(1, on_cpu)):
+    torch.set_num_threads(max(1, threads // max(1, on_cpu)))  # Stages on the CPU share them.
+    try:
         for count in chunks:
             try:
                 layers[count] = tuple(measure(subject, places, count, seconds / len(chunks), loss_fn, target, compile))
@@ -65,31 +65,20 @@ def profile(
                 if not layers and not (isinstance(error, torch.OutOfMemoryError) and count != chunks[-1]):
                     raise
                 traceback.clear_frames(error.__traceback__)  # They refer to the tensors that didn't fit.
+        largest = max(layer.input for row in layers.values() for layer in row)
+        pairs = {(one.device, two.device): (one, two) for one, two in zip(places, places[1:])}
         with measuring(places[0].device):
             gap = _gap(places[0], subject.layered)
-    largest = max(layer.input for row in layers.values() for layer in row)
-    pairs = {(one.device, two.device): (one, two) for one, two in zip(places, places[1:])}
-    with measuring(places[0].device):
-        links = [_link(pair, largest, subject.layered) for pair in pairs.values()]
+            links = [_link(pair, largest, subject.layered) for pair in pairs.values()]
+    finally:
+        torch.set_num_threads(threads)
     latency = max([latency for latency, _ in links], default=0.0)
     bandwidth = min([bandwidth for _, bandwidth in links], default=math.inf)
     devices = tuple(Device(str(place), room) for place, room in zip(places, memory))
     tied = _tied(subject) if subject.layered else ()
-    speed = gap, latency, bandwidth
     return Profile(
-        subject.names, layers, devices, *speed, optimizer_state, tied, subject.layered, own_compute=on_cpu < 2
+        subject.names, layers, devices, gap, latency, bandwidth, optimizer_state, tied, subject.layered, on_cpu < 2
     )
-
-
-@contextmanager
-def _shared_threads(rows: int) -> Iterator[None]:
-    """Sets the number of intra-op threads of each of ``rows`` CPU stages; restores it after the block."""
-    own = torch.get_num_threads()
-    try:
-        torch.set_num_threads(max(1, own // rows))
-        yield
-    finally:
-        torch.set_num_threads(own)
 
 
 def _tied(subject: Subject) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""``Plan``: how to split and run a model, and the predicted time and memory."""
+"""``Plan``: how to split and run a model; the predicted time and memory, which can be compared with a recording."""
 from __future__ import annotations
 
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from splitpipe.pipe import SplitPipe
-from splitpipe.planner.comparison import PlanComparison, compare
 from splitpipe.schedule.construct.library import variants
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.draw.measures import aligned, percent, size
@@ -20,6 +19,42 @@ from splitpipe.schedule.recording import Recording
 from splitpipe.schedule.timeline import Timeline, simulate
 
 _FORM = 4  # The version of the JSON format, which readers check.
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A number that the plan predicted, and the recorded one."""
+
+    predicted: float
+    recorded: float
+
+    @property
+    def error(self) -> float:
+        """The relative error of the prediction: (predicted - recorded) / recorded."""
+        return self.predicted / self.recorded - 1 if self.recorded else 0.0
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """A plan's predictions and a recording. Times are in milliseconds, memory in bytes. ``print`` shows a table."""
+
+    step: Pair  # From the step's start to the end of its last op.
+    forward: tuple[Pair, ...]  # For each stage, of one microbatch.
+    backward: tuple[Pair, ...]  # Likewise, B and W together, including recomputation.
+    memory: tuple[Pair | None, ...]  # The most bytes on each device; None where they aren't counted.
+    devices: tuple[str, ...]  # The devices' names.
+    placement: tuple[int, ...]  # The device of each stage.
+
+    def __str__(self) -> str:
+        times = [("step ms", self.step)]
+        for stage, device in enumerate(self.placement):
+            where = f"stage {stage} on {self.devices[device]}"
+            times += (f"{where}, F ms", self.forward[stage]), (f"{where}, B + W ms", self.backward[stage])
+        rows = [["", "predicted", "recorded", "error"]]
+        rows += [[what, f"{x.predicted:.3f}", f"{x.recorded:.3f}", f"{x.error:+.1%}"] for what, x in times]
+        peaks = [(name, x) for name, x in zip(self.devices, self.memory) if x is not None]
+        rows += [[f"memory of {name}", size(x.predicted), size(x.recorded), f"{x.error:+.1%}"] for name, x in peaks]
+        return "\n".join(aligned(rows, "<>>>"))
 
 
 @dataclass(frozen=True)
@@ -152,7 +187,19 @@ class Plan:
         """
         if not isinstance(timeline, Recording):
             raise TypeError(f"timeline is {timeline!r}: expected what `with splitpipe.record(model)` gives.")
-        return compare(self.timeline, self.step_time, self.peak_bytes, timeline)
+        ran = timeline.schedule
+        if ran.placement != self.placement or ran.microbatches != self.chunks:
+            raise ValueError(
+                f"found a recording of {counted(ran.microbatches, 'microbatch')} and stages on devices "
+                f"{list(ran.placement)}: expected steps of plan.apply(module), with whole batches."
+            )
+        forward, backward = [
+            tuple(map(Pair, _times(self.timeline, *each), _times(timeline, *each))) for each in ("F", ("B", "W", "BW"))
+        ]
+        peaks = zip(self.peak_bytes, timeline.memory)
+        memory = tuple([None if most is None else Pair(peak, most) for peak, most in peaks])
+        step = Pair(self.step_time, timeline.makespan)
+        return PlanComparison(step, forward, backward, memory, timeline.devices, self.placement)
 
     def to_json(self, path: str | PathLike[str]) -> None:
         """Writes the plan, without ``loss_fn``, to the file ``path``, for ``from_json``.
@@ -209,12 +256,13 @@ class Plan:
             shown = names[0] if count == 1 else f"{names[0]} to {names[-1]}"
             each = [f"{times[kind][stage]:.3f}" for kind in ("F", "B", "W")]
             stages.append([str(stage), self.devices[self.placement[stage]], f"{shown} ({count})", *each])
-        memory = [["device", "peak", "of"]]
-        for name, peak, room in zip(self.devices, self.peak_bytes, self.memory):
-            memory.append([name, size(peak), size(int(room)) if room < math.inf else "-"])
-        others = [["not chosen", "ms", "peak", "why"]]
-        for other in self.runners_up:
-            others.append([other.way, f"{other.step_time:.4g}", size(max(other.peak_bytes)), other.why])
+        memory = [["device", "peak", "of"]] + [
+            [name, size(peak), size(int(room)) if room < math.inf else "-"]
+            for name, peak, room in zip(self.devices, self.peak_bytes, self.memory)
+        ]
+        others = [["not chosen", "ms", "peak", "why"]] + [
+            [other.way, f"{other.step_time:.4g}", size(max(other.peak_bytes)), other.why] for other in self.runners_up
+        ]
         tables = (stages, "><<>>>"), (memory, "<>>"), (others, "<>><")
         texts = ["\n".join(aligned(rows, sides)) for rows, sides in tables if len(rows) > 1]
         return "\n\n".join([f"{head}\n{self._code()}", *texts])
@@ -233,10 +281,7 @@ class Plan:
         return {"split": False} if self.own_loss and name == "gpipe" and options == {} else options
 
     def _code(self) -> str:
-        """The call that makes the model, to paste where ``module`` and ``loss_fn`` are those that were planned for.
-
-        If no name builds the schedule, the call uses ``plan`` too.
-        """
+        """The call that makes the model, to paste where ``module`` and ``loss_fn``, and maybe ``plan``, are known."""
         given = ", ".join(f"{name}={value!r}" for name, value in self._plain().items())
         if self.dropin:
             return f"model = splitpipe.SplitPipe(module, {given})"
@@ -252,3 +297,13 @@ class Plan:
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _times(timeline: Timeline, *kinds: str) -> list[float]:
+    """The mean time of ops of some kinds in each stage, per microbatch."""
+    found = [0.0] * timeline.schedule.stages
+    for row in timeline.spans:
+        for op, start, end in row:
+            if op.kind in kinds:
+                found[op.stage] += (end - start) / timeline.schedule.microbatches
+    return found

@@ -60,13 +60,11 @@ def plan(
 ) -> Plan:
     """Measures a module, and chooses balance or cuts, devices, schedule, chunks and checkpointing.
 
-    A copy of the module is trained as a pipeline with the split backward: with each layer of an nn.Sequential as a
-    stage, or with a cut at each call of a repeated block (children of one module, of one class, such as the layers of a
-    transformer). It runs on one device, or, if that has too little memory, on all. This gives the times of F, B and W,
-    and the memory that a microbatch takes in each. The times of copies are measured too. Then combinations of cuts,
-    schedules, numbers of microbatches and checkpointing are simulated, and the one with the shortest step that fits
-    into the memory of every device is chosen. The module, its gradients and buffers, the batch and the random state
-    stay as they are.
+    A copy of the module is trained as a pipeline, cut as by ``balance_by_time`` wherever it may be, on one device, or,
+    if that has too little memory, on all. This gives the times of F, B and W, and the memory that a microbatch takes in
+    each. The times of copies are measured too. Then combinations of cuts, schedules, numbers of microbatches and
+    checkpointing are simulated, and the one with the shortest step that fits into the memory of every device is chosen.
+    The module, its gradients and buffers, the batch and the random state stay as they are.
 
     Args:
         module: the model.
@@ -208,8 +206,13 @@ def chosen(
             f"{counted(len(profile.devices), 'device')} and {', '.join(map(str, profile.layers))} chunks."
         )
     best, of = found[0], found[0].candidate
-    if not best.fits:
-        raise _does_not_fit(best)
+    if not best.fits:  # It lacks the least.
+        lines = [f"no plan fits. The closest is {of}, with {list(best.balance)} layers per stage:"]
+        for device, most, missing in zip(best.devices, best.memory, best.missing):
+            lack = f", {size(missing)} are missing" if missing else ""
+            lines.append(f"  {device.name} needs {size(most)} of {size(device.memory)}{lack}")
+        lines.append("Expected more memory, more chunks, other schedules, or an optimizer that keeps less.")
+        raise DoesNotFitError("\n".join(lines), [*map(int, best.missing)])
     return Plan(
         balance=best.balance, devices=tuple(device.name for device in best.devices), chunks=of.chunks,
         checkpoint=of.checkpoint, schedule=of.schedule, way=str(of), dropin=dropin, step_time=best.time,
@@ -218,16 +221,6 @@ def chosen(
         cuts=None if profile.layered else tuple(profile.names[start] for start in best.cuts[1:-1]),
         own_loss=own_loss, loss_fn=loss_fn, compile=compile,
     )
-
-
-def _does_not_fit(nearest: Choice) -> DoesNotFitError:
-    """The error, with the bytes that each device needs for the choice that lacks the least."""
-    lines = [f"no plan fits. The closest is {nearest.candidate}, with {list(nearest.balance)} layers per stage:"]
-    for device, most, missing in zip(nearest.devices, nearest.memory, nearest.missing):
-        lack = f", {size(missing)} are missing" if missing else ""
-        lines.append(f"  {device.name} needs {size(most)} of {size(device.memory)}{lack}")
-    lines.append("Expected more memory, more chunks, other schedules, or an optimizer that keeps less.")
-    return DoesNotFitError("\n".join(lines), [int(missing) for missing in nearest.missing])
 
 
 def _runners_up(found: Sequence[Choice]) -> Iterator[RunnerUp]:

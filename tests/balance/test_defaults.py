@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import splitpipe
 from splitpipe import SplitPipe
-from splitpipe.balance import balance_by_time, defaults
+from splitpipe.balance import balance_by_time, balances
 from splitpipe.core.stream import Place
 from splitpipe.schedule import build
 from tests.engine.models import Stack
@@ -25,13 +25,13 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that has none."""
-    monkeypatch.setattr(defaults, "accelerators", list[Place])
+    monkeypatch.setattr(balances.checks, "accelerators", list[Place])
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of a second of measurements tells layers apart of which one takes a hundred times as long."""
-    monkeypatch.setattr(defaults, "balance_by_time", partial(balance_by_time, timeout=0.1))
+    monkeypatch.setattr(balances, "balance_by_time", partial(balance_by_time, timeout=0.1))
 
 
 def layers(count: int = 4) -> nn.Sequential:
@@ -41,11 +41,11 @@ def layers(count: int = 4) -> nn.Sequential:
 def roomy(monkeypatch: pytest.MonkeyPatch, *rooms: float) -> None:
     """Has the first device seen have so many bytes, and so on."""
     free = iter(rooms)
-    monkeypatch.setattr(defaults, "memory_of", lambda device, module: next(free))
+    monkeypatch.setattr(balances, "memory_of", lambda device, module: next(free))
 
 
 def test_one_device_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "accelerators", lambda: [Place(CPU)])
+    monkeypatch.setattr(balances.checks, "accelerators", lambda: [Place(CPU)])
     with pytest.warns(UserWarning, match="one device: a pipeline of one stage, slower than the module"):
         splitpipe.attach(Stack())
 
@@ -132,8 +132,8 @@ def test_unequal_devices_get_unequal_stages(monkeypatch: pytest.MonkeyPatch) -> 
     roomy(monkeypatch, 3e6)  # Both names are one device: halves of its memory.
     assert SplitPipe(layers(6), devices=["cpu", "cpu"]).balance == [3, 3]
     sizes = {"meta": 2e6, "cpu": 1e6}
-    monkeypatch.setattr(defaults, "memory_of", lambda device, module: sizes[device.type])
-    found, _ = defaults._by_bytes(layers(6), [Place(torch.device("meta")), Place(CPU)], list("012345"))
+    monkeypatch.setattr(balances, "memory_of", lambda device, module: sizes[device.type])
+    found, _ = balances._by_bytes(layers(6), [Place(torch.device("meta")), Place(CPU)], list("012345"))
     assert found == ["4"]
 
 

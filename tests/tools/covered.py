@@ -19,8 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: The environment variable that names a folder, with a file of each process that was measured.
 FOLDER = "SPLITPIPE_COVERAGE"
-#: What the compiler traces around a layer.
-OMITTED = "*/splitpipe/compiled/layer_call.py"
 #: Percent of branches.
 LEAST = 97
 
@@ -46,7 +44,7 @@ def measured() -> Iterator[None]:
 
     measuring = slipcover.Slipcover(immediate=True, branch=True, source=["splitpipe"])
     try:
-        with slipcover.ImportManager(measuring, slipcover.FileMatcher(sources=["splitpipe"], omit=[OMITTED])):
+        with slipcover.ImportManager(measuring, slipcover.FileMatcher(sources=["splitpipe"])):
             yield
     finally:
         measuring.source = None  # Of files that it has not imported, others know what there is to take.
@@ -59,7 +57,7 @@ def measuring(words: Sequence[str], folder: str | None = None) -> list[str]:
     file = _file(folder)
     if file is None:
         return [*words]
-    what = ["--branch", "--source", "splitpipe", "--omit", OMITTED]
+    what = ["--branch", "--source", "splitpipe"]
     return ["-m", "slipcover", "--immediate", *what, "--json", "--out", file, *words]
 
 
