@@ -137,7 +137,7 @@ class Rig:
         options = complete("attach", Arguments(
             devices=[place.device for place in places], chunks=MICROBATCHES,
             schedule=_one_by_one([stage * len(places) // count for stage in range(count)]), loss_fn=loss_fn,
-            grad_scaler=torch.amp.GradScaler(kind) if half else None, compile=compile, reduction="mean",
+            grad_scaler=torch.amp.GradScaler(kind) if half else None, compile=compile, reduction="sum",
             split=self.call.split,
         ))
         module = subject.module.train()

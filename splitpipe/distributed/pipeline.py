@@ -1,7 +1,9 @@
 """``Pipeline``: the stages of this process, in a pipeline of several processes."""
 from __future__ import annotations
 
+import math
 import operator
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from numbers import Real
@@ -151,7 +153,15 @@ class Pipeline(nn.Module):
         except BaseException as error:
             self._failed = repr(error.__cause__ or error)
             raise
-        return self._loss.batch_loss.result(None)[0] if self._last else None
+        if not self._last:
+            return None
+        loss, unit = self._loss.batch_loss.result(None)
+        if unit is not None and not math.isclose(float(unit), 1, rel_tol=1e-3):
+            warnings.warn(
+                "the loss divides by a count that depends on the output, which isn't known before backward: gradients "
+                "differ from those of the whole batch. Expected a count of the target alone.", stacklevel=3,
+            )
+        return loss
 
     def _verify(self, trains: bool, inputs: tuple[Any, ...], target: Any) -> None:
         """Raises for tensors that can't be divided, or that differ from those that the processes have agreed on."""
@@ -217,7 +227,7 @@ class Loss:
         self.batch_loss = self._objective.batch_loss
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        output = output[0] if len(output) == 1 else output  # Of the last stage, a tuple of all tensors.
+        output = output[0] if isinstance(output, tuple) and len(output) == 1 else output
         # Before the first step, torch also calls it to learn what backward needs.
         i = next((i for i, part in enumerate(self._parts) if part.data_ptr() == target.data_ptr()), 0)
         return self.batch_loss.part(i, *self._objective.loss(i, output, target), partial(self._count, output))

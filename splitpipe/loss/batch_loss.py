@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ def scheduled(number: Number | Unknown, corrects: bool = True) -> Number | Unkno
         of[q] = own if q.grad else frozenset()
         if each and not (q.grad and _is_linear(q, len(each), of)):
             other.append(q.name)
-    if len(of[number.quantities[-1]]) < 2 and corrects:
+    if len(of[number.quantities[-1]]) < 2 and corrects and not _adds_graph(number):
         other = []
-    other += [atom.name for atom, x in zip(number.atoms, number.values) if of[atom] and x.numel() > 1]  # type: ignore
+    sums: list[Any] = [(atom, x) for atom, x in zip(number.atoms, number.values) if of[atom]]
+    other += [atom.name for atom, x in sums if x.numel() > 1 or x.is_complex()]
     return Unknown(other[0]) if other else number
 
 
@@ -89,6 +91,8 @@ class BatchLoss:
         if len(number.values) != len(self._estimates) or self._slopes is None:
             raise self._different()
         part: Any = sum([number.values[k] * slope for k, slope in self._slopes.items()])
+        if len(number.quantities) == 1 and self._slopes:
+            part = number.values[0]  # Nothing is saved for a factor of 1.
         if i == self._last and _adds_graph(number):
             totals = self._batch([*self._numbers.values()])[1]
             rest = number.evaluate([
@@ -119,8 +123,14 @@ class BatchLoss:
         else:
             self._estimates = self._batch(count())[1]
         self._slopes = _slopes(number, self._estimates)
-        for k, x in self._slopes.items() if len(self._slopes) == 1 else []:
-            self._slopes[k] = torch.where(x.isfinite() & (x != 0), x, 1 / sum(self._rows))  # It can be corrected.
+        if len(self._slopes) == 1:  # It must not be 0 because of the estimates: that could not be corrected.
+            [(k, x)] = self._slopes.items()
+            others = [
+                y / (n + 2) + 0.25 if isinstance(y, Tensor) and not atom.constant else y
+                for n, (atom, y) in enumerate(zip(number.atoms, self._estimates))
+            ]
+            other = _slopes(number, others)[k] if _linear(number) else 1 / sum(self._rows)
+            self._slopes[k] = torch.where(x.isfinite() & (x != 0), x, other)
 
     def _batch(self, each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]]:
         """A number of those that count anything, and the values of the batch's atoms."""
@@ -133,13 +143,16 @@ class BatchLoss:
         """What gradients are to be multiplied by; None: 1."""
         counts = [(x, y) for atom, x, y in zip(number.atoms, totals, self._estimates) if not atom.grad]
         if not self._slopes or all([not isinstance(x, Tensor) and math.isclose(x, y) for x, y in counts]) and (
-            isinstance(scheduled(number, corrects=False), Number)  # All are means of all rows, or sums.
+            _linear(number)  # All are means of all rows, or sums.
         ):
             return None
-        slopes = [(x, self._slopes[k]) for k, x in _slopes(number, totals).items()]
+        slopes = [(x.reshape(()), self._slopes[k].reshape(())) for k, x in _slopes(number, totals).items()]
+        if len(slopes) > 1:  # Then the host waits for them. Those of 0 have no part in the loss.
+            slopes = [(x, y) for x, y in slopes if float(x) or float(y)] or slopes
         units = [torch.where(x.isfinite() & (x != y), x / y, 1) for x, y in slopes]
-        # The host waits for them only if there are several sums or means.
-        if len(units) > 1 and not all([math.isclose(float(x), float(units[0]), rel_tol=1e-4) for x in units]):
+        half = any([isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in totals])
+        near = partial(math.isclose, float(units[0]), rel_tol=1e-2 if half else 1e-4) if len(units) > 1 else bool
+        if not all([near(float(x)) for x in units[1:]]):
             raise ValueError(
                 f"the loss has several terms whose counts aren't proportional: {self._listed()}. A schedule "
                 "runs backward before all counts are known, and corrects all gradients by one factor. Expected terms "
@@ -160,6 +173,11 @@ class BatchLoss:
                 counted = "a sum" if atom.grad else f"{float(x.sum() if isinstance(x, Tensor) else x):g}"
                 counts.setdefault(f"term {k} ({atom.name})", []).append(counted)
         return "; ".join([f"{name} has the counts {', '.join(each)}" for name, each in counts.items()])
+
+
+def _linear(number: Number) -> bool:
+    """Whether gradients need no correction but for counts."""
+    return isinstance(scheduled(number, corrects=False), Number)
 
 
 def _adds_graph(number: Number) -> bool:

@@ -76,6 +76,7 @@ class Ledger:
         self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
         self._values: dict[Quantity, Amount] = {}  #: Of atoms.
+        self.constants: list[tuple[Tensor, int | None]] = []  #: Those of which numbers were computed, and versions.
         self.read = ""  #: The function by which Python has read values of the batch.
         self.sizes: set[int] = set()  #: Sizes along the rows that it has read, alone and times all others.
         self.asked, self.empty = 0, False  #: As in a Number.
@@ -137,23 +138,29 @@ class Ledger:
         meaning = self.of(x)
         if isinstance(meaning, Constant) and not x.dim():
             meaning = self.atom("a constant", x, nothing=meaning.made and not x.requires_grad)
+        if any([version_of(y) != version for y, version in self.constants]):
+            meaning = Unknown("an in-place function")
         if not isinstance(meaning, Quantity):
             return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
         quantities = _in_order(meaning)
         values = tuple([self._values[q] for q in quantities if q.function is None])
         return Number(tuple(quantities), values, self.asked, self.empty)
 
-    def atom(self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False) -> Quantity:
-        """A new sum of these rows; or without rows, a constant."""
+    def atom(
+        self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False, selected: bool = False
+    ) -> Quantity:
+        """A new sum of these rows, of which targets or a mask may have ``selected`` some; without rows, a constant."""
         grad = isinstance(value, Tensor) and value.requires_grad
-        selected = rows is not None and rows.chosen is not None
+        selected = selected or rows is not None and rows.chosen is not None
         q = Quantity(name, None, (), {}, grad, rows is not None, nothing, rows is None, selected, self.asked)
         self._values[q] = value
         return q
 
     def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Quantity:
         """A new mean of these rows, like a tensor, as a total by a count."""
-        return quotient(self.atom(name, total, rows), self.atom(name, count, rows), like)
+        selected = isinstance(count, Tensor)
+        above = self.atom(name, total, rows, selected=selected)
+        return quotient(above, self.atom(name, count, rows, selected=selected), like)
 
     def note_size(self, x: Tensor, rows: Rows) -> None:
         """Records that Python has read a size along the rows."""

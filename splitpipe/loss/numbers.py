@@ -85,8 +85,8 @@ class Number:
         """What has to be the same in all microbatches; ``asked``: also the conditions."""
         places: dict[Any, int] = {q: place for place, q in enumerate(self.quantities)}
         return [
-            (q.name, q.constant, q.selected, q.asked * asked) if q.function is None else
-            (q.name, repr(map_leaves(
+            (q.name, q.constant, q.grad, q.selected, q.asked * asked) if q.function is None else
+            (q.name, q.grad, repr(map_leaves(
                 lambda x: places.get(x) if isinstance(x, (Quantity, Tensor)) else x, (q.args, q.kwargs))))
             for q in self.quantities
         ]
@@ -162,12 +162,7 @@ def aligned(each: Sequence[Number | Unknown]) -> list[Number]:
     if len(known) < len(each):
         return []
     if len(some) < len(known):
-        values = dict(zip(some[0].atoms, some[0].values))
-        counts = [q.args[1] for q in some[0].quantities if q.name in DIVIDING and len(q.args) > 1]
-        masked = all([atom.selected or atom.constant for atom in values]) or any([
-            isinstance(x, Quantity) and not x.grad and isinstance(values.get(x, x), (Tensor, Quantity)) for x in counts
-        ])
-        if not masked or not all([x.empty for x in rest]):
+        if not all([x.selected or x.constant or not x.grad for x in some[0].atoms]) or not all([x.empty for x in rest]):
             return []
     asked = len({x.asked for x in some}) == 1  # Else they have run other code.
     facts = [x.facts(asked) for x in some]

@@ -101,7 +101,7 @@ def _verified(value: Any, pairs: bool) -> tuple[Tensor, Amount | None]:
         raise TypeError(
             f"loss_fn returned {_shown(loss)}{'' if count is None else f' and the count {_shown(count)}'}: expected a "
             f"tensor of one number{whole if pairs else '; only splitpipe.SplitPipe accepts pairs (total, count)'}. "
-            "Reduce it (reduction='mean', loss.mean())."
+            "Reduce it (loss.mean()), or start from output.sum() * 0 in place of 0."
         )
     return loss.reshape(()), count.reshape(()) if isinstance(count, Tensor) else count
 

@@ -84,7 +84,7 @@ class Reducer:
             raise ValueError(
                 f"the output has a number of type {like.dtype}, which is different for every microbatch: expected a "
                 "floating-point number, or a sum. Give reduction= as a function of the list of values and the list "
-                "of row counts, or return float(...)."
+                "of row counts."
             )
         by_rows = combined([mean(value, float(count)) for value, count in zip(values, rows)])
         assert by_rows is not None

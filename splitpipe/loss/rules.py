@@ -75,7 +75,8 @@ _ALONG: dict[str, tuple[int, Any]] = {
 def along(call: FunctionCall) -> Meaning | None:
     """A function along dimensions: if the batch's is one of them, rows meet."""
     at, default = _ALONG[call.name]
-    dims = call.argument(at, "dim", call.kwargs.get("dims", call.kwargs.get("other", default)))
+    named = [call.kwargs[key] for key in ("axis", "dims", "other") if key in call.kwargs]
+    dims = call.argument(at, "dim", named[0] if named else default)
     if isinstance(dims, Tensor):  # torch.max(x, y)
         return each_entry(call)
     if isinstance(dims, bool) or call.name == "flip" and len(call.args) > 2:  # std(unbiased), flip(0, 1)
@@ -154,10 +155,13 @@ def read(call: FunctionCall) -> Meaning:
 def size(call: FunctionCall) -> Meaning:
     """A size that Python reads."""
     x, meaning, dim = call.args[0], call.meaning, 0 if call.name == "len" else call.argument(1, "dim")
-    if isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
-        call.ledger.read = call.ledger.read or meaning.function
-    elif isinstance(meaning, Rows) and (dim is None or not dim % max(1, x.dim())):
+    if isinstance(meaning, Rows) and (dim is None or not dim % max(1, x.dim())):
         call.ledger.note_size(x, meaning)
+    elif isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
+        call.ledger.read = call.ledger.read or meaning.function
+    elif isinstance(meaning, Unknown) or isinstance(meaning, Constant) and meaning.made:  # ones_like(x), x.T
+        sizes = call.out if isinstance(call.out, tuple) else [call.out]
+        call.ledger.sizes |= {each for each in sizes if each and not each % call.ledger.rows}
     return GIVEN
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.note import uncompiled
-from splitpipe.core.tensors import map_leaves
+from splitpipe.core.tensors import map_leaves, version_of
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
 from splitpipe.loss import torch_losses
 from splitpipe.loss.function_call import FunctionCall
@@ -162,7 +162,7 @@ def _recorded(
     if call.counting or ledger.may_count(*factors, size=not adds) or repeated:
         return [Unknown(MAY_COUNT)] * len(results)
     if name in SCALING and 0 in scalars:
-        return [ledger.atom("", x, nothing=True) for x in results]
+        return [ledger.atom("", torch.where(x.isfinite(), x, 0), nothing=True) for x in results]
     own = call.args[0] if call.args else None
     quantities: dict[int, Any] = {id(own): own if before is None else before}
     for x in call.operands:
@@ -173,6 +173,8 @@ def _recorded(
             return [meaning if isinstance(meaning, Unknown) else Unknown(name)] * len(results)
         elif value.requires_grad:
             quantities[id(x)] = ledger.atom("a constant", value)
+        elif value is x:
+            ledger.constants.append((x, version_of(x)))
     args, kwargs = map_leaves(lambda x: quantities.get(id(x), x), (call.args, call.kwargs))
     nothing = all([each.nothing for each in known]) and len(known) == len(call.operands) and not scalars
     grows = adds and not (name in DIVIDING and len(known) == 2 and all([each.sums for each in known]))  # By a count.

@@ -47,7 +47,9 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
     if call.name in _ORDERED:  # No entry of the first dimension has parts of several rows.
         size = ledger.rows if meaning.chosen is None else len(x)
         plain = len(call.operands) == 1 or "as" in call.name  # Or each entry is repeated as often as a tensor says.
-        return meaning if plain and len(out) and not len(out) % size else None
+        shape = call.args[1] if isinstance(call.args[-1], (tuple, list)) else call.args[1:]
+        groups = call.name in ("view", "reshape") and not ledger.sizes and len(shape) > 0 and shape[0] != -1
+        return meaning if plain and not groups and len(out) and not len(out) % size else None
     if call.name in _TURNING and _turns(call, out):
         return None
     added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()

@@ -8,9 +8,9 @@ from torch import Tensor
 from splitpipe.loss.numbers import Amount, Number, Quantity, Unknown, combined, mean, quotient, total
 
 
-def number(above: float, count: Amount = 1.0, factor: float | None = None) -> Number:
-    """A mean, times a factor if one is given."""
-    atoms = Quantity("mean"), Quantity("mean")
+def number(above: float, count: Amount = 1.0, factor: float | None = None, grad: bool = False) -> Number:
+    """A mean, times a factor if one is given; ``grad``: of entries that nothing has selected."""
+    atoms = Quantity("mean", grad=grad), Quantity("mean")
     of = quotient(*atoms, torch.tensor(above))
     times = [Quantity("mul", Tensor.mul, (of, factor))] if factor is not None else []
     return Number((*atoms, of, *times), (torch.tensor(above), count))
@@ -36,7 +36,7 @@ def test_a_microbatch_counts_nothing_if_masks_decide_what_counts_in_the_others()
     counted = [number(above, torch.tensor(count)) for above, count in ((2.0, 2), (12.0, 3))]
     assert combined([*counted, nothing(True)]) == pytest.approx(14 / 5)
     assert combined([*counted, nothing(False)]) is None  # Nobody has asked whether anything counts.
-    assert combined([number(1.0), nothing(True)]) is None
+    assert combined([number(1.0, grad=True), nothing(True)]) is None
     assert combined([nothing(False)] * 2) == 0
 
 
