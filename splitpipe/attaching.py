@@ -59,7 +59,8 @@ def attach(module: M, cuts: Iterable[str] | None = None, **options: Unpack[Argum
         torch.Size([4, 3, 4])
     """
     names, given = chosen_cuts(module, cuts, complete("attach", options))
-    vars(module)["extra_repr"] = piped(module, names, given).extra_repr
+    forward = piped(module, names, given)
+    vars(module).update(extra_repr=forward.extra_repr, _apply=forward.apply)
     return module
 
 
@@ -99,8 +100,8 @@ def detach(module: nn.Module, device: torch.device | str | int | None = None) ->
     forward = vars(found).get("forward")
     vars(found).pop("hf_device_map", None)
     if isinstance(forward, Piped):
-        vars(found).pop("extra_repr", None)
-        for name, before in ("forward", forward.runtime.own), ("hf_device_map", forward.map_before):
+        own = {"forward": forward.runtime.own, "hf_device_map": forward.map_before, "extra_repr": None, "_apply": None}
+        for name, before in own.items():
             vars(found).pop(name, None)
             if before is not None:
                 vars(found)[name] = before

@@ -91,7 +91,7 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-_MEASURE = "splitpipe.balance.balance_by_time(devices, module, sample) measures the layers to find a balance that fits."
+_MEASURE = "splitpipe.balance.balance_by_time(stages, module, sample) measures the layers, and returns a balance."
 
 
 def is_layered(module: object) -> TypeGuard[nn.Sequential]:
@@ -119,8 +119,7 @@ def verify_supported(module: nn.Module) -> None:
     verify_ungathered(module)
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            found = repr(name) if name else "module"
-            raise TypeError(f"{found} is a torch.jit.ScriptModule: expected modules whose forward is Python code.")
+            raise TypeError(f"{some([name])} is a torch.jit.ScriptModule: expected modules whose forward is Python.")
 
 
 def verify_ungathered(module: nn.Module) -> None:

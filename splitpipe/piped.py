@@ -23,7 +23,7 @@ from splitpipe.microbatch.divider import Split, verify_split
 from splitpipe.partition.blocks import verify_cuts
 from splitpipe.partition.device_map import Hooks, put_back, take_off
 from splitpipe.partition.placement import verify_filled
-from splitpipe.partition.resident import Resident, is_pipeline, outside_transforms
+from splitpipe.partition.resident import Resident, apply_at_home, is_pipeline, outside_transforms
 from splitpipe.runtime.module import ModuleRuntime
 from splitpipe.runtime.runtime import Options, Runtime
 from splitpipe.schedule.construct.library import build
@@ -65,6 +65,10 @@ class Piped:
         if runtime.mapped != len(runtime.stage_of):
             self.write_map()
         return value
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """The attached module's ``_apply``, which its ``to`` and ``cuda`` call, and its parent's."""
+        return apply_at_home(self.runtime.module, self.runtime.options.places, fn, recurse, said=True)
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the attached module, besides its layers."""

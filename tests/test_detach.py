@@ -191,3 +191,13 @@ def test_printing_an_attached_module_shows_its_pipeline_until_it_is_detached() -
         assert repr(each).startswith(
             "Net(\n  cuts=['last'], devices=[cpu, cpu], chunks=2, checkpoint='never', schedule='1f1b'\n")
         assert repr(detach(each)) == before
+
+
+def test_an_attached_module_says_that_it_is_not_moved_and_its_parent_is() -> None:
+    for net in (attached(Net()), copy.deepcopy(attached(Net())), pickle.loads(pickle.dumps(attached(Net())))):
+        with pytest.warns(UserWarning, match=r"stages stay on cpu, cpu .*: expected no .*splitpipe.detach\(model, dev"):
+            assert net.to("meta").half() is net
+        parent = nn.ModuleDict({"net": net, "head": nn.Linear(2, 2)}).to("meta", torch.float32)
+        assert parent["head"].weight.is_meta and net.first.weight.dtype == torch.float32
+        net(torch.randn(4, 4)).sum().backward()
+        assert detach(net).to("meta").first.weight.is_meta  # As the warning says.

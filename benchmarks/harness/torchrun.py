@@ -91,7 +91,8 @@ def _trained(options: argparse.Namespace, rate: Rate, loss_of: Loss, evaluated: 
     plain = train_options.model(options) if rank == 0 else None
     balance = train_options.balance(options, size)
     model = Pipeline(
-        train_options.model(options), balance, chunks=options.chunks, schedule=options.schedule, loss_fn=loss_of
+        train_options.model(options), balance, chunks=options.chunks, schedule=options.schedule or "gpipe",
+        loss_fn=loss_of,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     data, _ = text.load()

@@ -50,7 +50,7 @@ def make_parser() -> Parser:
         known = "" if default is None or default is False else " (default: %(default)s)"
         parser.add_argument(f"--{name}", default=default, help=meaning + known, **more)
 
-    option("steps", 500, "training steps in all, those of a resumed run included", type=count)
+    option("steps", 50, "training steps in all, those of a resumed run included", type=count)
     option("batch", 16, "windows of text a step", type=count)
     option("context", 128, "bytes a window", type=count)
     option("width", 128, "length of the vector of a byte; a multiple of the heads", type=count)
@@ -58,11 +58,11 @@ def make_parser() -> Parser:
     option("layers", 4, "blocks; with embedding and head the Sequential has two layers more", type=count)
     option("lr", 2e-3, f"learning rate after {WARM_UP} steps; from there on it falls", type=rate)
     option("chunks", 4, "microbatches a step", type=count)
-    order = "of forward and backward; gpipe is drop-in, others compute the loss inside, some have two stages a device"
-    option("schedule", "gpipe", order, choices=schedule.names())
+    order = "of forward and backward, with the loss inside; some have two stages a device (default: drop-in)"
+    option("schedule", None, order, choices=schedule.names())
     option("devices", None, "as in: cpu cpu, or cuda:0 cuda:1 (default: all accelerators, or 2 CPU devices)", nargs="+")
     option("balance", None, "layers a stage, as in: 3 3 (default: even)", nargs="+", type=count)
-    usual = "which microbatches to recompute in backward (default: except_last for gpipe, else never)"
+    usual = "which microbatches to recompute in backward (default: except_last drop-in and for gpipe, else never)"
     option("checkpoint", None, usual, choices=("always", "except_last", "never"))
     option("autocast", False, "compute in bfloat16 under autocast", action="store_true")
     option("eval-every", 100, "steps between held-out losses; a checkpoint follows each", type=count)
@@ -94,7 +94,7 @@ def devices(options: argparse.Namespace) -> list[str]:
 
 def balance(options: argparse.Namespace, count: int) -> list[int]:
     """Layers of each stage, on so many devices or in so many processes."""
-    stages = count * schedule.build(options.schedule, 1, 1).stages
+    stages = count * schedule.build(options.schedule or "gpipe", 1, 1).stages
     return options.balance or even(options.layers + LAYERS_AROUND, stages)
 
 

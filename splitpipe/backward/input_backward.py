@@ -21,7 +21,7 @@ _SHARED = (
     "microbatches share a part of a graph, and the backward of one has freed it for the others: weights that the "
     "caller computed, or a tensor that a layer keeps from one call to the next. Expected layers that compute "
     "everything from their inputs and parameters in each call, detached tensors, or SplitPipe(..., "
-    "backward='autograd')."
+    "backward='autograd', checkpoint='never')."
 )
 
 

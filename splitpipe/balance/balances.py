@@ -84,7 +84,7 @@ def balance_by_size(
         input: a training batch, in the form of ``balance_by_time``'s sample.
         chunks: number of microbatches that the batch is split into. Only the first of them is run.
         param_scale: number of tensors of a parameter's size that training holds, including the parameter: 2 with its
-            gradient, 3 with SGD's momentum, 4 with Adam's two averages, 5 with the third one of amsgrad.
+            gradient, 3 with SGD's momentum, 4 with Adam's two moments, 5 with the third one of amsgrad.
 
     Example:
         >>> from splitpipe.balance import balance_by_size

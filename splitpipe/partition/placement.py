@@ -118,8 +118,8 @@ class Placement:
         away = any([x.device != home for x, home in self.homes.values()])
         if away and same and self.complete:
             warnings.warn(
-                "parameters were moved from their stages' devices, as by model.cuda(), and are moved back: expected a "
-                "pipeline that stays where it is, or splitpipe.detach(model, device).", stacklevel=6,
+                "parameters were moved from their stages' devices, as by layer.cuda(), and are moved back: expected "
+                "layers that stay where they are, or splitpipe.detach(model, device).", stacklevel=6,
             )
         if not same or away:
             self._settled.clear()

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,12 +84,8 @@ class Resident(nn.Module):
         self.inner._load_from_state_dict(*args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A parent's .to(device) arrives here, like any change of all tensors: the dtype changes, the device doesn't.
-        def at_home(x: Tensor) -> Tensor:
-            y = fn(x)
-            return y if y.device == x.device else x.to(y.dtype)
-
-        self.inner._apply(at_home, recurse)
+        # A parent's .to(device) arrives here, like any change of all tensors.
+        apply_at_home(self.inner, self._places, fn, recurse)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -112,6 +110,29 @@ class Resident(nn.Module):
     def cuda(self, device: int | torch.device | None = None) -> Self:
         """Like ``to`` with this device."""
         return self.to("cuda" if device is None else device)
+
+
+def apply_at_home(
+    module: nn.Module, places: Sequence[Place], fn: Callable[[Tensor], Tensor], recurse: bool, said: bool = False
+) -> nn.Module:
+    """A pipeline's ``_apply``: dtypes change, devices don't. ``said``: warns, unless a parent is moved."""
+    away = False
+
+    def at_home(x: Tensor) -> Tensor:
+        nonlocal away
+        y = fn(x)
+        if y.device == x.device or all([place.device == y.device for place in places]):
+            return y
+        away = True
+        return x.to(y.dtype)
+
+    type(module)._apply(module, at_home, recurse)
+    if away and said and traceback.extract_stack(limit=3)[0].name != "_apply":
+        warnings.warn(
+            f"this module is a pipeline, whose stages stay on {', '.join(map(str, places))} (the first call moves them "
+            "there): expected no .to(device), .cuda() or .cpu(), or splitpipe.detach(model, device).", stacklevel=4,
+        )
+    return module
 
 
 def is_pipeline(module: nn.Module) -> bool:

@@ -197,7 +197,7 @@ class Runtime:
         if layers.computed and state.grad and (options.split_backward or not drop_in):
             raise RuntimeError(
                 f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
-                "each microbatch would run backward: expected, without a schedule, SplitPipe(..., backward='autograd')."
+                "each microbatch would run backward: expected backward='autograd', checkpoint='never' and no schedule."
             )
         tail = UNCHECKPOINTED_TAIL[options.checkpoint] if batch.module.training and state.grad else None
         checkpointed = 0 if tail is None else max(0, len(division.rows) - tail)

@@ -43,8 +43,8 @@ class Guard(Function):
         if any([grad is not None for grad in grads]):
             raise RuntimeError(
                 "a gradient arrived at a stage's input on a path that the pipeline doesn't know, such as a loss "
-                "that a layer keeps, and earlier stages would lose it. Expected every term of the loss in the model's "
-                "output or in loss_fn(output, target), or, without a schedule, SplitPipe(..., backward='autograd')."
+                "that a layer or a hook keeps, and earlier stages would lose it. Expected every term of the loss in "
+                "the model's output or in loss_fn(output, target)."
             )
         return None, *[None for _ in grads]
 

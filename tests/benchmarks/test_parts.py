@@ -68,14 +68,6 @@ def test_a_benchmark_saves_what_it_prints(part: Part, run: Run) -> None:
     complete(*run(part))
 
 
-def test_losses_that_differ_are_named() -> None:
-    strayed = module(["parts.compute"]).strayed
-    assert strayed({"a": [1.0, 2.0], "b": [1.0, 2.0]}, 1e-3) == []
-    assert strayed({"a": [1.0, 2.0], "b": [1.0, 2.1]}, 1e-3) == [
-        "b: loss 2.100000 at step 1; expected 2.000000, that of a"
-    ]
-
-
 def counted() -> int:
     """Bytes of a step that holds 1,200 floats at most, beside what is gone before."""
     kept: list[torch.Tensor] = []

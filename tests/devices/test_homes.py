@@ -81,21 +81,24 @@ def test_a_placement_without_memory_is_gone_on_with() -> None:
         assert_same_gradients(model, expected)
 
 
-def test_what_was_moved_goes_home_again() -> None:
+def test_an_attached_module_stays_and_a_layer_that_was_moved_goes_home_again() -> None:
     model = splitpipe.attach(Tied(3), cuts(3), devices=DEVICES)
-    first, before = model(batch()), homes(model)
+    for called in False, True:
+        before = homes(model)
+        with pytest.warns(UserWarning, match=r"a pipeline, whose stages stay on cuda:0, .*: expected no .to\(device\)"):
+            assert homes(model.cuda()) == before
+        nn.ModuleList([model]).cuda()
+        assert homes(model) == before and (called or torch.equal(first := model(batch()), first))
     told = {name: str(device) for name, device in model.hf_device_map.items()}
     assert told == {f"blocks.{stage}": device for stage, device in enumerate(DEVICES)} | {
         "last": DEVICES[2], "last.weight": DEVICES[0]}
-    model.to(DEVICES[2])
-    assert {*homes(model).values()} == {DEVICES[2]}
-    with pytest.warns(UserWarning, match=r"parameters were moved from their stages' devices, as by model.cuda\(\)"):
+    model.blocks.to(DEVICES[2])
+    with pytest.warns(UserWarning, match=r"parameters were moved from their stages' devices, as by layer.cuda\(\)"):
         assert torch.equal(model(batch()), first) and homes(model) == before
-    model = splitpipe.attach(Tied(3), cuts(3), devices=[DEVICES[0]] * 3)
-    first = model(batch())
-    with pytest.warns(UserWarning, match="parameters were moved"):
-        assert torch.equal(model.cpu()(batch()), first)
+    splitpipe.attach(model, cuts(3), devices=[DEVICES[0]] * 3).to(DEVICES[0])
     assert {*homes(model).values()} == {DEVICES[0]}
+    with pytest.warns(UserWarning, match="a pipeline, whose stages stay"):
+        assert torch.equal(model.cpu()(batch()), first.to(DEVICES[0]))
 
 
 def saved(value: Any, **options: Any) -> Any:

@@ -143,7 +143,7 @@ MODULE = [
 UNWRAPPED = [
     *each(TypeError, "expected an nn.Module", UNMODULE),
     *each(TypeError, "module is a SplitPipe: expected the module that it was made from", [lambda: model()]),
-    *each(TypeError, "module is a torch.jit.ScriptModule: expected", [torch.jit.ScriptModule()]),
+    *each(TypeError, "the module itself is a torch.jit.ScriptModule: expected", [torch.jit.ScriptModule()]),
     *each(TypeError, "'b' is a torch.jit.ScriptModule: expected modules whose forward",
           [nn.ModuleDict({"b": torch.jit.ScriptModule()})]),
 ]

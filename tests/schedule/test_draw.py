@@ -103,7 +103,7 @@ def test_a_page_has_what_is_alive() -> None:
 def test_a_page_has_a_table_of_measures() -> None:
     page = html.draw([played("1f1b"), played()])
     table = [re.findall(r"<td>(.*?)</td>", line) for line in page.split("\n") if "<td>" in line]
-    assert [cells[:5] for cells in table] == [["1f1b", "4", "8", "33", "27.27%"], ["zb-h1", "4", "8", "27", "11.11%"]]
+    assert [cells[:3] for cells in table] == [["1f1b", "33", "27.27%"], ["zb-h1", "27", "11.11%"]]
     assert page.count('class="best"') == 1
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import Context, copy_context
+from contextvars import Context
 from threading import Barrier
 
 import pytest
@@ -93,18 +93,6 @@ def test_unwrapped_models_run_in_several_threads_at_once():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, [1.0, 2.0])) == [(11.0, {}), (22.0, {})]
-
-
-def test_contexts_that_take_turns_in_one_thread_do_not_share_a_skip():
-    first, last = StashFoo(10.0), PopFoo()
-
-    def run():
-        nn.Sequential(first, last)(torch.tensor(0.0))  # Leaves an empty box.
-        tasks = [(copy_context(), torch.tensor(value)) for value in (1.0, 2.0)]
-        given = [context.run(first, value) for context, value in tasks]
-        assert [context.run(last, y) for (context, _), y in zip(tasks, given)] == [11.0, 22.0]
-
-    Context().run(run)
 
 
 def test_stale_skip_of_a_failed_forward_is_replaced():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.softcuda import environment, kept, libraries, wheel
+from tests.softcuda import environment, wheel
 from tests.softcuda.__main__ import main
 from tests.softcuda.kept import Missing, whole
 from tests.softcuda.parts import Part, parts
@@ -104,10 +104,6 @@ def test_tests_that_are_left_out_are_there_and_have_a_reason() -> None:
         assert f"def {test.split('[')[0]}(" in (wheel.ROOT / file).read_text(encoding="utf-8") and why
 
 
-def test_the_version_is_that_of_the_constraints() -> None:
-    assert f"\ntorch=={wheel.constrained()}\n" in wheel.CONSTRAINTS.read_text(encoding="utf-8")
-
-
 def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,11 +122,6 @@ def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(
     assert capsys.readouterr().out.splitlines()[-1] == f"fills: 0 s, 0 MB in {tmp_path / 'it'}"
 
 
-def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kept.default() == tmp_path / "splitpipe" / "softcuda"
-
-
 def test_what_pip_can_not_fetch_is_said_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     with pytest.raises(Missing, match=r"could not fetch torch 9\.9 .*by --wheel.*torch===9\.9"):
@@ -144,30 +135,6 @@ def test_a_wheel_that_is_there_is_unpacked_and_needs_no_library_of_nvidias(tmp_p
     assert (found.parent / "torch-2.13.0.dist-info/METADATA").read_text() == "Requires-Dist: sympy\n"
     assert wheel.unpacked("2.13.0", tmp_path / "cache", tmp_path / "gone") == found
     assert (tmp_path / NAME).exists()  # The user's stays.
-
-
-def test_a_wheel_that_was_fetched_goes_when_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheel, "fetch", lambda version, room: archive(room, *CUDA))
-    wheel.unpacked("2.13.0", tmp_path)
-    assert made(tmp_path) == [f"torch-2.13.0-{wheel.TAG}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "files", "size", "text"),
-    [(NAME, CUDA[:1], None, "has no libtorch_cuda.so: expected torch's CUDA build"),
-     (NAME.replace("2.13.0", "2.12.0"), CUDA, None, r"found torch-2\.12\.0.*: expected a wheel of torch 2\.13\.0"),
-     ("numpy-2.4.6-cp311-cp311-linux_x86_64.whl", CUDA, None, "found numpy.*expected a wheel of torch"),
-     (NAME, CUDA, 50, "can't be unpacked.*Expected a whole wheel")],
-    ids=["no CUDA", "another version", "another package", "half"],
-)
-def test_another_wheel_is_refused(
-    tmp_path: Path, name: str, files: Sequence[str], size: int | None, text: str
-) -> None:
-    given = archive(tmp_path, *files, name=name)
-    given.write_bytes(given.read_bytes()[:size])
-    with pytest.raises(Missing, match=text):
-        wheel.unpacked("2.13.0", tmp_path / "cache", given)
-    assert made(tmp_path / "cache") == []
 
 
 def test_an_environment_is_made_once_for_each_set_of_extras(tmp_path: Path, ran: list[list[str]]) -> None:
@@ -192,21 +159,6 @@ def test_examples_get_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert on_cuda('f(devices=["cpu", "cpu"], x="cpu")', 2) == 'f(devices=["cuda:0", "cuda:1"], x="cpu")'
     assert on_cuda('["cpu"] * 3', 2) == '["cuda:0", "cuda:1", "cuda:0"]'
-
-
-def test_another_source_torch_or_compiler_gets_libraries_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "source.cpp"
-    monkeypatch.setattr(libraries, "tools", lambda: ("compiler", "nm"))
-    monkeypatch.setattr(libraries, "sources", lambda: [source])
-    monkeypatch.setattr(libraries, "build", lambda torch, room, compiler: None)
-    found = []
-    for torch, code, compiler in ("1", "1", "1"), ("1", "1", "1"), ("2", "1", "1"), ("1", "2", "1"), ("1", "1", "2"):
-        source.write_text(code)
-        monkeypatch.setattr(libraries, "_said", lambda *_, compiler=compiler: compiler)
-        found.append(libraries.built(tmp_path / f"torch-{torch}" / "torch", tmp_path / "cache"))
-    assert found[0] == found[1] and len({*found}) == 4
 
 
 @pytest.mark.parametrize("file", sorted(Path(__file__).parent.glob("*.py")), ids=lambda file: file.stem)

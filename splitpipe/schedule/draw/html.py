@@ -76,13 +76,10 @@ def _table(timelines: Sequence[TimedSchedule]) -> str:
     """The measures, one line per schedule; the shortest makespan of several is highlighted."""
     texts = [measures.texts(each) for each in timelines]
     least = min(each.makespan for each in timelines)
-    lines = [_row("th", ["schedule", "devices", "microbatches", *texts[0], "lower bound"])]
+    lines = [_row("th", ["schedule", *texts[0], "lower bound"])]
     for each, text in zip(timelines, texts):
         reason, bound = max(each.bounds.items(), key=itemgetter(1))
-        cells = [
-            measures.name(each), str(each.schedule.devices), str(each.schedule.microbatches),
-            *text.values(), f"{measures.short(bound)} ({reason})",
-        ]
+        cells = [measures.name(each), *text.values(), f"{measures.short(bound)} ({reason})"]
         lines.append(_row("td", cells, ' class="best"' if len(timelines) > 1 and each.makespan <= least else ""))
     return "\n".join(lines)
 

@@ -275,6 +275,7 @@
       last = event.clientX;
       canvas.setPointerCapture(event.pointerId);
       canvas.classList.add("drags");
+      point(picture, event);  // A finger that taps doesn't move.
     });
     canvas.addEventListener("pointermove", (event) => {
       if (last !== null) {
@@ -289,7 +290,9 @@
         canvas.classList.remove("drags");
       });
     }
-    canvas.addEventListener("pointerleave", () => leave(picture));
+    canvas.addEventListener("pointerleave", (event) => {
+      if (event.pointerType === "mouse") leave(picture);  // A finger leaves when it is lifted.
+    });
     canvas.addEventListener("wheel", (event) => wheel(picture, event), { passive: false });
   }
 
