@@ -11,9 +11,8 @@ import torch
 from splitpipe.core import stream
 from splitpipe.core.stream import Place, Stream, moment
 from splitpipe.schedule.op import Kind, Op, Schedule
-from splitpipe.schedule.recording import Recording
+from splitpipe.schedule.recording import Recording, Step
 from splitpipe.schedule.timed import Span
-from splitpipe.schedule.verdict import Step
 
 #: Seconds on the host's clock, or an event.
 Mark = Any

@@ -50,7 +50,7 @@ def schedule_rows(
     # another, so a worker never waits for itself.
     worker_of = {device: workers[stage] for stage, device in enumerate(schedule.placement)}
     schedule = first(schedule, microbatches)
-    starts, _ = OpOrder(schedule).play(Costs().times(schedule))
+    starts, _ = OpOrder(schedule).play(Costs())
     timed: list[list[tuple[float, int, Op]]] = [[] for _ in range(max(workers) + 1)]
     for device, (row, times) in enumerate(zip(schedule.rows, starts)):
         timed[worker_of.get(device, 0)] += [(time, device, op) for time, op in zip(times, row)]

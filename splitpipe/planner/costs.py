@@ -157,5 +157,4 @@ def costs(candidate: Candidate, sums: LayerSums, cuts: Cuts, profile: Profile) -
 
 
 def span(candidate: Candidate, costs: Costs) -> float:
-    schedule = candidate.schedule
-    return candidate.order.makespan(costs.times(schedule), costs.hops(schedule), costs.again(schedule))
+    return candidate.order.makespan(costs)

@@ -104,5 +104,6 @@ def _link(pair: Sequence[Place], largest: int, layered: bool) -> tuple[float, fl
         first, second = recording.spans
         return max(0.0, second[0].start - first[0].end), math.inf
     large = max(_SMALL * 1024, min(largest // 4, _LARGEST))
-    fast, slow = recording.costs().hop, record_idle(pair, layered, 2, 1, large).costs().hop
+    recordings = recording, record_idle(pair, layered, 2, 1, large)
+    fast, slow = (each.costs().hops(each.schedule)[0] for each in recordings)
     return fast, (large - _SMALL) * 4 / (slow - fast) if slow > fast else math.inf

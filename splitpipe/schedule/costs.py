@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
-from splitpipe.schedule.op import Kind, Op, Schedule, counted, listed, verify
+from splitpipe.schedule.op import Kind, Schedule, counted, listed, verify
 
 Each = float | Sequence[float]
 _OPS = "forward", "backward_input", "backward_weight"
@@ -56,23 +56,8 @@ class Costs:
             ValueError: there are more or fewer times than stages.
         """
         verify(schedule)
-        forward, b, w = (_spread(name, getattr(self, name), schedule) for name in _OPS)
+        forward, b, w = (spread(name, getattr(self, name), schedule) for name in _OPS)
         return {"F": forward, "B": b, "W": w, "BW": [one + other for one, other in zip(b, w)]}
-
-    def again(self, schedule: Schedule) -> dict[Op, float]:
-        """The time for which each recomputing op of ``schedule`` runs before it waits for its gradient.
-
-        Raises:
-            TypeError: ``schedule`` isn't a Schedule.
-            ValueError: there are more or fewer times than stages.
-        """
-        verify(schedule)
-        times = _spread("recompute", self.recompute, schedule)
-        if not any(times):
-            return {}
-        stop = schedule.microbatches - self.uncheckpointed
-        backward = (op for row in schedule.rows for op in row if op.kind in ("B", "BW"))
-        return {op: times[op.stage] for op in backward if op.microbatch < stop}
 
     def hops(self, schedule: Schedule) -> list[float]:
         """The time from each stage of ``schedule`` to the next one, and back; 0 between stages of one device.
@@ -85,13 +70,6 @@ class Costs:
         count, place = schedule.stages - 1, schedule.placement
         each = [self.copy] * count if isinstance(self.copy, (int, float)) else _counted("copy", self.copy, count, "hop")
         return [time if place[stage] != place[stage + 1] else 0.0 for stage, time in enumerate(each)]
-
-    @property
-    def hop(self) -> float:
-        """The time of every hop; raises ValueError if hops have different times."""
-        if not isinstance(self.copy, (int, float)):
-            raise ValueError(f"copy={self.copy!r}: expected a single time for all hops here, such as the longest.")
-        return self.copy
 
 
 def _verified(name: str, value: Each) -> Each:
@@ -118,7 +96,8 @@ def verify_costs(value: object) -> None:
         raise TypeError(f"costs is {value!r}: expected schedule.Costs, or None.")
 
 
-def _spread(name: str, value: Each, schedule: Schedule) -> list[float]:
+def spread(name: str, value: Each, schedule: Schedule) -> list[float]:
+    """The time of each stage."""
     if isinstance(value, (int, float)):
         return [value / share for share in schedule.shares]
     return _counted(name, value, schedule.stages, "stage")

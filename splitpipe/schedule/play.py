@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from splitpipe.schedule.costs import Costs, spread
 from splitpipe.schedule.op import Kind, Op, Schedule
 
 Times = Mapping[Kind, Sequence[float]]
@@ -18,35 +19,35 @@ class OpOrder:
     """A schedule's ops in an order in which they can run; in a deadlock, only the ops that run before it."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._stages = schedule.stages
+        self._schedule = schedule
         self.ops: list[Op] = []
         # For each op, the indices of: the op before it on its device, the op in another stage that it waits for, the
         # hop between the two, its time among the times of all kinds. If there is none: -1, a dummy at each list's end.
         self._links: list[tuple[int, int, int, int]] = []
         self._rows: list[list[int]] = [[] for _ in schedule.rows]
-        self._follow(schedule)
+        self._follow()
         #: The number of ops of each device that run before the device waits forever.
         self.reached = [len(row) for row in self._rows]
 
-    def play(
-        self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None
-    ) -> tuple[list[list[float]], list[list[float]]]:
-        """The start and end of each op, one row per device."""
-        starts, ends = self._played(times, hops, again)
+    def play(self, costs: Costs, times: Times | None = None) -> tuple[list[list[float]], list[list[float]]]:
+        """The start and end of each op, one row per device. ``times``: of ops, instead of those in the costs."""
+        starts, ends = self._played(costs, times or costs.times(self._schedule))
         return [[starts[op] for op in row] for row in self._rows], [[ends[op] for op in row] for row in self._rows]
 
-    def makespan(self, times: Times, hops: Sequence[float] = (), again: Mapping[Op, float] | None = None) -> float:
-        """The time at which the last op ends. See ``play`` for the arguments."""
-        return max(self._played(times, hops, again)[1])
+    def makespan(self, costs: Costs) -> float:
+        """The time at which the last op ends."""
+        return max(self._played(costs, costs.times(self._schedule))[1])
 
-    def _played(
-        self, times: Times, hops: Sequence[float], again: Mapping[Op, float] | None
-    ) -> tuple[list[float], list[float]]:
+    def _played(self, costs: Costs, times: Times) -> tuple[list[float], list[float]]:
         takes = [*times["F"], *times["B"], *times["W"], *times["BW"]]
-        hops = [*(hops or [0.0] * self._stages), 0.0]
+        hops = [*costs.hops(self._schedule), 0.0]
         # The last entry is the dummy, which ends at 0.
         starts, ends = [0.0] * (len(self.ops) + 1), [0.0] * (len(self.ops) + 1)
-        aheads = [again.get(op, 0.0) for op in self.ops] if again else [0.0] * len(self.ops)
+        again = spread("recompute", costs.recompute, self._schedule)
+        aheads = [0.0] * len(self.ops)  # For how long an op recomputes before it waits for its gradient.
+        if any(again):
+            stop = self._schedule.microbatches - costs.uncheckpointed
+            aheads = [again[stage] if k < stop and kind[0] == "B" else 0.0 for kind, stage, k in self.ops]
         for op, ((before, other, hop, place), ahead) in enumerate(zip(self._links, aheads)):
             now = ends[before] + ahead
             arrived = ends[other] + hops[hop]
@@ -56,9 +57,10 @@ class OpOrder:
             ends[op] = now + takes[place]
         return starts, ends
 
-    def _follow(self, schedule: Schedule) -> None:
+    def _follow(self) -> None:
         """Numbers the ops in an order in which they can run: each device proceeds as far as possible."""
-        stages, numbered, links = self._stages, self.ops, self._links
+        schedule, numbered, links = self._schedule, self.ops, self._links
+        stages = schedule.stages
         done = {-1: -1}  # The key is a number for each microbatch in each stage, even for F, odd for B or BW.
         waiting: dict[int, list[int]] = {}
         ready = list(range(schedule.devices))

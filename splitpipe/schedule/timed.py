@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from splitpipe.schedule.bounds import bounds
 from splitpipe.schedule.costs import Costs
-from splitpipe.schedule.op import CHANGES, Op, Schedule
+from splitpipe.schedule.op import Op, Schedule
 
 
 class Span(NamedTuple):
@@ -61,10 +61,7 @@ class TimedSchedule:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """The time for which each device computes."""
-        times, again = self._costs.times(self.schedule), self._costs.again(self.schedule)
-        return tuple(
-            sum(times[span.op.kind][span.op.stage] + again.get(span.op, 0) for span in row) for row in self.spans
-        )
+        return tuple(sum(end - start for _, start, end in row) for row in self.spans)
 
     @property
     def utilisation(self) -> tuple[float, ...]:
@@ -93,24 +90,6 @@ class TimedSchedule:
         An activation is taken at the start of F, and released at the end of W or BW.
         """
         return self.schedule.peak_activations
-
-    def curve(self, device: int) -> list[tuple[float, float]]:
-        """The activations alive on a device, in microbatches on all its stages: each time of a change, the new value.
-
-        Args:
-            device: counted from 0.
-
-        Raises:
-            ValueError: there is no such device.
-        """
-        if type(device) is not int or not 0 <= device < len(self.spans):
-            raise ValueError(f"device={device!r}: expected one of {len(self.spans)}, counted from 0.")
-        share = max(1, self.schedule.placement.count(device))
-        alive, curve = 0, [(0.0, 0.0)]
-        for (kind, *_), start, end in self.spans[device]:
-            alive += CHANGES[kind]
-            curve.append((start if kind == "F" else end, alive / share))
-        return curve
 
     @property
     def bounds(self) -> dict[str, float]:

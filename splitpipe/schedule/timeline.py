@@ -1,6 +1,7 @@
 """A schedule with the times of its ops, which can draw itself, and the simulation that produces it."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike, fspath
 
 from splitpipe.schedule.check import checked
@@ -42,21 +43,17 @@ class Timeline(TimedSchedule):
             ValueError: a schedule takes infinitely long.
             OSError: the file can't be written.
         """
-        _write(path, svg.draw([self, *others]))
+        _write(path, svg.draw(self._beside(others)))
 
     def to_html(self, path: str | PathLike[str], *others: TimedSchedule) -> None:
         """Writes a zoomable page, with each op's times and what is alive on each device. It needs no network.
 
-        Args:
-            path: the file to write.
-            others: timelines to compare with it, on the same time axis.
-
-        Raises:
-            TypeError: ``path`` isn't a path, or ``others`` aren't timelines.
-            ValueError: a schedule takes infinitely long.
-            OSError: the file can't be written.
+        Arguments and errors are those of ``to_svg``; ``others`` are on the same time axis.
         """
-        _write(path, html.draw([self, *others]))
+        _write(path, html.draw(self._beside(others)))
+
+    def _beside(self, others: Sequence[TimedSchedule]) -> list[TimedSchedule]:
+        return [self, *others]
 
 
 def _write(path: str | PathLike[str], content: str) -> None:
@@ -84,6 +81,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     order = checked(schedule)
     costs = Costs() if costs is None else costs
     verify_costs(costs)
-    starts, ends = order.play(costs.times(schedule), costs.hops(schedule), costs.again(schedule))
+    starts, ends = order.play(costs)
     spans = [tuple(map(Span, *each)) for each in zip(schedule.rows, starts, ends)]
     return Timeline(schedule, costs, tuple(spans))

@@ -34,7 +34,7 @@ FREE = {
     *(f"SplitFunction.{name}" for name in (
         "apply", "forward", "backward_input", "backward_weight", "accumulate", "pays")),
     *(f"SplitPipe.{name}" for name in ("train", "state_dict", "load_state_dict", "to", "cpu", "cuda")),
-    *(f"schedule.Recording.{name}" for name in ("to_svg", "to_html", "curve")),
+    *(f"schedule.Recording.{name}" for name in ("to_svg", "to_html")),
     "Skippable.isolate", "Skippable.namespaced",
 }
 

@@ -11,8 +11,8 @@ import pytest
 from splitpipe.balance.rig import Layer
 from splitpipe.planner.measure import Device, Profile
 from splitpipe.schedule import Costs, Recording, Timeline, build, simulate
+from splitpipe.schedule.recording import Step
 from splitpipe.schedule.timed import Span
-from splitpipe.schedule.verdict import Step
 
 
 def near(expected: object) -> Any:

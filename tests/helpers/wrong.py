@@ -493,12 +493,8 @@ COST = Door(
      for name in ("forward", "backward_input", "backward_weight", "copy", "recompute")}
     | {"uncheckpointed": each(ValueError, "uncheckpointed=", [None, *UNWHOLE, -1])},
 )
-OF_SCHEDULES: list[tuple[Any, Callable[..., Any]]] = [(Costs(), Costs.times), (Costs(recompute=1), Costs.again),
-                                                      (Costs(), Costs.hops)]
-TIMES, AGAIN, HOPS = (
-    Door(f"schedule.{method.__qualname__}", method, CHECK.right, FOR_SCHEDULE, on=lambda whose=whose: whose)
-    for whose, method in OF_SCHEDULES
-)
+TIMES, HOPS = (Door(f"schedule.{method.__qualname__}", method, CHECK.right, FOR_SCHEDULE, on=Costs)
+               for method in (Costs.times, Costs.hops))
 SEARCH = Door(
     "schedule.search", search, lambda: {"devices": 2, "chunks": 2, "seconds": 0},
     {
@@ -514,11 +510,10 @@ SEARCH = Door(
 OTHERS = each(TypeError, "others", [None, build("1f1b", 2, 2), Timeline, [timeline()], Odd()])
 SVG, HTML = (
     Door(f"schedule.{method.__qualname__}", method, lambda: {"path": "a.file"}, {"others": OTHERS}, on=timeline,
-         call=lambda drawn, path, method=method, **others: method(drawn, path, *others.values()), free={"path"})
+         call=lambda drawn, path, method=method, **others: method(drawn, path, *others.values()), free={"path"},
+         told=[Timeline.to_svg])
     for method in (Timeline.to_svg, Timeline.to_html)
 )
-CURVE = Door("schedule.Timeline.curve", Timeline.curve, lambda: {"device": 0},
-             {"device": each(ValueError, "device=", [*WHOLES, -1, 2])}, on=timeline)
 # Several processes
 
 ACROSS = Door(

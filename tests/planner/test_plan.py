@@ -20,8 +20,7 @@ from splitpipe.planner.costs import LayerSums, candidates, costs, span
 from splitpipe.planner.measure import Profile
 from splitpipe.planner.planning import chosen
 from splitpipe.schedule import Costs, Schedule, build
-from splitpipe.schedule.recording import Recording
-from splitpipe.schedule.verdict import Step
+from splitpipe.schedule.recording import Recording, Step
 from tests.helpers.recording import MIB, emulated
 
 

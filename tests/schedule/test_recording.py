@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitpipe.schedule import Costs, Op, Recording, Schedule, Timeline, build, names, simulate
+from splitpipe.schedule.recording import Step
 from splitpipe.schedule.timed import Span
-from splitpipe.schedule.verdict import Step
 from tests.helpers.recording import hops, near, played, recorded, step
 
 

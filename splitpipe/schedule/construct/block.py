@@ -50,6 +50,11 @@ class BlockOp(NamedTuple):
         return Op(self.kind, self.stage, self.microbatch)
 
 
+def _rounded(intervals: float) -> float:
+    """So that equal times are equal, whatever their rounding errors; finer than NEAR."""
+    return round(intervals, 7)
+
+
 def _is_block_op(value: object) -> bool:
     return (isinstance(value, BlockOp) and isinstance(value.kind, str)
             and type(value.stage) is type(value.microbatch) is int and not math.isnan(real(value.start)))
@@ -168,9 +173,9 @@ class BuildingBlock:
         for kind, stage, start, k in self.ops:
             for n in range(-((k - chunks) // self.microbatches)):
                 op = Op(kind, stage, k + n * self.microbatches)
-                rows[self.placement[stage]].append((start + n * self.interval, op))
+                rows[self.placement[stage]].append((_rounded(start / self.interval + n), op))
         for row in rows:
-            row.sort(key=lambda each: (each[0], *self._turn(each[1])))
+            row.sort(key=lambda each: (each[0], *self._rank(each[1])))
         return Schedule([[op for _, op in row] for row in rows], self.placement)
 
     @cached_property
@@ -190,20 +195,20 @@ class BuildingBlock:
     def _times(self) -> dict[Kind, list[float]]:
         return self._costs.times(self._one)
 
-    def _turn(self, op: Op) -> tuple[bool, int, int, int]:
+    def _rank(self, op: Op) -> tuple[bool, int, int, int]:
         """A sort key for ops that start at the same time: those without duration first, in an order that can run."""
         kind, stage, k = op
-        return self._times[kind][stage] > 0, k, RANK[kind], stage if kind == "F" else -stage
+        return self._times[kind][stage] > NEAR * self.interval, k, RANK[kind], stage if kind == "F" else -stage
 
     def _end(self, one: BlockOp) -> float:
         return one.start + self._times[one.kind][one.stage]
 
     def _verify_needs(self) -> None:
-        sources = {source_of(one.op): one for one in self.ops}
+        sources, hops = {source_of(one.op): one for one in self.ops}, self._costs.hops(self._one)
         for one in self.ops:
             for need in dependencies(one.op, len(self.placement)):
                 other = sources[need]
-                hop = self._costs.hop if self.placement[other.stage] != self.placement[one.stage] else 0.0
+                hop = hops[min(one.stage, other.stage)] if other.stage != one.stage else 0.0
                 end = self._end(other)
                 if one.start < end + hop - NEAR * self.interval:
                     copied = f" and is copied until {end + hop:g}" if hop else ""
@@ -215,7 +220,10 @@ class BuildingBlock:
     def _verify_apart(self) -> None:
         for device in range(self._one.devices):
             mine = [one for one in self.ops if self.placement[one.stage] == device]
-            own = sorted((one.start % self.interval, self._end(one) - one.start, one) for one in mine)
+            own = sorted(
+                (_rounded(one.start / self.interval % 1) % 1 * self.interval, self._end(one) - one.start, one)
+                for one in mine
+            )
             for place, (at, time, one) in enumerate(own):
                 last = place + 1 == len(own)
                 slot, _, other = own[0] if last else own[place + 1]

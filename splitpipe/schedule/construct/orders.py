@@ -171,7 +171,7 @@ def first(schedule: Schedule, m: int) -> Schedule:
 
 def fill_idle(schedule: Schedule) -> Schedule:
     """F and B, with W where a device waits, as many as fit if each takes one slot; the rest of the W at the end."""
-    starts, ends = OpOrder(schedule).play(Costs().times(schedule))
+    starts, ends = OpOrder(schedule).play(Costs())
     rows = []
     for row, began, ended in zip(schedule.rows, starts, ends):
         ops: Row = []

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from splitpipe.schedule.bounds import bounds
-from splitpipe.schedule.check import checked
+from splitpipe.schedule.check import check
 from splitpipe.schedule.costs import Costs, real, verify_costs
 from splitpipe.schedule.op import CHANGES, Op, Schedule, dependencies
-from splitpipe.schedule.play import Times
+from splitpipe.schedule.play import OpOrder, Times
 
 #: Times are equal if they differ by less than this fraction of the makespan.
 NEAR = 1e-11
@@ -51,22 +51,27 @@ def reorder(schedule: Schedule, costs: Costs | None = None, memory: float = 0) -
         >>> schedule.simulate(plain, costs).makespan, schedule.simulate(other, costs).makespan
         (49.0, 39.0)
     """
-    runnable, costs = checked(schedule), Costs() if costs is None else costs
+    check(schedule)
+    costs = Costs() if costs is None else costs
     verify_costs(costs)
     if not 0 <= real(memory) < math.inf:
         raise ValueError(f"memory={memory!r}: expected a number of microbatches, finite and not negative.")
-    times, hops = costs.times(schedule), costs.hops(schedule)
-    starts, ends = runnable.play(times, hops)
+    return pulled(schedule, costs, [memory] * schedule.devices)
+
+
+def pulled(schedule: Schedule, costs: Costs, memory: Sequence[float]) -> Schedule:
+    """The schedule, reordered, with the memory of each device."""
+    runnable, costs = OpOrder(schedule), replace(costs, recompute=0)
+    starts, ends = runnable.play(costs)
     span = max(row[-1] for row in ends if row)
     if not span:
         return schedule
-    if min(map(min, times.values())) < TINY * span:
-        times = {kind: [max(time, TINY * span) for time in each] for kind, each in times.items()}
-        starts = runnable.play(times, hops)[0]
+    times = {kind: [max(time, TINY * span) for time in each] for kind, each in costs.times(schedule).items()}
+    starts = runnable.play(costs, times)[0]
     shares = [max(1, schedule.placement.count(device)) for device in range(schedule.devices)]
-    caps = [max(peak, math.floor(memory * share + NEAR)) for peak, share in zip(schedule.peaks, shares)]
+    caps = [max(peak, math.floor(cap * share + NEAR)) for peak, cap, share in zip(schedule.peaks, memory, shares)]
     least = max(bounds(schedule, costs, [cap / share for cap, share in zip(caps, shares)]).values())
-    jobs = _jobs(schedule, times, hops, caps, NEAR * span)
+    jobs = _jobs(schedule, times, costs.hops(schedule), caps, NEAR * span)
     moved = _justify(jobs, [start for row in starts for start in row], least)
     if _makespan(jobs, moved) >= span - jobs.near:
         return schedule

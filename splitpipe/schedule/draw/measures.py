@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from splitpipe.schedule.op import Kind, Schedule, counted
+from splitpipe.schedule.op import CHANGES, Kind, Schedule, counted
 from splitpipe.schedule.timed import TimedSchedule
 
 _MANY = 16  # With more devices, only the least and the largest number are printed.
@@ -114,8 +114,13 @@ def ticks(whole: float, most: int) -> list[float]:
 
 
 def alive(timeline: TimedSchedule, device: int) -> list[tuple[float, float]]:
-    """The activations alive on a device: a single point per time, so that freeing and taking at once makes no dent."""
-    return list(dict(timeline.curve(device)).items())
+    """The activations alive on a device, in microbatches on all its stages, at each time of a change."""
+    share = max(1, timeline.schedule.placement.count(device))
+    alive, curve = 0, {0.0: 0.0}
+    for (kind, *_), start, end in timeline.spans[device]:
+        alive += CHANGES[kind]
+        curve[start if kind == "F" else end] = alive / share
+    return list(curve.items())
 
 
 def meanings(timelines: Sequence[TimedSchedule]) -> dict[Kind, str]:
