@@ -34,22 +34,22 @@ DOORS = {"", "skip", "balance", "distributed", "schedule"}
 #: The lines that a room has; "": the files next to the rooms. Behind each is what it may have at most in the end: a
 #: number falls with its room, and is only raised with the reason in the change.
 BUDGETS = {
-    "core": 1036,  # 1,050
-    "schedule": 3180,  # 3,500
+    "core": 1045,  # 1,050
+    "schedule": 2747,  # 3,500
     "microbatch": 945,  # 950
     "skip": 330,  # 340
-    "backward": 1240,  # 1,250
-    "loss": 1855,  # 1,100
-    "partition": 822,  # 850
+    "backward": 1239,  # 1,250
+    "loss": 1595,  # 1,100
+    "partition": 843,  # 850
     "stage": 644,  # 650
-    "engine": 2183,  # 2,200
-    "runtime": 420,  # 450
-    "": 1146,  # 1,150
-    "checking": 442,  # 500
-    "compiled": 589,  # 600
-    "balance": 689,  # 700
-    "planner": 1167,  # 1,200
-    "distributed": 475,  # 500
+    "engine": 2171,  # 2,200
+    "runtime": 435,  # 450
+    "": 1150,  # 1,150
+    "checking": 320,  # 500
+    "compiled": 548,  # 600
+    "balance": 661,  # 700
+    "planner": 1121,  # 1,200
+    "distributed": 478,  # 500
 }
 OUTSIDE = sys.stdlib_module_names | {"torch", "typing_extensions"}
 
