@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from splitpipe.loss.ledger import GIVEN, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import tensors
+from splitpipe.loss.numbers import SCALING, tensors
 
 
 class FunctionCall:
@@ -79,8 +80,9 @@ class FunctionCall:
         shares = [each for _, each in rows if each.share is not None]
         if len(shape) != dims or dims and shape[0] != size or len(shares) > 1:
             return None
-        share = shares[0].share if shares else None
-        return first if share is None and not self.counting else replace(first, share=share, counting=self.counting)
+        masks = self.name in SCALING and any([each.mask for _, each in rows])
+        mask = masks or getattr(self.out, "dtype", None) is torch.bool
+        return Rows(first.chosen, shares[0].share if shares else None, self.counting, mask)
 
 
 #: What a call's result is, or several of them; None: not recognised.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,12 +36,14 @@ class Rows:
     """It has the rows of the batch along its first dimension.
 
     ``chosen``: the mask that has selected entries. ``share``: the number that has divided it, and its value.
-    ``counting``: whether a number that may count rows has divided it, which matters to sums.
+    ``counting``: whether a number that may count rows has divided it, which matters to sums. ``mask``: whether it is a
+    mask, or has been multiplied by one.
     """
 
     chosen: Tensor | None = None
     share: tuple[Quantity, Tensor] | None = None
     counting: bool = False
+    mask: bool = False
 
     def alike(self, other: Rows) -> bool:
         """True if the same mask has selected both, or none. Selecting by it has waited for the device already."""
@@ -112,7 +114,7 @@ class Ledger:
         for x in tensors((value,)):
             if x.dim() and not isinstance(self.of(x), (Rows, Quantity)):
                 first = not 0 < dim < x.dim() or x.shape[dim] != self.rows
-                self.put(x, Rows() if first else Unknown(f"a batch along dimension {dim}"))
+                self.put(x, Rows(mask=x.dtype is torch.bool) if first else Unknown(f"a batch along dimension {dim}"))
             elif id(x) not in self._entries and not x.dim():
                 self.put(x, GIVEN)
 
@@ -151,7 +153,7 @@ class Ledger:
     ) -> Quantity:
         """A new sum of these rows, of which targets or a mask may have ``selected`` some; without rows, a constant."""
         grad = isinstance(value, Tensor) and value.requires_grad
-        selected = selected or rows is not None and rows.chosen is not None
+        selected = selected or rows is not None and (rows.mask or rows.chosen is not None)
         q = Quantity(name, None, (), {}, grad, rows is not None, nothing, rows is None, selected, self.asked)
         self._values[q] = value
         return q
@@ -159,6 +161,7 @@ class Ledger:
     def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Quantity:
         """A new mean of these rows, like a tensor, as a total by a count."""
         selected = isinstance(count, Tensor)
+        rows = replace(rows, mask=False)  # Which doesn't matter to what it counts.
         above = self.atom(name, total, rows, selected=selected)
         return quotient(above, self.atom(name, count, rows, selected=selected), like)
 

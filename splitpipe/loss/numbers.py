@@ -101,13 +101,13 @@ class Unknown:
 
 def total(value: Tensor) -> Number:
     """A number that is a sum."""
-    return Number((Quantity("loss_fn", grad=value.requires_grad),), (value,))
+    return Number((Quantity("loss_fn", grad=True),), (value,))
 
 
 def pair(above: Tensor, count: Amount, like: Tensor) -> Number:
     """A total, over the whole batch to be divided by its count."""
-    atoms = Quantity("loss_fn", grad=above.requires_grad), Quantity("loss_fn")
-    return Number((*atoms, quotient(*atoms, like)), (above, count))
+    atoms = Quantity("loss_fn", grad=True), Quantity("loss_fn")
+    return Number((*atoms, replace(quotient(*atoms, like), grad=True)), (above, count))
 
 
 def mean(value: Tensor, count: float) -> Number:

@@ -311,6 +311,12 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
 
 
 HAND: Table = {
+    "of weight 0": ("flat", lambda o, t: torch.tensor(0.0).double() * F.mse_loss(o, t)),
+    "two masked, one of weight 0": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum() + (
+        torch.tensor(0.0) * (o.square().mean(-1) * counted(t)).sum() / counted(t).sum())),
+    "0 times what may not count": ("flat", lambda o, t: 0.0 * o[t > 0.8].square().mean() + F.mse_loss(o, t)),
+    "a masked mean if any": ("tokens", lambda o, t: (
+        lambda m: (each(o, t) * m.double()).sum() / m.sum() if m.any() else o.sum() * 0)(t != IGNORED)),
     "resized": ("values", lambda o, t: F.mse_loss(F.interpolate(o, 10), F.interpolate(t, 10))),
     "mask by index": ("tokens", masked_by_index),
     "squeezed rows": ("flat", lambda o, t: F.mse_loss(o[:, :1].squeeze(), t[:, :1].squeeze())),
@@ -482,6 +488,14 @@ def unseen(o: Tensor, t: Tensor) -> Tensor:
     return loss
 
 
+def written_later(o: Tensor, t: Tensor) -> Tensor:
+    """A constant changes after a loss has been computed of it."""
+    offset = torch.zeros(())
+    loss = F.mse_loss(o, t) + offset
+    offset += 1
+    return loss
+
+
 def left_behind(o: Tensor, t: Tensor) -> Tensor:
     """A write to a number of which another one has been computed."""
     loss = F.mse_loss(o, t)
@@ -520,6 +534,14 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "a guard of what doesn't count": ("flat", lambda o, t: (lambda m: F.binary_cross_entropy_with_logits(
+        o, m.double(), reduction="sum") / m.sum() if m.any() else o.sum() * 0)(t > 1.5)),
+    "by the length of ones": ("flat", lambda o, t: (
+        lambda w: ((o - t).square() * w).sum() / len(w))(torch.ones_like(o))),
+    "sorted along an axis": ("flat", lambda o, t: (o.sort(axis=0).values - t.sort(axis=0).values).abs().mean()),
+    "a constant written after its use": ("flat", written_later),
+    "detached in some microbatches": ("flat", lambda o, t: (
+        lambda x: x.detach() if x > 2 else x)((o - t).square().mean()) + o.mean()),
     "one-hot by scatter": ("classes", lambda o, t: F.binary_cross_entropy_with_logits(
         o, torch.full((len(o), CLASSES), 0.1).double().scatter_(1, t[:, None], 0.9))),
     "times a histogram": ("flat", lambda o, t: F.mse_loss(o, t) * torch.histc(t, 4, -2, 2).square().mean()),
@@ -783,6 +805,7 @@ PENALTIES: Table = {
 }
 
 SAID_PENALTIES: Table = {
+    "a hinge": ("values", lambda o, t, own: F.relu(F.mse_loss(o, t) - 10) + 0.01 * squares(own)),
     "max of int": ("tokens", lambda o, t, own: each(o, t).sum() / max(int((t != IGNORED).sum()), 1) + 0.01 * squares(
         own)),
     "two weighed by parameters": ("values", lambda o, t, own: (
