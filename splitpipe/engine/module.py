@@ -194,11 +194,12 @@ class ModuleForward:
         modes = _get_current_function_mode_stack()
         set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
         token, self._block = taker.set(None), block
+        read = "" if self.trace is None else self.trace.ledger.read
         try:
             value = self._run_block(block, call, args, kwargs, local)
             self._block = None
             if self._call.tracing is not None and self.trace is not None:
-                self._call.tracing.record(self.trace.ledger, block, blocks.described(block), value)
+                self._call.tracing.record(self.trace.ledger, block, blocks.described(block), value, read)
             return value
         finally:
             taker.reset(token)

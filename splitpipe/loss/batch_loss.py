@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def scheduled(number: Number | Unknown, corrects: bool = True) -> Number | Unkno
 
 
 def _is_linear(q: Quantity, many: int, of: dict[Quantity, frozenset[Quantity]]) -> bool:
-    """Whether a call is linear in the sums of which so many of its operands have the graph."""
+    """Whether a call is linear in its operands with the graph of sums, of which there are ``many``."""
     if q.name in ADDING or RULES.get(q.name) in _LINEAR:
         return True
     above = bool(q.args) and isinstance(q.args[0], Quantity) and bool(of[q.args[0]]) and q.name[0] != "r"
@@ -151,8 +150,8 @@ class BatchLoss:
             slopes = [(x, y) for x, y in slopes if float(x) or float(y)] or slopes
         units = [torch.where(x.isfinite() & (x != y), x / y, 1) for x, y in slopes]
         half = any([isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in totals])
-        near = partial(math.isclose, float(units[0]), rel_tol=1e-2 if half else 1e-4) if len(units) > 1 else bool
-        if not all([near(float(x)) for x in units[1:]]):
+        tolerance = 1e-2 if half else 1e-4
+        if not all([math.isclose(float(x), float(units[0]), rel_tol=tolerance) for x in units[1:]]):
             raise ValueError(
                 f"the loss has several terms whose counts aren't proportional: {self._listed()}. A schedule "
                 "runs backward before all counts are known, and corrects all gradients by one factor. Expected terms "

@@ -171,14 +171,16 @@ class Ledger:
         if rows.chosen is not None:
             self.read = self.read or "the length of a selection"
 
-    def note_numbers(self, value: Any, block: str) -> None:
-        """Records the Python numbers that a block has returned."""
-        if any([type(x) in (int, float) for x in tree_flatten(value)[0]]):
-            self.read = self.read or block
+    def note_numbers(self, value: Any, block: str) -> bool:
+        """Records the Python numbers that a block has returned; true if there are any."""
+        found = any([type(x) in (int, float) for x in tree_flatten(value)[0]])
+        self.read = self.read or (block if found else "")
+        return found
 
     def is_read(self, *values: Any) -> bool:
         """True if one of the numbers may be computed from values that Python has read."""
-        return bool(self.read) and any([isinstance(x, (int, float)) and x not in self._given for x in values])
+        return bool(self.read) and any(
+            [isinstance(x, (int, float)) and x not in self._given and not _is_literal(x) for x in values])
 
     def may_count(self, *values: Any, size: bool = False) -> bool:
         """True if one of the numbers may count rows; if ``size``: if it, or its inverse, is a size that was read."""

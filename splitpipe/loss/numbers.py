@@ -111,7 +111,7 @@ def pair(above: Tensor, count: Amount, like: Tensor) -> Number:
 
 
 def mean(value: Tensor, count: float) -> Number:
-    """A number that is a mean of so many."""
+    """A number that is a mean, of what this counts."""
     return pair(product(value, count), count, value)
 
 

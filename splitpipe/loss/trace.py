@@ -123,16 +123,18 @@ class Tracing:
         """Whether a block's code is traced; compiled code can't be."""
         return next(block.parameters(), None) is None and not any(map(is_compiled, block.modules()))
 
-    def record(self, ledger: Ledger, block: nn.Module, described: str, value: Any) -> None:
-        """Records what a block has returned."""
+    def record(self, ledger: Ledger, block: nn.Module, described: str, value: Any, read: str) -> None:
+        """Records what a block has returned; ``read``: by what Python had read values before it."""
         traced = self.sees(block)
         with DisableTorchFunction():
-            ledger.note_numbers(value, "" if traced else described)
+            numbers = ledger.note_numbers(value, "" if traced else described)
             for x in tensors((value,)):
                 if traced and (x.numel() < ledger.rows or isinstance(ledger.of(x), Quantity)):
                     ledger.put(x, ledger.of(x))  # Its graph may be another one now.
+                    numbers = True
                 else:
                     ledger.returned(x, described)
+            ledger.read = ledger.read if numbers else read
 
 
 def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:
