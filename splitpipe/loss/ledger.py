@@ -80,6 +80,7 @@ class Ledger:
         self._values: dict[Quantity, Amount] = {}  #: Of atoms.
         self.constants: list[tuple[Tensor, int | None]] = []  #: Those of which numbers were computed, and versions.
         self.read = ""  #: The function by which Python has read values of the batch.
+        self._whole: set[float] = set()  #: Those that are whole numbers.
         self.sizes: set[int] = set()  #: Sizes along the rows that it has read, alone and times all others.
         self.asked, self.empty = 0, False  #: As in a Number.
 
@@ -169,18 +170,27 @@ class Ledger:
         """Records that Python has read a size along the rows."""
         self.sizes |= {len(x), x.numel()}
         if rows.chosen is not None:
-            self.read = self.read or "the length of a selection"
+            self.note_read("the length of a selection", len(x))
 
     def note_numbers(self, value: Any, block: str) -> bool:
         """Records the Python numbers that a block has returned; true if there are any."""
-        found = any([type(x) in (int, float) for x in tree_flatten(value)[0]])
-        self.read = self.read or (block if found else "")
-        return found
+        found = [x for x in tree_flatten(value)[0] if type(x) in (int, float)]
+        for x in found if block else []:
+            self.note_read(block, x)
+        return bool(found)
+
+    def note_read(self, name: str, value: Any) -> None:
+        """Records that Python has read a value of the batch, by this function."""
+        self.read = self.read or name
+        if not isinstance(value, float) or value.is_integer():
+            self._whole.add(value if isinstance(value, (int, float)) and value else 1)
 
     def is_read(self, *values: Any) -> bool:
         """True if one of the numbers may be computed from values that Python has read."""
-        return bool(self.read) and any(
-            [isinstance(x, (int, float)) and x not in self._given and not _is_literal(x) for x in values])
+        found = [x for x in values if isinstance(x, (int, float)) and x not in self._given]
+        return bool(self.read) and any([
+            not _is_literal(x) or any([math.isclose(1 / x % n, 0) for n in self._whole]) for x in found  # 0.5 for 1 / 2
+        ])
 
     def may_count(self, *values: Any, size: bool = False) -> bool:
         """True if one of the numbers may count rows; if ``size``: if it, or its inverse, is a size that was read."""

@@ -148,7 +148,7 @@ def ask(call: FunctionCall) -> Meaning:
 def read(call: FunctionCall) -> Meaning:
     """A value that Python reads."""
     if not isinstance(call.meaning, Constant) and not isinstance(call.out, bool):
-        call.ledger.read = call.ledger.read or call.name
+        call.ledger.note_read(call.name, call.out)
     return GIVEN
 
 
@@ -158,7 +158,7 @@ def size(call: FunctionCall) -> Meaning:
     if isinstance(meaning, Rows) and (dim is None or not dim % max(1, x.dim())):
         call.ledger.note_size(x, meaning)
     elif isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
-        call.ledger.read = call.ledger.read or meaning.function
+        call.ledger.note_read(meaning.function, call.out)
     elif isinstance(meaning, Unknown) or isinstance(meaning, Constant) and meaning.made:  # ones_like(x), x.T
         sizes = call.out if isinstance(call.out, tuple) else [call.out]
         call.ledger.sizes |= {each for each in sizes if each and not each % call.ledger.rows}

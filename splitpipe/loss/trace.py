@@ -69,7 +69,7 @@ class Trace(TorchFunctionMode):
         with DisableTorchFunction():
             results = [args[0]] if in_place else [*tensors((call.out,))]
             if peek_interpreter_stack() is not None:
-                ledger.read = ledger.read or "a transform of torch.func"  # What leaves it is seen by no mode.
+                ledger.note_read("a transform of torch.func", 0.5)  # What leaves it is seen by no mode.
             for x, meaning in zip(results, self._meanings(call, func, in_place, before, results)):
                 ledger.put(x, meaning)
         return call.out
