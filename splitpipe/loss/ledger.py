@@ -185,7 +185,7 @@ class Ledger:
         if not isinstance(value, float) or value.is_integer():
             self._whole.add(value if isinstance(value, (int, float)) and value else 1)
 
-    def is_read(self, *values: Any) -> bool:
+    def may_be_read(self, *values: Any) -> bool:
         """True if one of the numbers may be computed from values that Python has read."""
         found = [x for x in values if isinstance(x, (int, float)) and x not in self._given]
         return bool(self.read) and any([

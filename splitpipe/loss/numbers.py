@@ -35,7 +35,7 @@ class Quantity:
     args: Sequence[Any] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     grad: bool = False  #: Whether it has a graph.
-    sums: bool = False  #: Whether it grows with the rows.
+    grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
     constant: bool = False
     selected: bool = False  #: Of a sum: whether a mask has selected what is added up.

@@ -59,7 +59,7 @@ def reduce(call: FunctionCall) -> Meaning | None:
     if call.name != "sum":
         return None
     total = call.ledger.atom(call.name, product(call.out, share[1]), meaning)
-    return replace(quotient(total, share[0], call.out), sums=not share[0].sums)
+    return replace(quotient(total, share[0], call.out), grows=not share[0].grows)
 
 
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
@@ -116,7 +116,7 @@ def create(call: FunctionCall) -> Meaning | None:
     value = call.kwargs.get("fill_value", value[0] if type(value) in (list, tuple) and len(value) == 1 else value)
     if isinstance(value, Tensor) or any([not isinstance(call.of(x), Constant) for x in tensors((value,))]):
         return None  # torch.tensor([mask.sum()])
-    if ledger.read and not (isinstance(value, (int, float)) and not ledger.is_read(value)):
+    if ledger.read and not (isinstance(value, (int, float)) and not ledger.may_be_read(value)):
         return Unknown(ledger.read)
     if not isinstance(value, (int, float)):
         return VARIED

@@ -81,7 +81,7 @@ class Trace(TorchFunctionMode):
         rule, read = RULES.get(call.name), self.ledger.read
         whole = bool(results) and results[0].is_floating_point()  # Else it may be a class or a position.
         found: Any = None
-        if read and rule not in BY_PLACE and self.ledger.is_read(
+        if read and rule not in BY_PLACE and self.ledger.may_be_read(
             *[x for x in call.scalars if whole or type(x) is float]
         ):
             found = Unknown(read)
@@ -149,7 +149,7 @@ def _recorded(
     """What results of a function of numbers of the batch, and of constants, are."""
     name, ledger, scalars = call.name, call.ledger, call.scalars
     known = [each for each in call.meanings if isinstance(each, Quantity)]
-    adds = any([each.sums for each in known])
+    adds = any([each.grows for each in known])
     unseen = in_place and results[0].requires_grad and not torch.is_grad_enabled()  # By the graph.
     if name in _OTHER or unseen or call.kwargs.get("out") is not None:
         for x in call.operands if name in _OTHER else []:
@@ -179,9 +179,9 @@ def _recorded(
             ledger.constants.append((x, version_of(x)))
     args, kwargs = map_leaves(lambda x: quantities.get(id(x), x), (call.args, call.kwargs))
     nothing = all([each.nothing for each in known]) and len(known) == len(call.operands) and not scalars
-    grows = adds and not (name in DIVIDING and len(known) == 2 and all([each.sums for each in known]))  # By a count.
+    grows = adds and not (name in DIVIDING and len(known) == 2 and all([each.grows for each in known]))  # By a count.
     operands = [x for x in quantities.values() if isinstance(x, Quantity)]
-    recorded = partial(Quantity, name, sums=grows, nothing=nothing)
+    recorded = partial(Quantity, name, grows=grows, nothing=nothing)
     if in_place:
         return [recorded(partial(_written, function), args, kwargs, results[0].requires_grad, operands=operands)]
     if isinstance(call.out, Tensor):

@@ -82,7 +82,7 @@ def index(call: FunctionCall) -> Meaning | None:
         return None if any([isinstance(each, Tensor) for each in places]) else meaning
     if not any([isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places]):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
-        if ledger.is_read(*[y for y in numbers_among(bounds) if abs(y) > 1]):
+        if ledger.may_be_read(*[y for y in numbers_among(bounds) if abs(y) > 1]):
             return Unknown(ledger.read)
         if not all([isinstance(ledger.of(y), Constant) for y in bounds]):
             return None  # x[:, :lengths.max()]
