@@ -35,9 +35,9 @@ MAY_COUNT = "a number that may count rows"
 class Rows:
     """It has the rows of the batch along its first dimension.
 
-    ``chosen``: the mask that has selected entries. ``share``: the number that has divided it, and its value.
-    ``counting``: whether a number that may count rows has divided it, which matters to sums. ``mask``: whether it is a
-    mask, or has been multiplied by one.
+    ``chosen``: the mask that has selected entries. ``share``: the number of the batch that has divided it, such as
+    ``mask.sum()``, and its value in this microbatch. ``counting``: whether a number that may count rows is in it: then
+    its sum isn't recognised. ``mask``: whether it is a mask, or has been multiplied by one.
     """
 
     chosen: Tensor | None = None
@@ -56,14 +56,15 @@ class Rows:
 class Constant:
     """It is the same for every microbatch, or made by the code."""
 
-    made: bool = False
+    made: bool = False  #: Whether the code of the microbatch has made it: its size may be that of the rows.
     uniform: bool = False  #: Whether all entries are the same.
-    positions: bool = False  #: Of torch.arange(n).
-    counting: bool = False  #: Whether they may count rows.
+    positions: bool = False  #: Whether it is torch.arange(n).
+    counting: bool = False  #: Whether its entries may count rows.
 
 
 Meaning = Rows | Constant | Quantity | Unknown
-GIVEN, UNIFORM, VARIED = Constant(), Constant(True, True), Constant(True)
+#: A constant from outside; and two that the code has made: all entries are the same, or they may differ.
+GIVEN, UNIFORM, VARIED = Constant(), Constant(made=True, uniform=True), Constant(made=True)
 
 
 class Ledger:
@@ -78,10 +79,10 @@ class Ledger:
         self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
         self._values: dict[Quantity, Amount] = {}  #: Of atoms.
-        self.constants: list[tuple[Tensor, int | None]] = []  #: Those of which numbers were computed, and versions.
+        self.constants: list[tuple[Tensor, int | None]] = []  #: Those in numbers, with their versions of that time.
         self.read = ""  #: The function by which Python has read values of the batch.
         self._whole: set[float] = set()  #: Those that are whole numbers.
-        self.sizes: set[int] = set()  #: Sizes along the rows that it has read, alone and times all others.
+        self.sizes: set[int] = set()  #: What it has read of tensors with rows: lengths, and numbers of elements.
         self.asked, self.empty = 0, False  #: As in a Number.
 
     def put(self, x: Tensor, meaning: Meaning) -> None:
@@ -120,7 +121,7 @@ class Ledger:
                 self.put(x, GIVEN)
 
     def begin_entries(self, value: Any) -> None:
-        """Records a list with one entry per row, of which Python knows the length."""
+        """Records a list with one entry per row: its length, which no mode sees, may have been read."""
         self.sizes.add(self.rows)
         self.note_numbers(value, "a list with one number per row")
         for x in tensors((value,)):
@@ -152,17 +153,19 @@ class Ledger:
     def atom(
         self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False, selected: bool = False
     ) -> Quantity:
-        """A new sum of these rows, of which targets or a mask may have ``selected`` some; without rows, a constant."""
+        """A new atom: a sum of these rows, of which targets or a mask may have ``selected`` some; or a constant."""
         grad = isinstance(value, Tensor) and value.requires_grad
         selected = selected or rows is not None and (rows.mask or rows.chosen is not None)
-        q = Quantity(name, None, (), {}, grad, rows is not None, nothing, rows is None, selected, self.asked)
+        q = Quantity(
+            name, grad=grad, grows=rows is not None, nothing=nothing, constant=rows is None, selected=selected,
+            asked=self.asked)
         self._values[q] = value
         return q
 
     def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Quantity:
-        """A new mean of these rows, like a tensor, as a total by a count."""
+        """A new mean of these rows, a total by a count, with the type of the tensor ``like``."""
         selected = isinstance(count, Tensor)
-        rows = replace(rows, mask=False)  # Which doesn't matter to what it counts.
+        rows = replace(rows, mask=False)  # A mean over all entries counts those that a mask has made 0, too.
         above = self.atom(name, total, rows, selected=selected)
         return quotient(above, self.atom(name, count, rows, selected=selected), like)
 
@@ -186,14 +189,14 @@ class Ledger:
             self._whole.add(value if isinstance(value, (int, float)) and value else 1)
 
     def may_be_read(self, *values: Any) -> bool:
-        """True if one of the numbers may be computed from values that Python has read."""
+        """True if Python has read values of the batch, from which one of these numbers may be computed."""
         found = [x for x in values if isinstance(x, (int, float)) and x not in self._given]
         return bool(self.read) and any([
             not _is_literal(x) or any([math.isclose(1 / x % n, 0) for n in self._whole]) for x in found  # 0.5 for 1 / 2
         ])
 
     def may_count(self, *values: Any, size: bool = False) -> bool:
-        """True if one of the numbers may count rows; if ``size``: if it, or its inverse, is a size that was read."""
+        """True if one of the numbers, or its inverse, is a multiple of the rows; if ``size``: a size that was read."""
         if not self.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
         found = [x for x in values if isinstance(x, (int, float)) and x not in self._given]
@@ -216,7 +219,7 @@ def _is_literal(value: float) -> bool:
 
 
 def _in_order(last: Quantity) -> list[Quantity]:
-    """All of which a number was computed, each after its own."""
+    """The quantities of which one was computed, each after its operands, and last the one itself."""
     order, stack = dict[Quantity, None](), [last]
     while stack:
         missing = [x for x in stack[-1].operands if x not in order]

@@ -45,7 +45,7 @@ class Quantity:
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """How a number of a microbatch was computed: by quantities, each after its own; and the ``values`` of the atoms.
+    """How a number of a microbatch was computed: its quantities, each after its operands; the ``values`` of atoms.
 
     ``asked``: how many conditions Python had asked in the end; ``empty``: if one of them was that nothing counts.
     """
@@ -82,7 +82,7 @@ class Number:
         return found[self.quantities[-1]]  # type: ignore[no-any-return]
 
     def facts(self, asked: bool) -> list[tuple[Any, ...]]:
-        """What has to be the same in all microbatches; ``asked``: also the conditions."""
+        """What has to be the same in all microbatches; ``asked``: also how many conditions came before each atom."""
         places: dict[Any, int] = {q: place for place, q in enumerate(self.quantities)}
         return [
             (q.name, q.constant, q.grad, q.selected, q.asked * asked) if q.function is None else
@@ -94,7 +94,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Unknown:
-    """It isn't recognised beyond ``function``, or for the reason that this says."""
+    """A tensor or number that isn't recognised; ``function``: where recognition ended, or the reason."""
 
     function: str
 
@@ -105,13 +105,13 @@ def total(value: Tensor) -> Number:
 
 
 def pair(above: Tensor, count: Amount, like: Tensor) -> Number:
-    """A total, over the whole batch to be divided by its count."""
+    """A total by a count: the batch's number is the sum of all totals divided by that of all counts."""
     atoms = Quantity("loss_fn", grad=True), Quantity("loss_fn")
     return Number((*atoms, replace(quotient(*atoms, like), grad=True)), (above, count))
 
 
 def mean(value: Tensor, count: float) -> Number:
-    """A number that is a mean, of what this counts."""
+    """A number that is a mean of ``count`` values."""
     return pair(product(value, count), count, value)
 
 
@@ -132,7 +132,7 @@ def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
 
 
 def combined(each: Sequence[Number | Unknown]) -> Tensor | None:
-    """The number of the batch, with the graphs of the microbatches'; None if it isn't known of which they are."""
+    """The number of the batch, with the graphs of the microbatches'; None if these aren't ``aligned``."""
     same = aligned(each)
     return same[0].evaluate(sums(same)) if same else None
 
@@ -153,7 +153,7 @@ def _added(values: Sequence[Any]) -> Any:
 
 
 def aligned(each: Sequence[Number | Unknown]) -> list[Number]:
-    """Those of which the batch's is computed; none if they were computed in different ways.
+    """The numbers that make the batch's; none if one is Unknown, or if they were computed in different ways.
 
     A microbatch where nothing counts (``if mask.any():``) may have 0, if masks decide what counts in the others.
     """
