@@ -87,6 +87,8 @@ class FunctionCall:
 
 #: What a call's result is, or several of them; None: not recognised.
 Rule = Callable[[FunctionCall], "Meaning | list[Meaning | None] | None"]
+#: What a rule may raise for arguments that it doesn't know.
+ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError
 
 
 def numbers_among(values: Iterable[Any]) -> list[float]:

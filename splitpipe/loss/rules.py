@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss import views
-from splitpipe.loss.function_call import FunctionCall, Rule, dims_of
+from splitpipe.loss.function_call import ODD, FunctionCall, Rule, dims_of
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
 from splitpipe.loss.numbers import Quantity, Unknown, product, quotient, tensors
 
@@ -205,8 +205,6 @@ _GROUPS: list[tuple[Rule, str]] = [
     (size, "shape size numel nelement len"),
 ]
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}
-#: What a rule may raise for arguments that it doesn't know.
-_ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError
 
 
 def meaning_of(call: FunctionCall) -> Any:
@@ -223,5 +221,5 @@ def meaning_of(call: FunctionCall) -> Any:
         return unknown
     try:
         return rule(call)
-    except _ODD:
+    except ODD:
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.function_call import FunctionCall
+from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import Unknown, product
 
@@ -46,8 +46,8 @@ def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence
             meaning = _meaning(FunctionCall(ledger, name, (), given), given)
             if isinstance(meaning, Rows) and how not in ("none", "sum"):
                 count = _count(name, given)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            pass  # Odd arguments, of which the loss may raise its own error.
+        except ODD:
+            pass  # The loss may raise its own error.
     if isinstance(count, Tensor) and given.get("weight") is not None:  # Of weights 0, gradients of means are 0 / 0.
         total = function(**{**given, "reduction": "sum"})
         out = (total / count).to(total.dtype)

@@ -60,9 +60,6 @@ def test_the_loss_is_computed_as_often_for_many_terms_as_for_two(monkeypatch: py
     assert len(calls) == 3
 
 
-# Of torch's own
-
-
 def test_a_list_of_targets_has_one_for_each_row_whatever_their_sizes() -> None:
     def loss_fn(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
         return torch.stack([F.mse_loss(o[:2], own["y"][torch.tensor([1, 0])]) for o, own in zip(output, target)]).mean()
@@ -90,10 +87,10 @@ def test_what_torch_takes_for_one_sample() -> None:
             model(torch.randn(6, 4), target=y)
 
 
-# Targets
-
-
-# Faults
+def test_arguments_that_a_loss_of_torch_does_not_take_are_its_own_error() -> None:
+    _, model = twins(mlp(3), "1f1b", 2, loss_fn=lambda *_: F.mse_loss(1.0, 2.0), chunks=2)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="'float' object"):
+        model(torch.randn(4, 4), target=0)
 
 
 @pytest.mark.parametrize(
