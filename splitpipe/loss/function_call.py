@@ -58,7 +58,7 @@ class FunctionCall:
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
     ) -> Rows | Constant | None:
-        """The result, of this shape, of a function of entries that broadcasting brings together; None: unknown."""
+        """The result of an elementwise function of operands, with this shape; None: not recognised."""
         operands, shape = operands or self.operands, self.out.shape if shape is None else shape
         pairs = [(x, self.of(x)) for x in operands]
         rows = [(x, each) for x, each in pairs if isinstance(each, Rows)]
@@ -76,7 +76,7 @@ class FunctionCall:
         for y, constant in constants:
             if not constant.uniform and y.dim() >= max(1, dims):
                 if not dims or len(y) > 1 and y.stride(0) or constant.made and self.ledger.most == 1:
-                    return None  # Numbers of positions begin again in each microbatch.
+                    return None  # Entry k meets the k-th row of every microbatch.
         shares = [each for _, each in rows if each.share is not None]
         if len(shape) != dims or dims and shape[0] != size or len(shares) > 1:
             return None

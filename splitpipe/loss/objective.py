@@ -24,7 +24,11 @@ MICROBATCH: Key = (_NAMESPACE, "microbatch")
 
 
 class Objective(nn.Module):
-    """The loss of a microbatch, as a layer. ``reduction``: as given by the user; None: from the trace."""
+    """The loss of a microbatch, as a layer.
+
+    ``reduction``: as given by the user; None: from the trace. ``pairs``: whether loss_fn may return pairs, and whether
+    gradients are corrected in the end; neither is so across processes.
+    """
 
     def __init__(
         self, loss_fn: Callable[..., Any], reduction: str | None, warnings: LossWarnings, pairs: bool = True
@@ -45,7 +49,7 @@ class Objective(nn.Module):
         """
         self._rows, self.batch_loss = rows, BatchLoss(rows)
         self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (input, target))
-        self._listed = all([dim is None for dim in target])
+        self._listed = all([dim is None for dim in target])  # Then a list in it may have one entry per row.
         self.compiled = is_compiled(self.loss_fn)
 
     def forward(self, output: Any) -> Any:

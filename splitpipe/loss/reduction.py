@@ -48,8 +48,8 @@ class Reducer:
     ) -> None:
         self._reduction, self._numbers, self._warnings = reduction, numbers, warnings
 
-    def gives(self, column: Sequence[Any]) -> bool:
-        """True for numbers, with or without dimensions, from which the batch's number is made."""
+    def reduces(self, column: Sequence[Any]) -> bool:
+        """True for numbers that are combined into one, rather than joined; with dimensions, if the trace knows them."""
         if not all([isinstance(x, Tensor) for x in column]):
             return False
         return not any([x.dim() for x in column]) or self._reduction is None and bool(self._numbers) and all([

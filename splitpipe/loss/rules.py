@@ -1,4 +1,4 @@
-"""The list of functions that are recognised: for each, what its result is. Any other function makes it Unknown."""
+"""The list of functions that are recognised: for each, what its result is. Those of all others are Unknown."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from splitpipe.loss.numbers import Quantity, Unknown, product, quotient, tensors
 
 
 def each_entry(call: FunctionCall) -> Meaning | None:
-    """A function of entries, which broadcasting brings together."""
+    """An elementwise function, with broadcasting."""
     joined, filled = call.joined(), call.name in ("where", "masked_fill", "fill")
     counts = call.ledger.may_count(*(call.scalars if filled else [call.kwargs.get("alpha")]))
     counts = counts or call.ledger.may_count(*[x for x in call.scalars if type(x) is float], size=True)
@@ -41,7 +41,7 @@ def divide(call: FunctionCall) -> Meaning | None:
 def reduce(call: FunctionCall) -> Meaning | None:
     """Sums and means, over some dimensions or all."""
     x, meaning, mean = call.args[0], call.meaning, "mean" in call.name
-    dims = dims_of(x, call.argument(1, "dim", call.kwargs.get("axis"))) or [0]  # Of a single row.
+    dims = dims_of(x, call.argument(1, "dim", call.kwargs.get("axis"))) or [0]  # What was squeezed out of a single row.
     if isinstance(meaning, Constant):
         if not mean and meaning.made and 0 in dims and call.ledger.may_be_rows(x):
             return Unknown(MAY_COUNT)  # torch.ones_like(output).sum()
@@ -136,7 +136,7 @@ def ask(call: FunctionCall) -> Meaning:
     """A condition, which Python asks for each microbatch; it may be whether anything counts."""
     ledger, meaning = call.ledger, call.meaning
     ledger.asked += not isinstance(meaning, Constant)
-    some, none = meaning == Unknown("any"), meaning == Unknown("all")  # mask.any(); that all are ignored.
+    some, none = meaning == Unknown("any"), meaning == Unknown("all")  # if used.any(): or if ignored.all():
     if isinstance(meaning, Quantity):
         zero = len(meaning.args) > 1 and not isinstance(meaning.args[1], (Tensor, Quantity)) and meaning.args[1] == 0
         none = zero and meaning.name in ("eq", "le")

@@ -19,6 +19,7 @@ from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import Unknown, product
 
+#: Losses whose means divide by targets, by samples, and by elements.
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
 _SAMPLES = frozenset(
     "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss "
@@ -28,7 +29,6 @@ _ELEMENTS = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
     "poisson_nll_loss hinge_embedding_loss soft_margin_loss gaussian_nll_loss margin_ranking_loss".split()
 )
-#: The names of the functions.
 NAMES = _COUNTED | _SAMPLES | _ELEMENTS
 
 
@@ -48,7 +48,7 @@ def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence
                 count = _count(name, given)
         except ODD:
             pass  # The loss may raise its own error.
-    if isinstance(count, Tensor) and given.get("weight") is not None:  # Of weights 0, gradients of means are 0 / 0.
+    if isinstance(count, Tensor) and given.get("weight") is not None:  # If all are 0, its gradients are NaN.
         total = function(**{**given, "reduction": "sum"})
         out = (total / count).to(total.dtype)
     else:
@@ -63,7 +63,7 @@ def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence
 
 
 def _meaning(call: FunctionCall, given: dict[str, Any]) -> Meaning | None:
-    """What the losses of entries are."""
+    """What the losses are before they are added up; None: not recognised."""
     ledger, meanings = call.ledger, call.meanings
     unknown = next((each for each in meanings if isinstance(each, Unknown)), None)
     odd = any([isinstance(each, Rows) and each.share is not None for each in meanings]) or any(

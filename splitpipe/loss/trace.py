@@ -77,7 +77,7 @@ class Trace(TorchFunctionMode):
     def _meanings(
         self, call: FunctionCall, function: Any, in_place: bool, before: Tensor | None, results: Sequence[Tensor]
     ) -> list[Meaning]:
-        """What each of the results is."""
+        """What each of the results is; ``before``: of an in-place function, a copy of its first argument."""
         rule, read = RULES.get(call.name), self.ledger.read
         whole = bool(results) and results[0].is_floating_point()  # Else it may be a class or a position.
         found: Any = None
@@ -146,11 +146,11 @@ def numbers_of(trace: Trace | None, leaves: Sequence[Any]) -> dict[int, Number |
 def _recorded(
     call: FunctionCall, function: Callable[..., Any], in_place: bool, before: Tensor | None, results: Sequence[Tensor]
 ) -> list[Meaning]:
-    """What results of a function of numbers of the batch, and of constants, are."""
+    """What the results of a function are, if it has numbers of the batch among its arguments, and no rows."""
     name, ledger, scalars = call.name, call.ledger, call.scalars
     known = [each for each in call.meanings if isinstance(each, Quantity)]
     adds = any([each.grows for each in known])
-    unseen = in_place and results[0].requires_grad and not torch.is_grad_enabled()  # By the graph.
+    unseen = in_place and results[0].requires_grad and not torch.is_grad_enabled()  # The graph doesn't have it.
     if name in _OTHER or unseen or call.kwargs.get("out") is not None:
         for x in call.operands if name in _OTHER else []:
             ledger.put(x, Unknown(name))
@@ -204,7 +204,7 @@ def _one_of(out: Any, k: int) -> Tensor:
 
 @lru_cache(1024)
 def _name_of(function: Any) -> tuple[str, bool]:
-    """The name of a function in the list, and whether it writes to its first argument."""
+    """The name that the list has for a function, and whether it writes to its first argument."""
     name: str = getattr(function, "__name__", "")
     if name == "__get__":
         return getattr(function.__self__, "__name__", ""), False

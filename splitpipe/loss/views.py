@@ -27,10 +27,10 @@ def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
     meaning, x = call.meaning, call.args[0]
     if isinstance(call.out, Tensor):
         return _viewed(call, x, call.out)
-    pieces = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())  # More of the batch.
-    views: list[Any] = [None if pieces else _viewed(call, x, y) for y in call.out]
+    pieces = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())  # Along the rows.
     if call.name == "broadcast_tensors":
         return [call.joined([x], y.shape) for x, y in zip(call.operands, call.out)]
+    views: list[Any] = [None if pieces else _viewed(call, x, y) for y in call.out]
     if isinstance(meaning, Rows) and (call.ledger.rows == 1 or not all([isinstance(each, Rows) for each in views])):
         call.ledger.note_size(x, meaning)  # Python may count the pieces.
     return views

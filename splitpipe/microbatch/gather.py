@@ -70,7 +70,7 @@ def _join(column: list[Any], batch: _Batch, where: str) -> Any:
 
 def _join_tensors(column: list[Tensor], batch: _Batch, where: str) -> Tensor:
     first, rows = column[0], batch.rows
-    if batch.reducer is not None and batch.reducer.gives(column):
+    if batch.reducer is not None and batch.reducer.reduces(column):
         return batch.reducer.reduced(column, rows)  # type: ignore[no-any-return]
     if not any(x.dim() for x in column):
         return torch.stack(column)

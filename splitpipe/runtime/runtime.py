@@ -173,7 +173,7 @@ class Runtime:
             reducer = Reducer(reduction, [output.numbers for output in outputs], self._loss_warnings)
         if loss is not None:
             own = [output.leaves[output.place] for output in outputs]
-            if reducer is not None and reducer.gives(own):
+            if reducer is not None and reducer.reduces(own):
                 reducer.reduced(own, rows)  # It warns if the batch's loss isn't known to be this one.
             for output in outputs:
                 output.leaves[output.place] = loss
