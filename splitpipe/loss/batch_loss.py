@@ -165,7 +165,8 @@ class BatchLoss:
 
     def _different(self) -> ValueError:
         return ValueError(
-            f"microbatches have losses of different kinds: {self._listed()}. Expected the same terms in each: {_WAYS}"
+            f"microbatches have losses of different kinds: {self._listed()}. Expected the same terms and "
+            f"factors in each: {_WAYS}"
         )
 
     def _listed(self) -> str:
