@@ -20,10 +20,8 @@ from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Amount, Number, Qu
 from splitpipe.loss.reduction import AS_PAIR
 from splitpipe.loss.rules import RULES, reduce
 
-_WAYS = (
-    f"{AS_PAIR}, pass reduction='mean' (by rows) or 'sum', or use schedule=None and compute the loss from model(x)."
-)
-#: Functions that are linear in all numbers, or in one.
+_WAYS = f"{AS_PAIR}, pass reduction='mean' (by rows) or 'sum', or use schedule=None and a loss computed from model(x)."
+#: Rules that are linear in all numbers together, and names of functions that are linear in each one alone.
 _LINEAR = frozenset([views.keep, views.view, views.index, views.join, reduce])
 _SCALES = SCALING | {"neg", "negative", "dot"}
 
@@ -96,7 +94,7 @@ class BatchLoss:
             raise self._different()
         part: Any = sum([number.values[k] * slope for k, slope in self._slopes.items()])
         if len(number.quantities) == 1 and self._slopes:
-            part = number.values[0]  # Nothing is saved for a factor of 1.
+            part = number.values[0]  # A factor of 1 would be saved for backward.
         if i == self._last and _adds_graph(number):
             totals = self._batch([*self._numbers.values()])[1]
             rest = number.evaluate([

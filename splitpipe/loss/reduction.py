@@ -83,8 +83,7 @@ class Reducer:
         if not like.is_floating_point():
             raise ValueError(
                 f"the output has a number of type {like.dtype}, which is different for every microbatch: expected a "
-                "floating-point number, or a sum. Give reduction= as a function of the list of values and the list "
-                "of row counts."
+                f"floating-point number, a sum, or {AS_FUNCTION}."
             )
         by_rows = combined([mean(value, float(count)) for value, count in zip(values, rows)])
         assert by_rows is not None

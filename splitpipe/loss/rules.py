@@ -174,8 +174,8 @@ NOT_RECORDED = frozenset([ask, read, size, create])
 _OF_ANYTHING = frozenset([*NOT_RECORDED, vary, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
 BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary, create])
-#: Rules that are linear in entries, so that these may have been divided by a count.
-_LINEAR = frozenset([multiply, divide, reduce, views.view, views.keep, size])
+#: Rules for entries that may have been divided by a count: they are linear.
+_OF_SHARES = frozenset([multiply, divide, reduce, views.view, views.keep, size])
 _GROUPS: list[tuple[Rule, str]] = [
     (each_entry, "abs absolute acos asin atan atan2 bitwise_and bitwise_or bitwise_xor ceil celu cos cosh digamma elu "
                  "erf erfc erfinv exp exp2 expit expm1 fill floor floor_divide floordiv fmod frac gelu hardsigmoid "
@@ -215,7 +215,7 @@ def meaning_of(call: FunctionCall) -> Any:
         if not call.kinds <= {Constant}:
             return unknown
         return GIVEN if operands and all([each == GIVEN for each in operands]) else VARIED
-    if rule not in _LINEAR and any([type(each) is Rows and each.share is not None for each in operands]):
+    if rule not in _OF_SHARES and any([type(each) is Rows and each.share is not None for each in operands]):
         return None
     if unknown is not None and rule not in _OF_ANYTHING:
         return unknown
