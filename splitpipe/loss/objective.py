@@ -73,7 +73,7 @@ class Objective(nn.Module):
             if self.reduction == "sum":
                 return loss, total(loss)
             if trace is None:
-                number: Number | Unknown = Unknown("a compiled function")
+                number: Number | Unknown = Unknown("a compiled function")  # Or it is known to be a mean over rows.
             else:
                 number = scheduled(trace.number(value) or Unknown("loss_fn"), self._pairs)
             if trace is not None or self.compiled and self.reduction is None:
