@@ -156,9 +156,8 @@ class Ledger:
         """A new atom: a sum of these rows, of which targets or a mask may have ``selected`` some; or a constant."""
         grad = isinstance(value, Tensor) and value.requires_grad
         selected = selected or rows is not None and (rows.mask or rows.chosen is not None)
-        q = Quantity(
-            name, grad=grad, grows=rows is not None, nothing=nothing, constant=rows is None, selected=selected,
-            asked=self.asked)
+        q = Quantity(name, grad=grad, grows=rows is not None, nothing=nothing, constant=rows is None,
+                     selected=selected, asked=self.asked)
         self._values[q] = value
         return q
 

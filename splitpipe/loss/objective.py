@@ -40,12 +40,9 @@ class Objective(nn.Module):
         self.begin([1, 1])
 
     def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
-        """Begins a call.
+        """Begins a call whose microbatches have these rows.
 
-        Args:
-            rows: those of each microbatch. If there is only one, its loss is the batch's.
-            input: the dimensions of the batch in the input's tensors, which the output may have too.
-            target: those in the target's tensors.
+        ``input``, ``target``: the dimensions of the batch in their tensors. The output may have the input's.
         """
         self._rows, self.batch_loss = rows, BatchLoss(rows)
         self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (input, target))

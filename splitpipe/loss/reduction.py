@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.numbers import Number, Unknown, combined, mean
+from splitpipe.loss.numbers import Number, Unknown, combined, mean, sums
 
 Reduce = Callable[[list[Tensor], list[int]], Tensor]
 #: What else a user can do.
@@ -85,9 +85,8 @@ class Reducer:
                 f"the output has a number of type {like.dtype}, which is different for every microbatch: expected a "
                 f"floating-point number, a sum, or {AS_FUNCTION}."
             )
-        by_rows = combined([mean(value, float(count)) for value, count in zip(values, rows)])
-        assert by_rows is not None
-        return by_rows
+        means = [mean(value, float(count)) for value, count in zip(values, rows)]
+        return means[0].evaluate(sums(means))
 
 
 def verify_reduction(reduction: object) -> None:
