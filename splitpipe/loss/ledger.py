@@ -2,6 +2,7 @@
 
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
+    TimeMajor       it has them along its second one
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
     Quantity        its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
@@ -52,6 +53,13 @@ class Rows:
             x.shape == y.shape and x.device == y.device and torch.equal(x, y))
 
 
+@dataclass(frozen=True, eq=False)
+class TimeMajor:
+    """It has the rows along its second dimension, as ctc_loss wants."""
+
+    rows: Rows
+
+
 @dataclass(frozen=True)
 class Constant:
     """It is the same for every microbatch, or made by the code."""
@@ -60,9 +68,10 @@ class Constant:
     uniform: bool = False  #: Whether all entries are the same.
     positions: bool = False  #: Whether it is torch.arange(n).
     counting: bool = False  #: Whether its entries may count rows.
+    zeros: bool = False
 
 
-Meaning = Rows | Constant | Quantity | Unknown
+Meaning = Rows | TimeMajor | Constant | Quantity | Unknown
 #: A constant from outside; and two that the code has made: all entries are the same, or they may differ.
 GIVEN, UNIFORM, VARIED = Constant(), Constant(made=True, uniform=True), Constant(made=True)
 

@@ -62,6 +62,16 @@ def reduce(call: FunctionCall) -> Meaning | None:
     return replace(quotient(total, share[0], call.out), grows=not share[0].grows)
 
 
+def add_up(call: FunctionCall) -> Meaning | None:
+    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
+    _, dim, places, entries = call.args
+    rows, by, onto = call.of(entries), call.of(places), call.meaning
+    if not isinstance(rows, Rows) or not isinstance(by, Rows) or not by.alike(rows) or dim or places.dim() != 1:
+        return None
+    plain = isinstance(onto, Constant) and onto.zeros and not rows.counting
+    return call.ledger.atom(call.name, call.out.clone(), rows) if plain else None
+
+
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
 _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logsumexp var std amax amin prod argmax argmin "
@@ -111,7 +121,7 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning
     if "zeros" in name or "ones" in name or "empty" in name:
-        return UNIFORM
+        return replace(UNIFORM, zeros="zeros" in name)
     value: Any = args[-1] if args else None
     value = call.kwargs.get("fill_value", value[0] if type(value) in (list, tuple) and len(value) == 1 else value)
     if isinstance(value, Tensor) or any([not isinstance(call.of(x), Constant) for x in tensors((value,))]):
@@ -189,7 +199,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (multiply, "mul multiply rmul imul rdiv rtruediv reciprocal"),
     (divide, "div divide true_divide truediv itruediv idiv"),
     (reduce, "sum mean nansum count_nonzero"), (along, " ".join(_ALONG)),
-    (matmul, "matmul mm linear"), (pad, "pad interpolate"),
+    (add_up, "scatter_add"), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)}"),

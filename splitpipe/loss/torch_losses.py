@@ -16,14 +16,14 @@ from torch import Tensor
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Unknown, product
 
 #: Losses whose means divide by targets, by samples, and by elements.
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
 _SAMPLES = frozenset(
     "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss "
-    "triplet_margin_with_distance_loss cosine_embedding_loss".split()
+    "triplet_margin_with_distance_loss cosine_embedding_loss ctc_loss".split()
 )
 _ELEMENTS = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
@@ -81,6 +81,9 @@ def _meaning(call: FunctionCall, given: dict[str, Any]) -> Meaning | None:
             return None  # Its mean divides by their sum.
         return call.joined(shape=torch.broadcast_shapes(*[x.shape for x in call.operands]))
     first, others = call.of(x), [y for y in call.operands if y is not x and y is not weight]
+    if isinstance(first, TimeMajor) and call.name == "ctc_loss":
+        known = [isinstance(each, Rows) or isinstance(each, Constant) and each.uniform for each in map(call.of, others)]
+        return Rows() if all(known) else None
     if not isinstance(first, Rows) or not isinstance(call.of(weight), Constant):
         return None
     target = given.get("target")  # Classes of rows, and not of a single one; or samples.
@@ -96,7 +99,7 @@ def _count(name: str, given: dict[str, Any]) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
     x, target = next(value for value in given.values() if isinstance(value, Tensor)), given.get("target")
     if name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
-        return float(len(x) if x.dim() else 1)
+        return float(x.shape[name == "ctc_loss"] if x.dim() else 1)
     ignored, weight = given.get("ignore_index"), given.get("weight")
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(

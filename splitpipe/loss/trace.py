@@ -155,8 +155,9 @@ def _recorded(
         for x in call.operands if name in _OTHER else []:
             ledger.put(x, Unknown(name))
         return [Unknown(name)] * len(results)
-    made = [x for x in call.operands if x.dim() and getattr(call.of(x), "made", False)]
-    repeated = name in _REPEATING or bool(made) and not in_place
+    widest = max([x.numel() for x in call.operands if isinstance(call.of(x), Quantity)], default=1)
+    made = [x for x in call.operands if getattr(call.of(x), "made", False) and x.numel() > widest]
+    repeated = name in _REPEATING or not in_place and any(map(ledger.may_be_rows, made))
     factors = scalars if name in _FACTORS else []
     if name in ADDING:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         factors = [x for x in scalars if abs(x) >= 1 and x is not call.kwargs.get("alpha")] if adds else []
