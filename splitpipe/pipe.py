@@ -175,8 +175,8 @@ class SplitPipe(Resident):
         checks.verify_ungathered(self)
         if target is not None and self._runtime.options.loss_fn is None:
             raise ValueError(
-                "a target was given, but the model has no loss_fn to pass it to. For a second input, expected "
-                "model((x, mask)), one tuple, which the layers take; for a target, SplitPipe(..., loss_fn=criterion)."
+                "a target was given, but there's no loss_fn to take it. For a second input, expected model((x, mask)), "
+                "one tuple, which the layers take; for a target, SplitPipe(..., schedule='1f1b', loss_fn=criterion)."
             )
         return self._runtime.run(self._runtime.batch(self, (input,), {}, target))
 

@@ -215,9 +215,7 @@ class Resources:
         """Raises in the model's own worker threads, where waiting for a call of the model would be a deadlock."""
         if self._pool is not None and self._pool.has_this_thread():
             raise RuntimeError(
-                "a SplitPipe was called by one of its layers, inside its own forward, and would wait for itself. "
-                "(A checkpoint around a model whose layers differentiate in their forward does so: expected the "
-                "model's own checkpoint='always'.)"
+                "a SplitPipe was called by one of its layers, inside its own forward, and would wait for itself."
             )
 
     def routes(self, computes: Sequence[Stream]) -> Callable[[int, int], Route | None]:

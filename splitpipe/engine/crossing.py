@@ -98,7 +98,7 @@ class _Value:
 
 _MISSED = (
     "a value from an earlier stage, or an argument, was written to in place, and another value from there shares its "
-    "memory, or another microbatch does: it would miss the write. Write to a copy (x.clone()), or make views after it."
+    "memory, or another microbatch does: it would miss the write. Write to a copy (x.clone())."
 )
 
 
@@ -132,7 +132,7 @@ class Crossing:
     def stage_of(self, x: Tensor) -> int:
         """The stage in whose graph a tensor is."""
         value = self._values.get(id(x))
-        if value is not None:
+        if value is not None and value.tensors[-1] is x:  # Views of an earlier one are in the graph of that.
             return value.stage
         assert x.grad_fn is not None
         return max(0, bisect_right(self._first_nodes, x.grad_fn._sequence_nr()) - 1)
@@ -176,6 +176,14 @@ class Crossing:
             if any([each in self._tainted or storages.count(each) > 1 for each in self._written - {0}]):
                 raise RuntimeError(_MISSED)  # Each has crossed as a separate copy.
 
+    def leave(self, x: Tensor) -> Tensor:
+        """An output as it was last; to ``end``, one of an earlier stage is a value, as if it had crossed."""
+        if id(x) not in self._values and x.grad_fn is not None:
+            if (source := self.stage_of(x)) == self._stage:
+                return self.here(x)
+            self._values[id(x)] = _Value(x, source)
+        return self.latest(x)
+
     def latest(self, x: Tensor) -> Tensor:
         """The tensor as it was last, on whichever stage."""
         value = self._values.get(id(x))
@@ -213,7 +221,7 @@ class Follow(TorchFunctionMode):
             if any([x.grad_fn is None or self._here(x) is not x for x in inputs if isinstance(x, Tensor)]):
                 raise RuntimeError(
                     "the module's forward runs backward between blocks, to a parameter or a value of an earlier stage: "
-                    "expected the derivative inside one block. Choose other cuts=, or pass backward='autograd'."
+                    "expected it inside one block, backward='autograd', or other cuts= with checkpoint='never'."
                 )
         change = self._latest if name in _ASKING else self._here
         if name == "__get__":  # A property: of most of them, a value other than a tensor.

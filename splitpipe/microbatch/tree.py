@@ -109,7 +109,7 @@ def verify_open(leaves: Iterable[object], whose: str, deep: bool = False) -> Non
     """Raises a TypeError for a leaf that holds tensors; ``deep``: also for one with tensors in its attributes."""
     for leaf in leaves:
         if not isinstance(leaf, _LEAVES) and next(hidden(leaf, deep), None) is not None:
-            advice = ", use False for it in batched= if every microbatch gets it whole, or split=" if deep else ""
+            advice = ", write False for it in batched= if it isn't to be split, or unpack it in split=" if deep else ""
             raise TypeError(
                 f"{whose} holds tensors in a {type(leaf).__name__}, which can't be split into microbatches or moved "
                 "between devices: expected tensors in any nesting of tuple, list, dict and namedtuple. Unpack it, or "

@@ -142,7 +142,7 @@ def test_an_object_with_tensors_is_refused_by_a_sequential_unless_it_goes_whole(
         given = attention.create_block_mask(lambda b, h, q, k: q >= k, 4, None, 16, 16, device="cpu")
     layers = nn.Sequential(Apply(lambda value: (value[0] * 2, value[1])), Apply(lambda value: value[0]))
     x = torch.randn(4, 3)
-    with pytest.raises(TypeError, match=f"tensors in a {type(given).__name__}, which can't be split .*use False for"):
+    with pytest.raises(TypeError, match=f"tensors in a {type(given).__name__}, which can't be split .*write False for"):
         SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)((x, given))
     model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, batched=(True, False))
     torch.testing.assert_close(model((x, given)), x * 2)

@@ -129,5 +129,5 @@ class CheckpointedBlocks(BlockChains):
 
 def keep_stitched_output(forward: Any, output: Any) -> None:
     """Keeps the output, with its graph."""
-    carrier, latest, stage = forward.carrier, forward.crossing.latest, forward.stage
-    forward.output = kept_output(forward, output, cache(lambda x: carrier.leave(latest(x), stage)))
+    carrier, leave, stage = forward.carrier, forward.crossing.leave, forward.stage
+    forward.output = kept_output(forward, output, cache(lambda x: carrier.leave(leave(x), stage)))
