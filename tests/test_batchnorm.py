@@ -165,14 +165,6 @@ def test_empty_batch_counts_as_batch_norm_counts_it():
         assert_same(plain, deferred)
 
 
-def test_single_value_is_refused_with_advice():
-    _, deferred = twins(nn.BatchNorm1d)
-    with pytest.raises(ValueError, match="more than 1 value") as error:
-        run(deferred, [batch(2, 3), batch(1, 3)])
-    assert "use fewer chunks" in error.value.__notes__[0]
-    assert deferred.num_batches_tracked == 0
-
-
 def test_it_is_made_by_conversion():
     with pytest.raises(TypeError, match="expected DeferredBatchNorm.convert_deferred_batch_norm"):
         DeferredBatchNorm()

@@ -14,7 +14,7 @@ from splitpipe import SplitPipe, attach, schedule
 from splitpipe.checks import resolve_schedule, verify_balance, verify_devices, verify_module
 from splitpipe.core.stream import Place
 from splitpipe.piped import Arguments, complete, options_of
-from tests.helpers.twin import Looped, assert_same, assert_same_tensors, twins
+from tests.helpers.twin import assert_same, assert_same_tensors, twins
 from tests.promise.layers import Apply, first_of
 
 CPU = ["cpu"] * 4
@@ -193,14 +193,6 @@ def test_a_device_that_is_named_twice_while_others_are_idle_is_warned_of(two: No
     with pytest.warns(UserWarning, match=r"devices names 'cuda' twice, .*: expected indices, such as \['cuda:0'"):
         verify_devices(["cuda", torch.device("cuda")], 2)
     assert verify_devices(["cuda:1", "cuda:1", "cpu", "cpu"], 4)[0] == Place(torch.device("cuda", 1))
-
-
-def test_a_first_stage_that_calls_no_module_is_warned_of_once() -> None:
-    module = Looped(nn.Linear(4, 4), nn.Linear(4, 4))
-    model = SplitPipe(module, cuts=["0", "1"], devices=["cpu"] * 3, chunks=2)
-    with pytest.warns(UserWarning, match=r"stage 0 calls no module, so its device is idle: expected cuts= without"):
-        model(torch.randn(4, 4))
-    model(torch.randn(4, 4))
 
 
 @pytest.mark.cuda

@@ -104,12 +104,3 @@ def test_a_dispatched_model_loses_its_hooks_and_gets_them_back() -> None:
     splitpipe.detach(model)
     assert {part: dict(vars(part)) for part in model.modules()} == before
     torch.testing.assert_close(model(x)["y"], expected)
-
-
-def test_what_accelerate_has_offloaded_is_an_error() -> None:
-    accelerate: Any = pytest.importorskip("accelerate")
-    model = Stack()
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    for given in ({}, {"cuts": ["layers.1"]}):
-        with pytest.raises(ValueError, match="are on meta and have no data"):
-            splitpipe.attach(model, devices=["cpu", "cpu"], **given)

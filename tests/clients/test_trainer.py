@@ -120,12 +120,6 @@ def test_losses_that_trainer_computes_are_those_of_the_unwrapped_model(name: str
     assert trained(WAYS["attach"](model()), tmp_path, **options) == [pytest.approx(log, rel=1e-5) for log in expected]
 
 
-@pytest.mark.parametrize("name", OF_TRAINER)
-def test_by_a_schedule_the_error_says_that_the_model_is_to_compute_the_loss(name: str, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="needs the field or key 'loss', or"):
-        trained(WAYS["attach-1f1b"](model()), tmp_path, **OF_TRAINER[name], **SHORT)
-
-
 def smoothed(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
 

@@ -183,16 +183,6 @@ def test_the_models_own_gradient_checkpointing_changes_nothing_dropout_included(
 CLIP = {"text_config": {**FOUR["llama"].arguments, "eos_token_id": 2}, "vision_config": VISION, "projection_dim": 16}
 
 
-def test_logits_that_compare_rows_with_each_other_are_refused_with_the_reason() -> None:
-    clip = Tiny("CLIPModel", "CLIPConfig", CLIP, ["vision_model.encoder.layers.1", "text_model.encoder.layers.1"])
-    batch = {"input_ids": text()["input_ids"], "pixel_values": images()["pixel_values"]}
-    plain = clip.made()
-    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-        piped(copy.deepcopy(plain), clip.cuts, chunks=4)(**{name: x[:5] for name, x in batch.items()})
-    model = piped(copy.deepcopy(plain), clip.cuts, chunks=1)
-    torch.testing.assert_close(model(**batch).logits_per_text, plain(**batch).logits_per_text)
-
-
 @pytest.mark.parametrize(("tower", "field"), [("text", "text_embeds"), ("vision", "image_embeds")])
 def test_a_tower_of_clip_runs(tower: str, field: str) -> None:
     name = tower.capitalize()

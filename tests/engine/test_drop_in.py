@@ -85,19 +85,6 @@ def test_a_failed_backward_of_a_retained_graph_may_be_run_again(checkpoint: str,
     assert fired == [None]
 
 
-@pairwise(by=["balance", "cuts"], checkpoint=CHECKPOINTS, stash_limit=LIMITS)
-def test_second_derivatives_of_a_split_backward_are_an_error(by: str, checkpoint: str, stash_limit: Any) -> None:
-    plain, model = pair(by=by, checkpoint=checkpoint, stash_limit=stash_limit)
-    given = torch.randn(7, 4)
-    x = given.clone().requires_grad_()
-    for wanted in [x], list(model.parameters()):
-        with pytest.raises(RuntimeError, match="backward='autograd'"):
-            torch.autograd.grad(model(x).square().sum(), wanted, create_graph=True)
-    for module in model, plain:  # It has left nothing behind.
-        module(given).square().sum().backward()
-    assert_same_tensors(model, plain)
-
-
 def default_device() -> AbstractContextManager[Any]:
     return torch.device("meta")
 

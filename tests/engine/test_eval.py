@@ -104,9 +104,3 @@ def test_an_object_that_microbatches_can_not_share(given: Any, batched: Any, cal
 
     piped(module_of(noting, **linears("one", "two")), ["two"], batched=batched)(torch.randn(6, 4), **given)
     assert seen == calls
-
-
-def test_a_name_that_is_no_arguments_is_an_error() -> None:
-    net = module_of(lambda self, x, mask: self.two(self.one(x)), **linears("one", "two"))
-    with pytest.raises(ValueError, match="batched names 'maks', which the call doesn't have: expected .* 'x', 'mask'"):
-        piped(net, ["two"], batched={"maks": False})(torch.randn(6, 4), torch.randn(6, 2))

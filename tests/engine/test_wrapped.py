@@ -208,11 +208,8 @@ def test_a_sequential_with_cuts_runs_its_own_forward(cuts: list[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:stage 0 calls no module:UserWarning")
-def test_layers_of_a_sequential_come_in_their_order_the_first_one_too() -> None:
+def test_a_sequential_may_be_cut_before_its_first_layer() -> None:
     module, x = layers(), torch.randn(6, 4)
-    for cuts, error in (["3", "1"], "2 has begun: expected cuts= in the order"), (["1", "1"], "each once"):
-        with pytest.raises(ValueError, match=error):
-            SplitPipe(layers(), cuts=cuts, devices=["cpu"] * 3)(x)
     torch.testing.assert_close(piped(module, ["0"])(x), module(x))
 
 

@@ -190,12 +190,6 @@ def test_anything_else_is_an_error_of_five_lines_at_most(name: str) -> None:
     assert len(str(caught.value)) < 5 * 120
 
 
-def test_what_cannot_be_concatenated_is_named() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        joined(lambda y: {"y": y[:, : len(y)]}, UNEVEN)
-    assert "in joining the output['y']: pad it; " in caught.value.__notes__[0]
-
-
 def test_two_dimensions_that_could_both_be_the_batch_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"shape \[2, 2, 4\] and differs between microbatches"):
         joined(lambda y: y.expand(2, -1, -1), EVEN, (0, 1))

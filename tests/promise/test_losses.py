@@ -222,25 +222,15 @@ def test_a_number_that_differs_between_microbatches_is_said() -> None:
         found(*batch("flat", EVEN))
 
 
-HALVES: dict[str, Loss] = {
-    "index": lambda o, t: F.mse_loss(*[o.view(2, -1, 5)[k] for k in (0, 1)]),
-    "unbind": lambda o, t: F.mse_loss(*o.unflatten(0, (2, -1))),
-}
-
-
-@pytest.mark.parametrize("loss", HALVES)
-def test_halves_of_the_batch_are_not_those_of_a_microbatch(loss: str) -> None:
-    _, _, _, found = made("sequential", HALVES[loss])
-    with pytest.warns(UserWarning, match="could not be traced beyond"):
-        found(torch.randn(4 * CHUNKS, 3).double(), torch.randn(4 * CHUNKS, 5).double())
-
-
-@pytest.mark.parametrize("loss", ["info nce", "matmul", "pairs"])
-def test_products_and_pairs_of_rows_are_seen_in_microbatches_of_one_row(loss: str) -> None:
-    name, function = COUPLED[loss]
-    _, _, _, found = made("sequential", function)
-    with pytest.warns(UserWarning, match="reduction="):
-        found(*batch(name, CHUNKS))
+@pytest.mark.parametrize(("name", "loss", "rows", "words"), [
+    ("flat", lambda o, t: F.mse_loss(*[o.view(2, -1, 5)[k] for k in (0, 1)]), 4 * CHUNKS, "could not be traced beyond"),
+    ("flat", lambda o, t: F.mse_loss(*o.unflatten(0, (2, -1))), 4 * CHUNKS, "could not be traced beyond"),
+    *[(*COUPLED[loss], CHUNKS, "reduction=") for loss in ("info nce", "matmul", "pairs")],
+])
+def test_what_is_no_mean_over_rows_is_said(name: str, loss: Loss, rows: int, words: str) -> None:
+    *_, found = made("sequential", loss)
+    with pytest.warns(UserWarning, match=words):
+        found(*batch(name, rows))
 
 
 @ways
@@ -422,13 +412,6 @@ def test_numbers_that_a_sequential_gives_are_reduced_as_said_and_stacked_if_not(
         model = SplitPipe(copy.deepcopy(plain), [1, 1], devices=["cpu"] * 2, chunks=chunks, reduction=reduction)
         y, found = model(x)
         assert_close((y, found), (plain(x)[0], expected))
-
-
-@pytest.mark.parametrize("way", SCHEDULED)
-def test_a_function_as_reduction_is_refused_by_schedules(way: str) -> None:
-    _, _, _, found = made(way, F.mse_loss, reduction=lambda values, rows: sum(values))
-    with pytest.raises(ValueError, match="reduction= is a function"):
-        found(*batch("flat", EVEN))
 
 
 class Regular(nn.Module):
