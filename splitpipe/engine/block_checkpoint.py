@@ -186,8 +186,7 @@ class BlockChain:
             if not y.requires_grad or (y.shape, y.dtype) != (grad.shape, grad.dtype):
                 raise RuntimeError(
                     f"a checkpointed block on {stage.name} returned other outputs in its recomputation than in its "
-                    "forward: expected blocks that depend on their inputs and parameters alone. Or use "
-                    "checkpoint='never'."
+                    "forward: expected blocks that depend on inputs and parameters alone, or checkpoint='never'."
                 )
             segment.leave(y)
         segment.close(step.split, stage.own)

@@ -119,9 +119,8 @@ def _recompute(
         values = run.recompute(partial(_run_stage, step, stage, i, given, segment, "recomputation")).values()
         if [value.signature for value in values] != signatures:
             raise RuntimeError(
-                f"{stage.name} returned other outputs in its recomputation than in its forward: expected layers whose "
-                "outputs, their shapes and which of them require grad depend on inputs and parameters alone. Or use "
-                "checkpoint='never'."
+                f"{stage.name} returned other outputs in its recomputation than in its forward: expected layers that "
+                "depend on their inputs and parameters alone, or checkpoint='never'."
             )
         segment.close(step.split, stage.own)
     return segment

@@ -20,7 +20,7 @@ from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Amount, Number, Qu
 from splitpipe.loss.reduction import AS_PAIR
 from splitpipe.loss.rules import RULES, reduce
 
-_WAYS = f"{AS_PAIR}, pass reduction='mean' (by rows) or 'sum', or use schedule=None and a loss computed from model(x)."
+_WAYS = f"in a SplitPipe, {AS_PAIR}, pass reduction='mean' or 'sum', or use schedule=None and a loss of model(x)."
 #: Rules that are linear in all numbers together, and names of functions that are linear in each one alone.
 _LINEAR = frozenset([views.keep, views.view, views.index, views.join, reduce])
 _SCALES = SCALING | {"neg", "negative", "dot"}

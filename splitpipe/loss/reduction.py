@@ -33,9 +33,9 @@ class LossWarnings:
             warnings.warn(
                 f"the loss, or another number of the output, could not be traced beyond {number.function}: "
                 "microbatches are averaged by their rows, which may differ from the value of the whole batch (see "
-                "splitpipe.check). "
-                "Pass reduction='mean' if that is right (it silences this warning), reduction='sum' if it is a sum, or "
-                f"{ways}. For a loss over the whole batch, leave out the schedule, and compute it from model(x).",
+                "splitpipe.check). In a SplitPipe, pass reduction='mean' if that is right (it silences this warning), "
+                f"reduction='sum' if it is a sum, or {ways}. For a loss over the whole batch, leave out the schedule, "
+                "and compute it from model(x).",
                 stacklevel=2,
             )
 

@@ -187,7 +187,8 @@ ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
     "an idle stage": (Use(chain, options={"cuts": ["one", "two"]}), "cuts= without the module", {"cuts": ["two"]}),
     "a write": (Use(writing, options={"checkpoint": "always"}), r"Write to a copy \(x.clone",
                 Use(lambda self, x: writing(self, x, Tensor.clone))),
-    "a write to a base": (Use(viewed), r"to a copy \(x.clone", Use(lambda self, x: viewed(self, x, Tensor.clone))),
+    "a write to a base": (Use(viewed, options={"backward": "autograd"}), r"Write to a copy \(x.clone",
+                          Use(lambda self, x: viewed(self, x, Tensor.clone))),
     "a write between stages": (Use(adding()), r"copy \(x.clone\(\)\) in the layer", Use(adding(Tensor.clone))),
     "a copy that is returned": (Use(adding()), "or return a copy from", Use(adding(same, Tensor.clone))),
     "a derivative between blocks": (Use(steep), "backward='autograd'", {"backward": "autograd"}),
@@ -216,7 +217,7 @@ ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
     "an object in the output": (Use(lambda self, x: (chain(self, x), Pair(x, x))), "or use chunks=1", {"chunks": 1}),
     "a list as long as a microbatch": (Use(lambda self, x: [{"y": y} for y in chain(self, x).T[:3]], of(X[:6]), {
         "chunks": 2}), "choose another number of chunks", {"chunks": 3}),
-    "an index": (Use(lambda self, x: (y := chain(self, x), y.argmax())), "Give reduction= as a function",
+    "an index": (Use(lambda self, x: (y := chain(self, x), y.argmax())), "or reduction= as a function",
                  {"reduction": lambda values, rows: values[0] * 0.0}),
     "a schedule": (Use(LAYERS, against(mse_loss), SCHEDULED), "loss_fn=criterion.*target=", scheduled(mse_loss)),
     "stages": (Use(LAYERS * 2, against(mse_loss), {"schedule": "zb-v", "loss_fn": mse_loss, "devices": ["cpu"] * 2,
