@@ -83,6 +83,8 @@ def test_all_that_is_refused_is_told_and_nothing_is_changed():
     with pytest.raises(ValueError, match=r"\('1\.0', '2'\) are parametrized or not initialized yet: expected"):
         convert(model)
     assert kinds(model) == before
+    model(torch.rand(2, 3))
+    assert isinstance(convert(model[:2])[1][0], DeferredBatchNorm)  # As the error says: after a batch.
 
 
 # Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.

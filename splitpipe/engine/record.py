@@ -114,8 +114,8 @@ class Recordings:
         """Records the steps of the block; ``ended`` is called at the end of every op, with its stage and kind."""
         if self._schedule is None or self.current is not None:
             raise RuntimeError(
-                "the model has schedule=None, or is already being recorded: expected another schedule, such as "
-                "'1f1b', with loss_fn=criterion, and one `with splitpipe.record(model)` at a time."
+                "the model has schedule=None, or is already being recorded: expected a schedule, such as '1f1b', with "
+                "loss_fn=criterion, and one `with splitpipe.record(model)` at a time."
             )
         recorder = self.current = Recorder(self._schedule, self._places, ended)
         try:

@@ -156,8 +156,6 @@ def test_devices_and_cuts_are_those_of_the_map_that_a_model_was_loaded_by() -> N
     splitpipe.attach(model, devices=["cpu", "cpu"])
 
 
-@pytest.mark.parametrize("given", [{"chunks": 0}, {"schedule": 4}, {"schedule": "nothing"}, {"devices": 4},
-                                   {"cuts": "layers.1"}])
 def test_a_map_to_load_by() -> None:
     with torch.device("meta"):
         model = Stack()
