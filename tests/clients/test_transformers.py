@@ -110,7 +110,7 @@ def test_the_number_of_items_may_be_a_number_of_pythons(name: str, schedule: str
 
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
 def test_a_balancing_loss_of_experts_compares_rows_which_a_schedule_says_once(schedule: str | None) -> None:
-    """It is exact drop-in. With a schedule, the whole loss is a mean over microbatches, also of sums by a given count."""
+    """It is exact drop-in. With a schedule, the whole loss is a mean over microbatches, which is said."""
     tiny = MORE["mixtral"]
     plain = tiny.made(output_router_logits=True, router_aux_loss_coef=0.1)
     model = piped(copy.deepcopy(plain), tiny.cuts, schedule=schedule)

@@ -34,7 +34,7 @@ DOORS = {"", "skip", "balance", "distributed", "schedule"}
 #: The lines that a room has; "": the files next to the rooms. Behind each is what it may have at most in the end: a
 #: number falls with its room, and is only raised with the reason in the change.
 BUDGETS = {
-    "core": 1045,  # 1,050
+    "core": 1043,  # 1,050
     "schedule": 2747,  # 3,500
     "microbatch": 945,  # 950
     "skip": 330,  # 340
@@ -42,7 +42,7 @@ BUDGETS = {
     "loss": 1648,  # 1,100
     "partition": 843,  # 850
     "stage": 644,  # 650
-    "engine": 2172,  # 2,200
+    "engine": 2178,  # 2,200
     "runtime": 435,  # 450
     "": 1150,  # 1,150
     "checking": 320,  # 500
