@@ -51,7 +51,7 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
     measured = replace(measured, layers=even)
     for choice in choose(measured, schedules=SCHEDULES, tries=0):
         way = choice.candidate
-        model = SplitPipe(copy.deepcopy(module), cuts=[measured.names[start] for start in choice.cut[1:-1]],
+        model = SplitPipe(copy.deepcopy(module), cuts=[measured.names[start] for start in choice.cuts[1:-1]],
                           devices=["cuda:0", "cuda:1"], chunks=way.chunks, checkpoint=way.checkpoint,
                           schedule=way.schedule, loss_fn=squared)
         counted = _counted(lambda x, y, model=model: model(x, target=y), model, x, y)

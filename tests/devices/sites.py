@@ -54,7 +54,7 @@ CAUGHT = {
     "engine/crossing.py: Detaching.hold: hold":
         _case("module: carried", None, "never", False, True, "split", "there", 2),
     "engine/drop_in.py: SecondHalf._run: wait": _case("tables", None, "never", "forward", True),
-    "backward/outer_graph.py: OuterGraph._run: wait_for": _case("tables", None, "never", "forward", True),
+    "backward/outer_graph.py: OuterGraph._start: wait_for": _case("tables", None, "never", "forward", True),
     "engine/sequential.py: SequentialForward.forward: wait_for":
         _case("elsewhere", None, "always", False, True, "split", "cpu"),
     "engine/module.py: ModuleForward._enter: use": _case("module: filled", "zb-h1", "never", False, True, "autograd"),
