@@ -231,5 +231,7 @@ def meaning_of(call: FunctionCall) -> Any:
         return unknown
     try:
         return rule(call)
+    except torch.OutOfMemoryError:
+        raise
     except ODD:
         return None

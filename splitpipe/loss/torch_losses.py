@@ -46,6 +46,8 @@ def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence
             meaning = _meaning(FunctionCall(ledger, name, (), given), given)
             if isinstance(meaning, Rows) and how not in ("none", "sum"):
                 count = _count(name, given)
+        except torch.OutOfMemoryError:
+            raise
         except ODD:
             pass  # The loss may raise its own error.
     if isinstance(count, Tensor) and given.get("weight") is not None:  # If all are 0, its gradients are NaN.
