@@ -118,7 +118,9 @@ def mean(value: Tensor, count: float) -> Number:
 def product(mean: Tensor, count: Amount) -> Tensor:
     """The total of a mean, in a type that doesn't overflow; that of nothing is 0, not 0 / 0."""
     total = mean.to(torch.promote_types(mean.dtype, torch.float32)) * count
-    return total if count and not isinstance(count, Tensor) else torch.where(torch.as_tensor(count == 0), 0, total)
+    if not isinstance(count, Tensor) and count:  # In this order: the host must not wait for a tensor.
+        return total
+    return torch.where(torch.as_tensor(count == 0), 0, total)
 
 
 def quotient(above: Quantity, count: Quantity, like: Tensor) -> Quantity:
