@@ -1,9 +1,7 @@
 """``Pipeline``: the stages of this process, in a pipeline of several processes."""
 from __future__ import annotations
 
-import math
 import operator
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from numbers import Real
@@ -153,15 +151,7 @@ class Pipeline(nn.Module):
         except BaseException as error:
             self._failed = repr(error.__cause__ or error)
             raise
-        if not self._last:
-            return None
-        loss, unit = self._loss.batch_loss.result(None)
-        if unit is not None and not math.isclose(float(unit), 1, rel_tol=1e-3):
-            warnings.warn(
-                "the loss divides by a count that depends on the output, which isn't known before backward: gradients "
-                "differ from those of the whole batch. Expected a count of the target alone.", stacklevel=3,
-            )
-        return loss
+        return self._loss.batch_loss.result(None)[0] if self._last else None
 
     def _verify(self, trains: bool, inputs: tuple[Any, ...], target: Any) -> None:
         """Raises for tensors that can't be divided, or that differ from those that the processes have agreed on."""
