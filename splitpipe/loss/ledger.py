@@ -200,21 +200,16 @@ class Ledger:
         """True if Python has read values of the batch, from which one of these numbers may be computed."""
         found = [x for x in values if isinstance(x, (int, float)) and x not in self._given]
         return bool(self.read) and any([
-            not _is_literal(x) or any([math.isclose(1 / x % n, 0) for n in self._whole]) for x in found  # 0.5 for 1 / 2
-        ])
+            not _is_literal(x) or any([_nearest(1 / x) % n == 0 for n in self._whole if _nearest(1 / x)]) for x in found
+        ])  # 0.5 may be 1 / 2.
 
     def may_count(self, *values: Any, size: bool = False) -> bool:
         """True if one of the numbers, or its inverse, is a multiple of the rows; if ``size``: a size that was read."""
         if not self.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
         found = [x for x in values if isinstance(x, (int, float)) and x not in self._given]
-        return any([self._counts(y, size) for x in found if not size or not _is_literal(x) for y in (x, 1 / x)])
-
-    def _counts(self, value: float, size: bool) -> bool:
-        nearest = round(abs(value)) if math.isfinite(value) else 0
-        if not nearest or not math.isclose(nearest, abs(value), rel_tol=1e-6):
-            return False
-        return nearest in self.sizes if size else not nearest % self.rows
+        whole = [_nearest(y) for x in found if not size or not _is_literal(x) for y in (x, 1 / x)]
+        return any([n in self.sizes if size else not n % self.rows for n in whole if n])
 
     def may_be_rows(self, x: Tensor) -> bool:
         """True for a tensor that may repeat a number for each row."""
@@ -224,6 +219,12 @@ class Ledger:
 def _is_literal(value: float) -> bool:
     """True for a number with one digit besides zeros, such as 0.1."""
     return not float(value).is_integer() and value == float(f"{value:.1g}")
+
+
+def _nearest(value: float) -> int:
+    """The whole number that a value is, but for rounding and its sign; 0 if it is none."""
+    nearest = round(abs(value)) if math.isfinite(value) else 0
+    return nearest if math.isclose(nearest, abs(value), rel_tol=1e-6) else 0
 
 
 def _in_order(last: Quantity) -> list[Quantity]:
