@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import string_at
-from functools import cache
+from functools import cache, cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -45,7 +45,10 @@ class Draws:
         self._known, self._mode = known, mode
         self.watched, self.drew = known.get(mode, True), False
         self._before = default_generator.get_state()
-        self._seed = int.from_bytes(blake2b(_bytes(self._before), digest_size=7).digest(), "big")
+
+    @cached_property
+    def _seed(self) -> int:
+        return int.from_bytes(blake2b(_bytes(self._before), digest_size=7).digest(), "big")
 
     def start(self, number: int) -> Tensor:
         """The state from which an F with this number draws."""
