@@ -34,7 +34,7 @@ DOORS = {"", "skip", "balance", "distributed", "schedule"}
 #: The lines that a room has; "": the files next to the rooms. Behind each is what it may have at most in the end: a
 #: number falls with its room, and is only raised with the reason in the change.
 BUDGETS = {
-    "core": 1043,  # 1,050
+    "core": 1046,  # 1,050
     "schedule": 2747,  # 3,500
     "microbatch": 945,  # 950
     "skip": 330,  # 340
