@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import register_pytree_node, tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from splitpipe import SplitPipe, check
+from splitpipe import SplitPipe, check, is_recomputing
 from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same
 from tests.promise.layers import Apply
@@ -44,11 +44,11 @@ def against(loss_fn: Any) -> Callable[[Any], Tensor]:
     return loss
 
 
-def checked(loss: Callable[[Any], Tensor], *args: Any, **target: Any) -> Callable[[Any], Tensor]:
+def checked(loss: Callable[[Any], Tensor], /, *args: Any, **given: Any) -> Callable[[Any], Tensor]:
     """A loss, if splitpipe.check finds no difference."""
     def found(model: Any) -> Tensor:
         if isinstance(model, SplitPipe):
-            check(model, *args, **target).raise_if_different()
+            check(model, *args, **given).raise_if_different()
         return loss(model)
 
     return found
@@ -145,17 +145,57 @@ class Known(Pair):
 register_pytree_node(Known, lambda pair: ([pair.x, pair.y], None), lambda parts, _: Known(*parts))
 
 
+class Counting(nn.Linear):
+    """A layer whose number of calls decides what it does; ``written``: by its first run alone, if a buffer."""
+
+    calls, again, written = 0, True, False
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__(4, 4)
+        vars(self).update(options)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.again or not is_recomputing()
+        if self.written and not is_recomputing():
+            self.seen.add_(1)
+        return super().forward(x)[:, : 2 if self.calls > 3 and not self.written else None].tanh()
+
+
+def gather_in(self: Any, x: Tensor, kept: list[Tensor] | None = None) -> Any:
+    y = self.layer(x)
+    return y.tanh() if kept is None else kept.append(y.tanh()) or y
+
+
+def force(self: Any, x: Tensor) -> Any:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(chain(self, x).square().sum(), x, create_graph=True)[0]
+
+
+def filled(self: Any, x: Tensor) -> Any:
+    kept: list[Tensor] = []
+    self.two(self.one(x), kept)
+    return kept[0]
+
+
+def written_late(model: Any) -> Tensor:
+    loss = squared(model)
+    with torch.no_grad():
+        [*model.parameters()][1].add_(1)
+    return loss
+
+
 def squares(x: Tensor, y: Tensor) -> Tensor:
     """A sum, which isn't traced."""
     return (x - y).square().cumsum(0)[-1].sum()
 
 
 def rate(x: Tensor, y: Tensor) -> Tensor:
-    return squares(x, y) / (y > 0.5).sum()
+    return squares(x, y) / (y > 0.8).sum()
 
 
 def pair(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return squares(x, y), (y > 0.5).sum()
+    return squares(x, y), (y > 0.8).sum()
 
 
 def scheduled(loss_fn: Any, plain: Any = None, **options: Any) -> Use:
@@ -169,8 +209,13 @@ products = Use([Apply(lambda pair: pair.x * pair.y), nn.Linear(4, 4)], of(Pair(X
 tupled = Use([Apply(lambda xs: xs[0] * xs[1]), nn.Linear(4, 4)], of((X, Y)))
 normed = Use([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)], of(X[:3]), {"deferred_batch_norm": True})
 other = module_of(lambda self, x: functional_call(self.layer, {"bias": self.layer.bias * 2}, (x,)), **linears("layer"))
+gathering = module_of(gather_in, **linears("layer"))
+pairs = Use([Apply(lambda p: p[0] * p[1] if type(p) is tuple else p.x * p.y), nn.Linear(4, 4)], of(Pair(X, Y)))
+ALWAYS = {"checkpoint": "always"}
+counted, AUTOGRAD = Use([Counting(), nn.Linear(4, 4)], options=ALWAYS), {**ALWAYS, "backward": "autograd"}
 LAYERS, SCHEDULED = [nn.Linear(4, 4), nn.Tanh()], {"schedule": "1f1b"}
 NEVER = {"backward": "autograd", "checkpoint": "never"}
+AVERAGED = {**SCHEDULED, "loss_fn": rate, "reduction": "mean"}
 HALVES = [((X[:3], Z[:4], [1, 2, 1]), {}), ((X[3:], Z[4:], [1, 2, 1, 1]), {})]
 #: What is an error or a warning, its words, and what it says is to be written: with these options, or in another way.
 ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
@@ -234,6 +279,44 @@ ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
     "a count": (scheduled(rate), "return a pair", scheduled(pair, rate)),
     "a function": (scheduled(rate, reduction=sum), "or a loss_fn that returns a pair", scheduled(pair, rate)),
     "an argument": (Use(whole, checked(of(X, Y[:, 0]), X, Y[:, 0])), "look at batched=", {"batched": {"m": False}}),
+    "a block's gradient": (
+        Use(lambda self, x: self.three(force(self, x)), options={"cuts": ["three"]}, blocks=linears("three")),
+        "Expected these inside a block",
+        Use(lambda self, x: self.three(self.inner(x)), options={"cuts": ["three"]}, blocks={
+            "inner": module_of(force, **linears("one", "two")), **linears("three")})),
+    "other outputs": (counted, "alone, or checkpoint='never'", {"checkpoint": "never"}),
+    "other outputs of a block": (Use(chain, options=ALWAYS, blocks={"one": Counting()}),
+                                 "alone, or checkpoint='never'", {"checkpoint": "never"}),
+    "other saved tensors": (counted._replace(options=AUTOGRAD), "or use checkpoint='never'", {"checkpoint": "never"}),
+    "a state that decides": (counted._replace(options=AUTOGRAD), r"ask splitpipe.is_recomputing\(\)",
+                             Use([Counting(again=False), nn.Linear(4, 4)], options=AUTOGRAD)),
+    "a buffer written once": (Use([Counting(written=True), nn.Linear(4, 4)], options=ALWAYS),
+                              "needn't grow, or use checkpoint='never'", {"checkpoint": "never"}),
+    "a late write": (Use(LAYERS, written_late, ALWAYS), "Or use checkpoint='never'", {"checkpoint": "never"}),
+    "a list that is filled": (Use(filled, blocks={"two": gathering}), "blocks that return what they make",
+                              Use(chain, blocks={"two": gathering})),
+    "rows where an input has them": (Use(lambda self, x: chain(self, x).T), "or where batched names it", Use(
+        lambda self, x: chain(self, x.T).T, of(X.T), {"batched": {"x": 1}})),
+    "rows last": (Use(lambda self, x: chain(self, x).T), "another number of chunks", {"chunks": 1}),
+    "a dict in its place": (Use(lambda self, x: [{"y": y} for y in chain(self, x).T[:3]], of(X[:6]), {"chunks": 2}),
+                            "Return a tensor or a dict", Use(lambda self, x: dict(enumerate(chain(self, x).T[:3])))),
+    "a loss outside": (Use(lambda self, x: (self.one(x).mean(), self.two(x).mean()), options=SCHEDULED),
+                       "a loss_fn and a target", Use(chain, against(mse_loss), {**SCHEDULED, "loss_fn": mse_loss})),
+    "no schedule": (Use(lambda self, x: (self.one(x).mean(), self.two(x).mean()), options=SCHEDULED),
+                    "leave out the schedule", {"schedule": None}),
+    "rows in the second dimension": (Use(lambda self, x, m: chain(self, x) + m.sum(0), of(X, torch.stack([X, Y]))),
+                                     "'m': 1} for the former", {"batched": {"m": 1}}),
+    "rows of each in a list": (Use(lambda self, x, m: chain(self, x) + sum(m)[:, None], of(X, [*(X @ Y.T)])),
+                               "0} for the latter", {"batched": {"m": 0}}),
+    "an object that is split": (pairs, "or unpack it in split=", {"split": lambda given, *_: [
+        (((given[0].x[at], given[0].y[at]),), {}) for at in (slice(3), slice(3, 7))]}),
+    "one microbatch": (Use(LAYERS, checked(of(X), X[:1])), "expected more rows", Use(LAYERS, checked(of(X), X))),
+    "one row": (Use(LAYERS, checked(of(X), X[:1])), "or against=plain",
+                Use(LAYERS, checked(of(X), X[:1], against=nn.Sequential(*LAYERS)))),
+    "a count to be found": (Use(LAYERS, checked(against(rate), X, target=Y), AVERAGED), r"return \(total, count\)",
+                            Use(LAYERS, checked(against(rate), X, target=Y), {**SCHEDULED, "loss_fn": pair})),
+    "a loss without a schedule": (Use(LAYERS, checked(against(rate), X, target=Y), AVERAGED), "leave out the schedule",
+                                  Use(LAYERS, checked(against(rate), X, loss=lambda y: rate(y, Y)))),
     "a reduction": (Use(LAYERS, checked(against(squares), X, target=Y), {**SCHEDULED, "loss_fn": squares,
                     "reduction": "mean"}), "look at reduction=", {"reduction": "sum"}),
 }
