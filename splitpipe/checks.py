@@ -155,11 +155,10 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
 
 def is_integer(number: Any) -> bool:
     """True for whole numbers of any type; bools don't count."""
-    try:
-        operator.index(number)
+    try:  # NumPy has warned of the index of its bools.
+        return "bool" not in f"{type(number)} {getattr(number, 'dtype', '')}" and operator.index(number) is not None
     except TypeError:
         return False
-    return not isinstance(number, bool) and getattr(number, "dtype", None) is not torch.bool
 
 
 def verify_devices(devices: Iterable[Device | Place] | None, stages: int) -> list[Place]:
