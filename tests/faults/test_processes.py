@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and
 PRELUDE = """
 import atexit, copy, gc, json, os, signal, sys, tempfile, threading, warnings, weakref
 import torch
+import torch.fx.experimental.symbolic_shapes  # Which a first step needs, and each child would import.
 from torch import nn
 from torch.nn import functional as F
 from splitpipe import SplitPipe
