@@ -54,13 +54,18 @@ def fences(page: Path, language: str) -> list[re.Match[str]]:
     return [*re.finditer(pattern, TEXT[page], flags=re.MULTILINE | re.DOTALL)]
 
 
-def missing(source: str) -> set[str]:
-    """The libraries that an example asks for, and that are not installed."""
+def clients(source: str) -> set[str]:
+    """The libraries that an example asks for."""
     named = {
         alias.name if isinstance(node, ast.Import) else str(node.module) for node in ast.walk(ast.parse(source))
         if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names
     }
-    return {name for name in {each.partition(".")[0] for each in named} & CLIENTS if find_spec(name) is None}
+    return {each.partition(".")[0] for each in named} & CLIENTS
+
+
+def known(page: Path) -> str:
+    """A page's name, by which -k clients finds those with examples of libraries."""
+    return page.stem + "-clients" * any(clients(source) for _, source in blocks(page, "python"))
 
 
 @pytest.fixture
@@ -75,7 +80,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.draws
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=known)
 @pytest.mark.filterwarnings("default:::transformers", "default:::lightning")
 @pytest.mark.filterwarnings("default:`torch.jit.script_method` is deprecated")  # bitsandbytes, when it is imported.
 @pytest.mark.filterwarnings("ignore:no accelerator is available")
@@ -84,7 +89,7 @@ def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, a
     # One namespace for a page: a reader types them in one after the other.
     namespace: dict[str, object] = {"__name__": page.stem}
     for line, source in blocks(page, "python"):
-        if missing(source):
+        if not all(map(find_spec, clients(source))):
             continue
         # Empty lines in front, so that a traceback names the page's own lines.
         exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
