@@ -63,6 +63,11 @@ def clients(source: str) -> set[str]:
     return {each.partition(".")[0] for each in named} & CLIENTS
 
 
+def missing(source: str) -> set[str]:
+    """Those that are not installed."""
+    return {name for name in clients(source) if find_spec(name) is None}
+
+
 def known(page: Path) -> str:
     """A page's name, by which -k clients finds those with examples of libraries."""
     return page.stem + "-clients" * any(clients(source) for _, source in blocks(page, "python"))
@@ -89,7 +94,7 @@ def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, a
     # One namespace for a page: a reader types them in one after the other.
     namespace: dict[str, object] = {"__name__": page.stem}
     for line, source in blocks(page, "python"):
-        if not all(map(find_spec, clients(source))):
+        if missing(source):
             continue
         # Empty lines in front, so that a traceback names the page's own lines.
         exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
