@@ -21,22 +21,8 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from tests.helpers.covering import few
 from tests.helpers.twin import Looped
+from tests.promise import losses
 from tests.promise.layers import Apply
-from tests.promise.losses import (
-    BATCHES,
-    COMPUTED,
-    COUPLED,
-    EXACT,
-    FLAT,
-    MIXED,
-    PENALTIES,
-    SAID,
-    SAID_PENALTIES,
-    SEVERAL,
-    UNKNOWN,
-    WORDS,
-    Loss,
-)
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}:UserWarning") for message in (
     "reduction. 'mean' divides the total loss", "size_average and reduce args", "reduction='elementwise_mean'",
@@ -45,12 +31,14 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}:UserWarning") for me
 
 CHUNKS, EVEN, UNEVEN = 3, 6, 7
 Step = Callable[[Tensor, Tensor], Tensor]
+#: A module, its pipeline, and a step of each from input and target to the loss.
+Sides = tuple[nn.Module, nn.Module, Step, Step]
 
 
 class Own(nn.Module):
     """A module with a loss of its own, which may want the module's parameters."""
 
-    def __init__(self, loss: Loss, penalised: bool = False) -> None:
+    def __init__(self, loss: losses.Loss, penalised: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 5)
         self.loss, self.penalised = loss, penalised
@@ -61,19 +49,17 @@ class Own(nn.Module):
         return {"loss": self.loss(y, labels, *more), "y": y}
 
 
-def own(loss: Loss, penalised: bool, options: dict[str, Any], **how: Any) -> tuple[nn.Module, nn.Module, Step, Step]:
+def own(loss: losses.Loss, penalised: bool, options: dict[str, Any], **how: Any) -> Sides:
     plain = Own(loss, penalised).double()
     model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS, **how, **options)
     return plain, model, lambda x, y: plain(x, labels=y)["loss"], lambda x, y: model(x, labels=y)["loss"]
 
 
-def given(
-    kind: type[nn.Sequential], loss: Loss, penalised: bool, options: dict[str, Any], **how: Any
-) -> tuple[nn.Module, nn.Module, Step, Step]:
+def given(kind: type[nn.Sequential], loss: losses.Loss, penalised: bool, options: Any, **how: Any) -> Sides:
     plain = kind(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).double()
     piped = copy.deepcopy(plain)
 
-    def of(module: nn.Module, loss: Loss) -> Loss:
+    def of(module: nn.Module, loss: losses.Loss) -> losses.Loss:
         own = list(module.parameters())
         return (lambda output, target: loss(output, target, own)) if penalised else loss
 
@@ -83,8 +69,7 @@ def given(
     return plain, model, lambda x, y: mine(plain(x), y), lambda x, y: model(x, target=y)
 
 
-def made(way: str, loss: Loss, penalised: bool = False, **options: Any) -> tuple[nn.Module, nn.Module, Step, Step]:
-    """A module, its pipeline, and a step of each from input and target to the loss."""
+def made(way: str, loss: losses.Loss, penalised: bool = False, **options: Any) -> Sides:
     if way == "sequential":
         return given(nn.Sequential, loss, penalised, options, balance=[2, 1], schedule="zb-h1")
     if way == "cuts":
@@ -98,7 +83,7 @@ ways = pytest.mark.parametrize("way", few(2, [*reversed(SCHEDULED), "own"]))
 ORDER = {way: (EVEN, UNEVEN) if way in ("sequential", "own scheduled") else (UNEVEN, EVEN) for way in WAYS}
 
 
-def in_turn(losses: Iterable[str]) -> list[Any]:
+def in_turn(names: Iterable[str]) -> list[Any]:
     """Each loss in one way, half of them as the module's own, drop-in: what it is made of is seen alike in all.
 
     Five turns, so that no way has all means, or all sums, of losses that come in both. In the essence are the first.
@@ -106,13 +91,13 @@ def in_turn(losses: Iterable[str]) -> list[Any]:
     turns = cycle(["own", "sequential", "own", "cuts", "own scheduled"])
     return [
         pytest.param(loss, way, marks=[pytest.mark.thorough] if number % 40 > 4 else [])
-        for number, (loss, way) in enumerate(zip(losses, turns))
+        for number, (loss, way) in enumerate(zip(names, turns))
     ]
 
 
 def batch(name: str, rows: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn((rows, 3) if name in FLAT else (rows, WORDS, 3)).double()
-    return x, BATCHES[name](rows, rows == EVEN)
+    x = torch.randn((rows, 3) if name in losses.FLAT else (rows, losses.WORDS, 3)).double()
+    return x, losses.BATCHES[name](rows, rows == EVEN)
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
@@ -134,9 +119,9 @@ def verify(name: str, rows: int, plain: nn.Module, model: nn.Module, expected: S
     assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
-@pytest.mark.parametrize(("loss", "way"), in_turn(EXACT))
+@pytest.mark.parametrize(("loss", "way"), in_turn(losses.EXACT))
 def test_the_loss_and_gradients_are_those_of_the_batch(loss: str, way: str) -> None:
-    name, function = EXACT[loss]
+    name, function = losses.EXACT[loss]
     sides = made(way, function)
     for rows in ORDER[way]:
         verify(name, rows, *sides)
@@ -147,7 +132,7 @@ def squares(o: Tensor, t: Tensor) -> Tensor:
 
 
 #: Sums divided by a number that Python reads, which counts rows: averaged over rows, which is right, and said.
-BY_ROWS: dict[str, Loss] = {
+BY_ROWS: dict[str, losses.Loss] = {
     "len": lambda o, t: squares(o, t).sum() / len(o),
     "product": lambda o, t: squares(o, t).sum() / (o.shape[0] * o.shape[1]),
     "inverse": lambda o, t: squares(o, t).sum() * (1 / len(o)),
@@ -168,7 +153,7 @@ def test_a_sum_by_a_number_of_rows_is_averaged_over_rows_which_is_right_and_said
 @ways
 @pytest.mark.parametrize("loss", ["for each row", "times ones of rows", "addcmul"])
 def test_a_number_for_each_row_is_said(loss: str, way: str) -> None:
-    *_, found = made(way, SAID[loss][1])
+    *_, found = made(way, losses.SAID[loss][1])
     with pytest.warns(UserWarning, match="a number that may count rows"):
         found(*batch("flat", EVEN))
 
@@ -225,18 +210,18 @@ def test_a_number_that_differs_between_microbatches_is_said() -> None:
 @pytest.mark.parametrize(("name", "loss", "rows", "words"), [
     ("flat", lambda o, t: F.mse_loss(*[o.view(2, -1, 5)[k] for k in (0, 1)]), 4 * CHUNKS, "could not be traced beyond"),
     ("flat", lambda o, t: F.mse_loss(*o.unflatten(0, (2, -1))), 4 * CHUNKS, "could not be traced beyond"),
-    *[(*COUPLED[loss], CHUNKS, "reduction=") for loss in ("info nce", "matmul", "pairs")],
+    *[(*losses.COUPLED[loss], CHUNKS, "reduction=") for loss in ("info nce", "matmul", "pairs")],
 ])
-def test_what_is_no_mean_over_rows_is_said(name: str, loss: Loss, rows: int, words: str) -> None:
+def test_what_is_no_mean_over_rows_is_said(name: str, loss: losses.Loss, rows: int, words: str) -> None:
     *_, found = made("sequential", loss)
     with pytest.warns(UserWarning, match=words):
         found(*batch(name, rows))
 
 
 @ways
-@pytest.mark.parametrize("loss", PENALTIES)
+@pytest.mark.parametrize("loss", losses.PENALTIES)
 def test_a_penalty_of_parameters_counts_once_a_batch(loss: str, way: str) -> None:
-    name, function = PENALTIES[loss]
+    name, function = losses.PENALTIES[loss]
     sides = made(way, function, penalised=True)
     for rows in ORDER[way]:
         verify(name, rows, *sides)
@@ -244,7 +229,7 @@ def test_a_penalty_of_parameters_counts_once_a_batch(loss: str, way: str) -> Non
 
 @pytest.mark.parametrize("way", SCHEDULED)
 def test_scheduled_a_penalty_that_the_last_microbatch_lacks_is_an_error(way: str) -> None:
-    name, function = PENALTIES["if anything counts"]
+    name, function = losses.PENALTIES["if anything counts"]
     plain, model, expected, found = sides = made(way, function, penalised=True)
     x, y = batch(name, UNEVEN)
     y[6] = -100
@@ -270,18 +255,18 @@ def test_a_factor_may_be_0_in_the_first_microbatch(factor: str, way: str) -> Non
     assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
-@pytest.mark.parametrize("loss", [*SEVERAL, *MIXED])
+@pytest.mark.parametrize("loss", [*losses.SEVERAL, *losses.MIXED])
 def test_drop_in_several_terms_each_have_their_count(loss: str) -> None:
-    name, function = (SEVERAL | MIXED)[loss][:2]  # type: ignore[operator]
+    name, function = (losses.SEVERAL | losses.MIXED)[loss][:2]  # type: ignore[operator]
     sides = made("own", function)
     for rows in (EVEN, UNEVEN, EVEN):
         verify(name, rows, *sides)
 
 
 @pytest.mark.parametrize("way", SCHEDULED)
-@pytest.mark.parametrize("loss", SEVERAL)
+@pytest.mark.parametrize("loss", losses.SEVERAL)
 def test_scheduled_terms_whose_counts_are_not_proportional_are_an_error_that_has_them(loss: str, way: str) -> None:
-    name, function, counts = SEVERAL[loss]
+    name, function, counts = losses.SEVERAL[loss]
     plain, model, expected, found = sides = made(way, function)
     verify(name, EVEN, *sides)
     model.zero_grad()
@@ -294,10 +279,10 @@ def test_scheduled_terms_whose_counts_are_not_proportional_are_an_error_that_has
     verify(name, EVEN, *sides)
 
 
-@pytest.mark.parametrize(("loss", "way"), in_turn([*MIXED, *SAID, *SAID_PENALTIES]))
+@pytest.mark.parametrize(("loss", "way"), in_turn([*losses.MIXED, *losses.SAID, *losses.SAID_PENALTIES]))
 def test_what_is_not_exact_is_said(loss: str, way: str) -> None:
-    name, function = {**MIXED, **SAID_PENALTIES, **SAID}[loss]
-    sides = made(way, function, penalised=loss in SAID_PENALTIES)
+    name, function = {**losses.MIXED, **losses.SAID_PENALTIES, **losses.SAID}[loss]
+    sides = made(way, function, penalised=loss in losses.SAID_PENALTIES)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for rows in (*ORDER[way], *[CHUNKS] * (name == "flat")):
@@ -319,22 +304,22 @@ def by_rows(module: nn.Module, step: Step, x: Tensor, y: Tensor) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(("loss", "way"), [
-    *[(loss, "own") for loss in COMPUTED],
-    *[(loss, way) for loss, (_, _, word) in COMPUTED.items() for way in SCHEDULED if not word],
+    *[(loss, "own") for loss in losses.COMPUTED],
+    *[(loss, way) for loss, (_, _, word) in losses.COMPUTED.items() for way in SCHEDULED if not word],
 ])
 def test_any_function_of_sums_and_means_is_exact_but_with_a_schedule_only_of_one_of_them(loss: str, way: str) -> None:
-    name, function, _ = COMPUTED[loss]
+    name, function, _ = losses.COMPUTED[loss]
     sides = made(way, function)
     for rows in (EVEN, UNEVEN, *[CHUNKS] * (name == "flat")):
         verify(name, rows, *sides)
 
 
 @pytest.mark.parametrize(("loss", "way"), [
-    *[(loss, way) for loss in UNKNOWN for way in WAYS],
-    *[(loss, way) for loss, (_, _, word) in COMPUTED.items() for way in SCHEDULED if word],
+    *[(loss, way) for loss in losses.UNKNOWN for way in WAYS],
+    *[(loss, way) for loss, (_, _, word) in losses.COMPUTED.items() for way in SCHEDULED if word],
 ])
 def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, way: str) -> None:
-    name, function, word = {**UNKNOWN, **COMPUTED}[loss]
+    name, function, word = {**losses.UNKNOWN, **losses.COMPUTED}[loss]
     plain, model, expected, found = made(way, function)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -349,9 +334,9 @@ def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, 
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize(("loss", "way"), in_turn(COUPLED))
+@pytest.mark.parametrize(("loss", "way"), in_turn(losses.COUPLED))
 def test_rows_that_are_compared_with_each_other_are_not_claimed_to_be_exact(loss: str, way: str) -> None:
-    name, function = COUPLED[loss]
+    name, function = losses.COUPLED[loss]
     plain, model, _, found = made(way, function)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -368,7 +353,7 @@ def test_rows_that_are_compared_with_each_other_are_not_claimed_to_be_exact(loss
 @ways
 @pytest.mark.parametrize("loss", ["mse", "rmse"])
 def test_reduction_sum_adds(loss: str, way: str) -> None:
-    name, function = EXACT["mse sum"] if loss == "mse" else COMPUTED["rmse"][:2]
+    name, function = losses.EXACT["mse sum"] if loss == "mse" else losses.COMPUTED["rmse"][:2]
     plain, model, expected, found = made(way, function, reduction="sum")
     for rows in (EVEN, UNEVEN):
         x, y = batch(name, rows)
@@ -379,7 +364,7 @@ def test_reduction_sum_adds(loss: str, way: str) -> None:
 @ways
 @pytest.mark.parametrize("loss", ["ce tokens mean", "masked", "sum", "mse mean"])
 def test_without_gradients_the_loss_is_that_of_the_batch(loss: str, way: str) -> None:
-    name, function = EXACT[loss]
+    name, function = losses.EXACT[loss]
     _, _, expected, found = made(way, function)
     with torch.no_grad():
         for rows in (UNEVEN, EVEN, UNEVEN):
@@ -391,7 +376,7 @@ def test_without_gradients_the_loss_is_that_of_the_batch(loss: str, way: str) ->
 @pytest.mark.parametrize("loss", ["ce ignoring mean", "ce tokens mean"])
 def test_a_batch_in_which_nothing_counts_is_as_in_torch(loss: str, way: str) -> None:
     """The loss is nan, and the gradients are 0."""
-    name, function = EXACT[loss]
+    name, function = losses.EXACT[loss]
     plain, model, expected, found = made(way, function)
     x, y = batch(name, UNEVEN)
     y.fill_(-100)
@@ -457,7 +442,7 @@ def test_a_criterion_that_is_a_block_is_traced() -> None:
     plain = Model().double()
     model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
     for rows in (EVEN, UNEVEN):
-        x, labels = torch.randn(rows, 3).double(), BATCHES["some"](rows, rows == EVEN)
+        x, labels = torch.randn(rows, 3).double(), losses.BATCHES["some"](rows, rows == EVEN)
         assert_close(backward(model, model(x, labels)), backward(plain, plain(x, labels)))
 
 
