@@ -225,20 +225,13 @@ def test_losses_of_torch_are_those_of_the_whole_batch(rank: int) -> None:
 
 @both
 def test_what_is_no_mean_is_warned_of(rank: int) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-    model = Pipeline(module, [1, 1], chunks=2, device="cpu",
-                     loss_fn=lambda output, target: nn.functional.mse_loss(output, target).sqrt())
+    model = small(loss_fn=lambda output, target: nn.functional.mse_loss(output, target).sqrt())
     with pytest.warns(UserWarning, match="not be traced beyond sqrt") if rank else contextlib.nullcontext():
-        model.step(torch.randn(8, 6), torch.randn(8, 3))
+        model.step(torch.randn(8, 6), torch.randn(8, 2))
 
 
 def unfit(rank: int) -> None:
-    def pair(output: Tensor, target: Tensor) -> Any:
-        return output.sum(), len(output)
-
-    loss_fn: Any = pair
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
-    model = Pipeline(module, [1, 1], chunks=2, loss_fn=loss_fn, device="cpu")
+    model = small(loss_fn=lambda output, target: (output.sum(), len(output)))
     error, message = (TypeError, "loss_fn returned a tuple: expected") if rank else (RuntimeError, ".")
     with pytest.raises(error, match=message):
         model.step(torch.randn(8, 6), torch.randn(8, 2))
