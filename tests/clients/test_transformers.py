@@ -170,7 +170,7 @@ def test_the_models_own_gradient_checkpointing_changes_nothing_dropout_included(
     )
     other.gradient_checkpointing_enable()
     other.train()
-    for seed in range(3):
+    for seed in range(2):  # In a first call, and in threads.
         torch.manual_seed(seed)
         output, grads = trained(model, batch)
         torch.manual_seed(seed)
