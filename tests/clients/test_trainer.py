@@ -135,9 +135,7 @@ def test_by_a_schedule_a_loss_function_of_the_model_takes_the_place_of_trainers(
 def test_an_attached_model_is_saved_as_the_plain_one_is(name: str, tmp_path: Path) -> None:
     transformers, tiny = pytest.importorskip("transformers"), FOUR[name]
     plain: Any = tiny.made()
-    piped: Any = splitpipe.attach(
-        copy.deepcopy(plain), tiny.cuts, devices=["cpu"] * (len(tiny.cuts) + 1), chunks=2
-    )
+    piped: Any = splitpipe.attach(copy.deepcopy(plain), tiny.cuts, devices=["cpu"] * (len(tiny.cuts) + 1), chunks=2)
     piped(**tiny.batch())
     for each, folder in (plain, "plain"), (piped, "piped"):
         each.save_pretrained(tmp_path / folder)

@@ -165,9 +165,7 @@ def test_the_models_own_gradient_checkpointing_changes_nothing_dropout_included(
 ) -> None:
     tiny = FOUR[name]
     plain, batch = tiny.made(**{dropout: 0.3}), tiny.batch()
-    model, other = (
-        piped(copy.deepcopy(plain), tiny.cuts, checkpoint="never", **WAYS[way]) for _ in range(2)
-    )
+    model, other = (piped(copy.deepcopy(plain), tiny.cuts, checkpoint="never", **WAYS[way]) for _ in range(2))
     other.gradient_checkpointing_enable()
     other.train()
     for seed in range(2):  # In a first call, and in threads.

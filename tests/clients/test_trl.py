@@ -53,9 +53,7 @@ def tokenizer() -> Any:
         tokenizers.models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNKNOWN)
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
-    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
 
 
 def trained(kind: str, folder: Path, **pipe: Any) -> tuple[list[dict[str, float]], set[int]]:

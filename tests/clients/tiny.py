@@ -175,9 +175,7 @@ FOUR = {
     "llama": Tiny("LlamaForCausalLM", "LlamaConfig", DECODER, at("model.layers")),
     "gpt2": Tiny("GPT2LMHeadModel", "GPT2Config", GPT2, at("transformer.h")),
     "bert": Tiny("BertForMaskedLM", "BertConfig", ENCODER, at("bert.encoder.layer")),
-    "t5": Tiny(
-        "T5ForConditionalGeneration", "T5Config", T5, ["encoder.block.1", "decoder.block.0", "decoder.block.1"]
-    ),
+    "t5": Tiny("T5ForConditionalGeneration", "T5Config", T5, ["encoder.block.1", "decoder.block.0", "decoder.block.1"]),
 }
 
 #: What each of these does that others don't.
