@@ -44,7 +44,7 @@ PARTS = (
     ),
     Part(
         "memory-peers", "parts.memory",
-        cpu=Setting("--chunks 1 8 --passes 2", 110),
+        cpu=None,  # There, all stages have one memory.
         cuda=Setting("--preset large --chunks 8", 50),
         quick="--models gpt --preset tiny --chunks 2 --checkpoint never --schedules",
     ),

@@ -4,7 +4,8 @@ Counted are the bytes of torch's tensors, beyond those that are there before the
 on, and gradients. Of several steps, that counts which takes most. Each case runs in a process of its own.
 
 Example:
-    python -m benchmarks.parts.memory --save benchmarks/results/memory-peers-cpu.json
+    python -m tests.softcuda python -- -m benchmarks.parts.memory --device cuda --chunks 1 8 --passes 2 \\
+        --save benchmarks/results/memory-peers-fake.json
     python -m benchmarks.parts.memory --models unet --chunks 8 --checkpoint never --schedules
     python -m benchmarks.parts.memory --device cuda --preset large --save benchmarks/results/memory-peers-cuda.json
 """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "fake")
 
 #: What is compared in the picture of throughput: the fastest of these.
 SPEEDS: dict[str, Callable[[Row], bool]] = {
