@@ -95,7 +95,7 @@ def _saved(node: Any, raw: Any, name: str, weight: Tensor) -> Tensor | None:
         return None
     x: Tensor = getattr(node, name)
     plain = type(x) is Tensor and type(weight) in (Tensor, Parameter) and x.layout is weight.layout is torch.strided
-    return x if plain and not weight.is_complex() else None
+    return None if not plain or weight.is_complex() or x.is_complex() else x  # A weight may have been cast.
 
 
 def _product(node: Any, weight: Any, bias: Any, raw: Any, name: str) -> WeightNode | None:

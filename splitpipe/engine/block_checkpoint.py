@@ -28,7 +28,7 @@ from splitpipe.backward.graph_walk import walk
 from splitpipe.core import thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
-from splitpipe.core.tensors import version_of
+from splitpipe.core.tensors import sharing, version_of
 from splitpipe.engine.crossing import SIMPLE, changed
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace
@@ -63,10 +63,10 @@ class BlockChains:
         made, own = _tensors(output), {*map(id, inputs)}
         places = {id(y): k for k, y in reversed([*enumerate(made)]) if y.grad_fn is not None and id(y) not in own}
         written = versions != [version_of(x) for x in inputs]
-        if not places or written or trace is not None and trace.has_number(made):
-            return output  # With its graph: R would get other inputs, or numbers' terms have lost theirs.
         block.places = [*places.values()]
         distinct = [made[k] for k in block.places]
+        if not places or written or trace is not None and trace.has_number(made) or sharing(distinct, inputs):
+            return output  # With its graph: R would get other inputs; numbers' terms or views would have lost theirs.
         if self.step.drop_in and not (self.i and block.modules in stage.reached_by):
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
             self._shared.reach(stage, walk([get_gradient_edge(y) for y in distinct], ends, False).parameters())
@@ -97,6 +97,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 class _Place(int):
     """In place of a tensor that a block was given: the number of the chain's input or, from -1 down, of its output."""
+
+    device = torch.device("cpu")  # For which a PackedSequence of places asks.
 
 
 class BlockRun:

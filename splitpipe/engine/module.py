@@ -186,8 +186,9 @@ class ModuleForward:
         blocks, placement = self._call.blocks, self._call.placement
         stage, whole = blocks.cuts.get(block), block in blocks.blocks
         if stage is not None:
-            self._verify_split_point(block, stage)
-            self.advance(stage)
+            before = self.stage
+            self.advance(stage)  # First: another microbatch may have other parameters in the block.
+            self._verify_split_point(block, stage, before)
         local = placement.settle(block, whole, self.stage)
         if not whole:
             return call(*args, **uncached(block, args, kwargs, self._call.labels))
@@ -205,14 +206,24 @@ class ModuleForward:
             taker.reset(token)
             set_function_modes(modes)
 
-    def _verify_split_point(self, block: nn.Module, stage: int) -> None:
-        late = stage < self.stage and block not in self._call.placement.stage_of
-        if late or stage > self.stage and not all([isinstance(x, nn.Parameter) for x in block.parameters()]):
-            why = f"after stage {self.stage} has begun" if late else "while other tensors replace its parameters"
+    def _verify_split_point(self, block: nn.Module, stage: int, before: int) -> None:
+        late = stage < before and block not in self._call.placement.stage_of
+        if late or stage > before and not all([isinstance(x, nn.Parameter) for x in block.parameters()]):
+            why = f"after stage {before} has begun" if late else "while other tensors replace its parameters"
             raise ValueError(
                 f"{self._call.blocks.described(block)}, where stage {stage} starts, was called {why}: expected cuts= "
                 "in the order in which the forward calls them, and torch.func.functional_call inside one block."
             )
+
+    def _modules_of(self, block: nn.Module) -> Modules | None:
+        """The modules of a block, to be recomputed; None while code between blocks has replaced its parameters."""
+        modules = self._call.modules.get(block)
+        if modules is None or not self.i and not modules.same():  # Each F shows whether it has changed them.
+            modules = self._call.modules[block] = Modules([*block.modules()])
+        if modules.own():
+            return modules
+        del self._call.modules[block]  # They may have been replaced when it was first called.
+        return None
 
     def _run_block(
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], local: bool
@@ -226,10 +237,8 @@ class ModuleForward:
         checkpointed = local and not objects and self.i < self.step.call.checkpointed
         checkpointed = checkpointed and torch.is_grad_enabled() and _top_saved_tensors_default_hooks(True) is None
         before = tree_flatten((args, kwargs))[0] if not simple and (self.stage or checkpointed) else None
-        if checkpointed:
-            modules = self._call.modules.get(block)
-            if modules is None or not self.i and not modules.same():  # Each F shows whether it has changed them.
-                modules = self._call.modules[block] = Modules([*block.modules()])
+        modules = self._modules_of(block) if checkpointed else None
+        if modules is not None:
             run = BlockRun(call, modules, self._call.blocks.described(block))
             value = self._chains.run(self.step.stages[self.stage], run, args, kwargs, traced)
         else:

@@ -38,6 +38,7 @@ class Modules:
         self._lazy = [x for table in self._tables for x in table.values() if is_lazy(x)]
         self._empty = [(table, name) for table in self._tables for name, value in table.items() if value is None]
         self._size, self._own = sum(map(len, self._tables)), [p for _, _, p in self.parameters]
+        self._leaves = all([p.is_leaf for p in self._own])
         #: Whether F writes to its input in place, and to which buffers; None: no F has shown it yet.
         self.in_place: bool | None = None
         self.written: set[tuple[nn.Module, str]] | None = None
@@ -47,10 +48,14 @@ class Modules:
         empty = all([table.get(name) is None for table, name in self._empty])
         return empty and sum(map(len, self._tables)) == self._size and all(map(is_lazy, self._lazy))
 
+    def own(self) -> bool:
+        """True if they have the parameters that they began with, and none that was computed, as by functional_call."""
+        return self._leaves and all([table.get(name) is p for table, name, p in self.parameters])
+
     @property
-    def version(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, list[bool]]:
         """Changes when a parameter is written to, frozen or unfrozen."""
-        return sum(map(_version, self._own)), sum(map(_requires_grad, self._own))
+        return sum(map(_version, self._own)), [*map(_requires_grad, self._own)]
 
 
 class CheckpointedRun:
@@ -89,18 +94,19 @@ class CheckpointedRun:
         return result
 
     def _changed_in_silence(self, m: nn.Module, name: str, x: Tensor) -> bool:
-        if hasattr(m, "track_running_stats") and name.startswith("running_"):
+        if hasattr(m, "track_running_stats"):  # Of a DeferredBatchNorm, the call writes to all at its end.
             return True
         return is_plain(x) and not torch.equal(x, self._before[id(x)])
 
     def recompute(self, forward: Callable[[], T]) -> T:
         """Runs R."""
-        modules = self._modules
-        if modules.version != self._version:
+        modules, written = self._modules, self._modules.written or ()
+        later = [name for m, name, x, version in self._buffers if version_of(x) != version and (m, name) not in written]
+        if modules.version != self._version or later:
             raise RuntimeError(
-                f"parameters of {self._whose} were written to, frozen or unfrozen after a checkpointed forward and "
-                "before its backward, which recomputes it: expected backward first, then optimizer.step() or "
-                "requires_grad_(). Or use checkpoint='never'."
+                f"{f'buffer {later[0]!r}' if later else 'parameters'} of {self._whose} were written to, frozen or "
+                "unfrozen after a checkpointed forward and before its backward, which recomputes it: expected backward "
+                "first, then optimizer.step() or requires_grad_(). Or use checkpoint='never'."
             )
         copies = dict(zip(self._before, _copies(self._before.values()).values()))
         found: list[tuple[dict[str, Any], str, Any]] = [

@@ -181,7 +181,7 @@ def filled(self: Any, x: Tensor) -> Any:
 def written_late(model: Any) -> Tensor:
     loss = squared(model)
     with torch.no_grad():
-        [*model.parameters()][1].add_(1)
+        ([*model.buffers()] or [*model.parameters()])[-1].add_(1)
     return loss
 
 
@@ -209,6 +209,8 @@ products = Use([Apply(lambda pair: pair.x * pair.y), nn.Linear(4, 4)], of(Pair(X
 tupled = Use([Apply(lambda xs: xs[0] * xs[1]), nn.Linear(4, 4)], of((X, Y)))
 normed = Use([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)], of(X[:3]), {"deferred_batch_norm": True})
 other = module_of(lambda self, x: functional_call(self.layer, {"bias": self.layer.bias * 2}, (x,)), **linears("layer"))
+halving = module_of(lambda self, x: self.layer(x) * 0.5 ** self.step.item(), step=nn.Buffer(torch.ones(())),
+                    **linears("layer"))
 gathering = module_of(gather_in, **linears("layer"))
 pairs = Use([Apply(lambda p: p[0] * p[1] if type(p) is tuple else p.x * p.y), nn.Linear(4, 4)], of(Pair(X, Y)))
 ALWAYS = {"checkpoint": "always"}
@@ -293,6 +295,8 @@ ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
     "a buffer written once": (Use([Counting(written=True), nn.Linear(4, 4)], options=ALWAYS),
                               "needn't grow, or use checkpoint='never'", {"checkpoint": "never"}),
     "a late write": (Use(LAYERS, written_late, ALWAYS), "Or use checkpoint='never'", {"checkpoint": "never"}),
+    "a late write to a buffer": (Use([halving, nn.Linear(4, 4)], written_late, ALWAYS), "buffer 'step' of stage 0 .cpu. "
+                                 "were.*Or use checkpoint='never'", {"checkpoint": "never"}),
     "a list that is filled": (Use(filled, blocks={"two": gathering}), "blocks that return what they make",
                               Use(chain, blocks={"two": gathering})),
     "rows where an input has them": (Use(lambda self, x: chain(self, x).T), "or where batched names it", Use(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.helpers.modules import linears, module_of
 
@@ -132,6 +134,37 @@ def reading(self: Any, x: Tensor, tensors: list[Tensor], names: Any, last: deque
     return y
 
 
+def other_weights(net: Net, x: Tensor) -> Tensor:
+    """Calls a block with weights of others, and with one that it has computed; and between, as it is."""
+    a, b, c, d, e = net.blocks
+    for weight in b.weight, a.weight * 2:
+        x = functional_call(d, {"weight": weight}, (a(x),)).tanh()
+    return e(d(c(x)))  # type: ignore[no-any-return]
+
+
+def viewing(net: Net, x: Tensor) -> Tensor:
+    """Writes to what one block has made a view of, and to one of two outputs of another."""
+    a, b, c, d, e = net.blocks
+    h = a(x, 1) * 1
+    a(h, 0).mul_(2)
+    y, z = b(h, 2)
+    z.mul_(3)
+    return e(d(c(y, 1).tanh(), 1), 1)  # type: ignore[no-any-return]
+
+
+def view(self: Any, x: Tensor, many: int) -> Any:
+    y = self.layer(x) if many else x
+    return (y, y[:, :2]) if many == 2 else y if many else y[:, 1:3]
+
+
+def packed(net: Net, x: Tensor) -> Any:
+    """Packs a sequence, which blocks take and return."""
+    y = pack_padded_sequence(x[:, :, None], [4] * len(x), batch_first=True)
+    for block in net.blocks:
+        y, _ = block(y)
+    return pad_packed_sequence(y, batch_first=True)[0]
+
+
 def layered(forward: Callable[..., Any], *names: str) -> Callable[[], nn.Module]:
     """Makes blocks with such a forward and linear layers of these names."""
     return lambda: module_of(forward, **linears(*names or ("layer",)))
@@ -139,10 +172,12 @@ def layered(forward: Callable[..., Any], *names: str) -> Callable[[], nn.Module]
 
 FORWARDS: dict[str, Callable[[], Net]] = {
     **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
-        unused, hooked, unseen, regions,
+        unused, hooked, unseen, regions, other_weights,
     )},
     "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),
     "handed on": lambda: Net(handed, layered(handing)),
     "iterators": lambda: Net(iterating, layered(summing)),
+    "views": lambda: Net(viewing, layered(view)),
+    "packed sequences": lambda: Net(packed, lambda: nn.LSTM(1, 1, batch_first=True)),
     "containers": lambda: Net(contained, layered(reading)),
 }

@@ -131,6 +131,8 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
     "nothing to train": (lambda: [Apply(lambda x: x * 2), nn.Tanh(), nn.Softmax(-1)], rows(6)),
     "complex": (lambda: [Apply(lambda x: torch.complex(x, x * 2)), nn.Linear(6, 4, dtype=torch.complex128),
                          Apply(lambda x: x * x.conj())], rows(6)),
+    "a weight that is cast": (lambda: [nn.Linear(6, 6), module_of(lambda self, x: torch.fft.irfft(
+        torch.fft.rfft(x) @ self.layer.weight.to(torch.complex128), n=6), layer=nn.Linear(4, 4)), nn.Tanh()], rows(6)),
     "torch.utils.checkpoint": (lambda: [checkpointed(nn.Linear(6, 6)), nn.Tanh(),
                                         checkpointed(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))], rows(6)),
     "gradient inside forward": (lambda: [nn.Linear(6, 6), *[module_of(forced, layer=nn.Linear(6, 6)) for _ in range(2)],
