@@ -295,8 +295,8 @@ ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
     "a buffer written once": (Use([Counting(written=True), nn.Linear(4, 4)], options=ALWAYS),
                               "needn't grow, or use checkpoint='never'", {"checkpoint": "never"}),
     "a late write": (Use(LAYERS, written_late, ALWAYS), "Or use checkpoint='never'", {"checkpoint": "never"}),
-    "a late write to a buffer": (Use([halving, nn.Linear(4, 4)], written_late, ALWAYS), "buffer 'step' of stage 0 .cpu. "
-                                 "were.*Or use checkpoint='never'", {"checkpoint": "never"}),
+    "a late write to a buffer": (Use([halving, nn.Linear(4, 4)], written_late, ALWAYS), "buffer 'step' of stage.*Or use "
+                                 "checkpoint='never'", {"checkpoint": "never"}),
     "a list that is filled": (Use(filled, blocks={"two": gathering}), "blocks that return what they make",
                               Use(chain, blocks={"two": gathering})),
     "rows where an input has them": (Use(lambda self, x: chain(self, x).T), "or where batched names it", Use(

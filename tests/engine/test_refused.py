@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
+from splitpipe.engine.module import ModuleForward
 from tests.helpers.covering import pairwise
 from tests.helpers.modules import linears, module_of
 from tests.helpers.scheduled import inside, loss_of
@@ -67,6 +69,19 @@ def test_what_stages_would_mix_or_lose_is_an_error_each_time(name: str, schedule
         with pytest.raises(error, match=words):
             loss_of(model, torch.randn(8, 4)).backward()
     assert_same(dict(model.state_dict()), dict(state), "state")
+
+
+def test_a_split_point_is_looked_at_when_earlier_microbatches_have_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def called(self: ModuleForward, *args: Any, name: str, call: Any) -> None:
+        order[self.i].append(name)
+        call(self, *args)
+
+    order: dict[int, list[str]] = {0: [], 1: []}
+    for name in ("advance", "_verify_split_point"):
+        monkeypatch.setattr(ModuleForward, name, partialmethod(called, name=name, call=getattr(ModuleForward, name)))
+    SplitPipe(Net(lambda net, x: net.blocks[2](net.blocks[0](x))), cuts=CUTS[:1], devices=["cpu"] * 2, chunks=2)(
+        torch.rand(4, 4))
+    assert order == dict.fromkeys(order, ["advance", "_verify_split_point", "advance"])
 
 
 #: A container of a tensor, and what a block does to it.
