@@ -28,11 +28,8 @@ _compiled_call = attrgetter("_compiled_call_impl")
 class StageLayers:
     """The layers of one stage; ``skips``: the stages that each skip between stages goes from and to."""
 
-    def __init__(
-        self, index: int, place: Place, layers: Sequence[Named], skips: Mapping[Key, tuple[int, int]]
-    ) -> None:
-        self.index = index
-        self.place = place
+    def __init__(self, index: int, place: Place, layers: Sequence[Named], skips: Mapping[Key, tuple[int, int]]) -> None:
+        self.index, self.place = index, place
         self.name = f"stage {index} ({place})"
         self.calls = [layer for _, layer in layers]
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]

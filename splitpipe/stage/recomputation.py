@@ -4,8 +4,8 @@ F has written to buffers once, and R must not write to them again. So R gets cop
 spectral norm reads what it writes. Which buffers F writes to, the first checkpointed F shows, by version or by value,
 since codebooks often write through ``.data``. A BatchNorm's statistics, which get no new version, always count.
 
-If R leaves a buffer alone that F has written to, something else told F to, such as the length of a cache that a layer
-keeps in an attribute. R has then computed with the value before: an error, after which the next step is right.
+If R leaves a buffer alone that F has written to, something else told F to, such as a cache's length in an attribute. R
+has then computed with the value before: an error, after which the next step is right.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Modules:
         self._lazy = [x for table in self._tables for x in table.values() if is_lazy(x)]
         self._empty = [(table, name) for table in self._tables for name, value in table.items() if value is None]
         self._size, self._own = sum(map(len, self._tables)), [p for _, _, p in self.parameters]
-        self._leaves = all([p.is_leaf for p in self._own])
+        self._hooks: list[Any] = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         #: Whether F writes to its input in place, and to which buffers; None: no F has shown it yet.
         self.in_place: bool | None = None
         self.written: set[tuple[nn.Module, str]] | None = None
@@ -50,12 +50,16 @@ class Modules:
 
     def own(self) -> bool:
         """True if they have the parameters that they began with, and none that was computed, as by functional_call."""
-        return self._leaves and all([table.get(name) is p for table, name, p in self.parameters])
+        return all([p.is_leaf and table.get(name) is p for table, name, p in self.parameters])
 
     @property
     def version(self) -> tuple[int, list[bool]]:
         """Changes when a parameter is written to, frozen or unfrozen."""
         return sum(map(_version, self._own)), [*map(_requires_grad, self._own)]
+
+    def hooks(self) -> int:
+        """How many hooks their forwards call."""
+        return sum(map(len, self._hooks))
 
 
 class CheckpointedRun:
@@ -74,14 +78,14 @@ class CheckpointedRun:
         """Runs F."""
         with Bound(phase, "checkpointing"), self._rng_states.first(recomputed=True):
             result = forward()
-        modules, buffers = self._modules, self._buffers
+        modules, buffers, self._hooks = self._modules, self._buffers, self._modules.hooks()
         self._written = [
             (m, name, x) for m, name, x, version in buffers
             if m._buffers.get(name) is not x or version_of(x) != version
         ]
         if modules.written is None:
             modules.written = {(m, name) for m, name, _ in self._written}
-            modules.written.update([(m, name) for m, name, x, _ in buffers if self._changed_in_silence(m, name, x)])
+            modules.written.update([(m, name) for m, name, x, _ in buffers if self._changed_in_silence(m, x)])
         begun = [name for m, name, _ in self._written if (m, name) not in modules.written]
         if begun or not modules.same():
             modules.written = None
@@ -93,20 +97,19 @@ class CheckpointedRun:
         self._before = {id(x): self._before[id(x)] for m, name, x, _ in buffers if (m, name) in modules.written}
         return result
 
-    def _changed_in_silence(self, m: nn.Module, name: str, x: Tensor) -> bool:
-        if hasattr(m, "track_running_stats"):  # Of a DeferredBatchNorm, the call writes to all at its end.
-            return True
-        return is_plain(x) and not torch.equal(x, self._before[id(x)])
+    def _changed_in_silence(self, m: nn.Module, x: Tensor) -> bool:
+        # Of a DeferredBatchNorm, the call writes to all at its end.
+        return hasattr(m, "track_running_stats") or is_plain(x) and not torch.equal(x, self._before[id(x)])
 
     def recompute(self, forward: Callable[[], T]) -> T:
         """Runs R."""
         modules, written = self._modules, self._modules.written or ()
-        later = [name for m, name, x, version in self._buffers if version_of(x) != version and (m, name) not in written]
-        if modules.version != self._version or later:
+        later = [n for m, n, x, version in self._buffers if version_of(x) != version and (m, n) not in written]
+        if modules.version != self._version or modules.hooks() != self._hooks or later:
             raise RuntimeError(
-                f"{f'buffer {later[0]!r}' if later else 'parameters'} of {self._whose} were written to, frozen or "
-                "unfrozen after a checkpointed forward and before its backward, which recomputes it: expected backward "
-                "first, then optimizer.step() or requires_grad_(). Or use checkpoint='never'."
+                f"{f'buffer {later[0]!r}' if later else 'a parameter or a module hook'} of {self._whose} was changed, "
+                "removed, frozen or unfrozen between a checkpointed forward and its backward, which recomputes it. "
+                "Expected backward first, then optimizer.step() and the like; or checkpoint='never'."
             )
         copies = dict(zip(self._before, _copies(self._before.values()).values()))
         found: list[tuple[dict[str, Any], str, Any]] = [
@@ -124,9 +127,9 @@ class CheckpointedRun:
             for m, name, x in self._written:
                 if m._buffers.get(name) is copies[id(x)] and copies[id(x)]._version == 0:
                     raise RuntimeError(
-                        f"{self._whose} wrote to buffer {name!r} in its forward, but not in its recomputation: "
-                        "expected layers that depend on their inputs, parameters and buffers alone. Repeat the "
-                        "step, in which a cache needn't grow, or use checkpoint='never'."
+                        f"{self._whose} wrote to buffer {name!r} in its forward, not in its recomputation: expected "
+                        "layers that depend on inputs, parameters and buffers alone. Repeat the step, in which a cache "
+                        "needn't grow, or use checkpoint='never'."
                     )
             return result
         finally:

@@ -185,6 +185,11 @@ def written_late(model: Any) -> Tensor:
     return loss
 
 
+def unhooked(model: Any) -> Tensor:
+    with [*model.modules()][-1].register_forward_hook(lambda module, args, output: output * 3):
+        return squared(model)
+
+
 def squares(x: Tensor, y: Tensor) -> Tensor:
     """A sum, which isn't traced."""
     return (x - y).square().cumsum(0)[-1].sum()
@@ -294,9 +299,10 @@ ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
                              Use([Counting(again=False), nn.Linear(4, 4)], options=AUTOGRAD)),
     "a buffer written once": (Use([Counting(written=True), nn.Linear(4, 4)], options=ALWAYS),
                               "needn't grow, or use checkpoint='never'", {"checkpoint": "never"}),
-    "a late write": (Use(LAYERS, written_late, ALWAYS), "Or use checkpoint='never'", {"checkpoint": "never"}),
-    "a late write to a buffer": (Use([halving, nn.Linear(4, 4)], written_late, ALWAYS), "buffer 'step' of stage.*Or use "
-                                 "checkpoint='never'", {"checkpoint": "never"}),
+    "a late write": (Use(LAYERS, written_late, ALWAYS), "or checkpoint='never'", {"checkpoint": "never"}),
+    "a late write to a buffer": (Use([halving, nn.Linear(4, 4)], written_late, ALWAYS), "buffer 'step' of stage.*or ch",
+                                 {"checkpoint": "never"}),
+    "a hook removed early": (Use(LAYERS, unhooked, ALWAYS), "or a module hook.*or checkpoint", {"checkpoint": "never"}),
     "a list that is filled": (Use(filled, blocks={"two": gathering}), "blocks that return what they make",
                               Use(chain, blocks={"two": gathering})),
     "rows where an input has them": (Use(lambda self, x: chain(self, x).T), "or where batched names it", Use(
