@@ -83,12 +83,10 @@ def test_what_is_given_stays() -> None:
         assert inner.cuts == ["layers.1"] and inner.chunks == 8
 
 
-@pytest.mark.parametrize(
-    ("schedule", "devices", "stages", "chunks"),
-    [("1f1b", None, 2, 8), ("zb-v", None, 4, 8), ("interleaved-1f1b", ["cpu"] * 2, 4, 8),
-     (build("zb-h1", 3, 5), None, 3, 5)],
-    ids=["1f1b", "zb-v", "interleaved", "given"],
-)
+@pytest.mark.parametrize(("schedule", "devices", "stages", "chunks"),
+                         [("1f1b", None, 2, 8), ("zb-v", None, 4, 8), ("interleaved-1f1b", ["cpu"] * 2, 4, 8),
+                          (build("zb-h1", 3, 5), None, 3, 5)],
+                         ids=["1f1b", "zb-v", "interleaved", "given"])
 def test_a_schedule_says_how_many_stages_there_are(schedule: Any, devices: Any, stages: int, chunks: int) -> None:
     model = SplitPipe(layers(6), devices=devices, schedule=schedule, loss_fn=nn.functional.mse_loss)
     assert len(model.balance) == len(model.devices) == stages

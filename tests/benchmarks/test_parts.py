@@ -112,13 +112,11 @@ def test_a_result_has_tables_and_says_where_they_are_from(path: Path) -> None:
     assert cells.origin(found["environment"], path.name).startswith("<sub>")
 
 
-@pytest.mark.parametrize(
-    ("code", "fault"),
-    [("sys.exit(3)", "ended with exit code 3"),
-     ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {}}))", "measured nothing"),
-     ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {'a': [{'b': 1}]}}))", None)],
-    ids=["fails", "measures nothing", "succeeds"],
-)
+@pytest.mark.parametrize(("code", "fault"), [
+    ("sys.exit(3)", "ended with exit code 3"),
+    ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {}}))", "measured nothing"),
+    ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {'a': [{'b': 1}]}}))", None),
+], ids=["fails", "measures nothing", "succeeds"])
 def test_a_part_that_fails_leaves_the_older_result(code, fault, tmp_path, monkeypatch):
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/__init__.py").touch()

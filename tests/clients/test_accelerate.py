@@ -20,12 +20,10 @@ def sequence() -> nn.Module:
 
 
 CUTS: dict[str, Any] = {"cuts": ["layers.1", "layers.3"], "devices": ["cpu"] * 3, "chunks": 2}
-WAYS: dict[str, Any] = {
-    "balance": (sequence, lambda model: SplitPipe(model, [2, 2, 1], devices=["cpu"] * 3, chunks=2)),
-    "cuts": (Stack, lambda model: SplitPipe(model, **CUTS)),
-    "cuts-zb-h1": (Stack, lambda model: SplitPipe(model, schedule="zb-h1", **CUTS)),
-    "attach": (Stack, lambda model: splitpipe.attach(model, **CUTS)),
-}
+WAYS: dict[str, Any] = {"balance": (sequence, lambda model: SplitPipe(model, [2, 2, 1], devices=["cpu"] * 3, chunks=2)),
+                        "cuts": (Stack, lambda model: SplitPipe(model, **CUTS)),
+                        "cuts-zb-h1": (Stack, lambda model: SplitPipe(model, schedule="zb-h1", **CUTS)),
+                        "attach": (Stack, lambda model: splitpipe.attach(model, **CUTS))}
 STEPS, SAVED = 8, 4
 
 

@@ -9,10 +9,8 @@ from torch.nn import functional as F
 
 import splitpipe
 
-pytestmark = [
-    pytest.mark.thorough, pytest.mark.draws, pytest.mark.filterwarnings("default"),
-    pytest.mark.parametrize("schedule", [None, "1f1b"]),
-]
+pytestmark = [pytest.mark.thorough, pytest.mark.draws, pytest.mark.filterwarnings("default"),
+              pytest.mark.parametrize("schedule", [None, "1f1b"])]
 
 #: Small models of timm: the arguments that make them so, and where they are cut.
 VISION: dict[str, tuple[dict[str, Any], str]] = {
@@ -62,11 +60,9 @@ def test_models_of_diffusers(name: str, schedule: str | None) -> None:
     diffusers = pytest.importorskip("diffusers")
     arguments, cut = DIFFUSION[name]
     x, steps = torch.randn(6, 3, 8, 8), torch.randint(1000, (6,))
-    calls = {
-        "UNet2DModel": {"sample": x, "timestep": steps},
-        "UNet2DConditionModel": {"sample": x, "timestep": steps, "encoder_hidden_states": torch.randn(6, 5, 8)},
-        "DiTTransformer2DModel": {"hidden_states": x, "timestep": steps, "class_labels": steps % 9},
-        "AutoencoderKL": {"sample": x},
-    }
+    calls = {"UNet2DModel": {"sample": x, "timestep": steps},
+             "UNet2DConditionModel": {"sample": x, "timestep": steps, "encoder_hidden_states": torch.randn(6, 5, 8)},
+             "DiTTransformer2DModel": {"hidden_states": x, "timestep": steps, "class_labels": steps % 9},
+             "AutoencoderKL": {"sample": x}}
     model = getattr(diffusers, name)(**arguments)
     verify(model, cut, schedule, lambda output, target: F.mse_loss(output.sample, target), x, calls[name])

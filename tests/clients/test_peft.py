@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,9 +64,7 @@ def assert_trains_as(model: nn.Module, plain: nn.Module) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}], ids=["drop-in", "zb-h1"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_adapters_have_the_gradients_of_the_unwrapped_model(
-    order: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_adapters_have_the_gradients_of_the_unwrapped_model(order, options, tmp_path):
     plain = LLAMA.made()
     model = ORDERS[order](copy.deepcopy(plain), **options)
     assert_trains_as(model, adapted(plain))
@@ -89,10 +86,8 @@ def by_bitsandbytes(model: nn.Module, bits: int) -> None:
 
     def make(layer: nn.Linear) -> nn.Module:
         size = layer.in_features, layer.out_features, layer.bias is not None
-        other = (
-            bnb.nn.Linear4bit(*size, compute_dtype=torch.float32, quant_type="nf4") if bits == 4
-            else bnb.nn.Linear8bitLt(*size, has_fp16_weights=False)
-        )
+        other = (bnb.nn.Linear4bit(*size, compute_dtype=torch.float32, quant_type="nf4") if bits == 4
+                 else bnb.nn.Linear8bitLt(*size, has_fp16_weights=False))
         other.load_state_dict(layer.state_dict())
         quantised: nn.Module = other.to("cpu")
         return quantised
@@ -118,9 +113,7 @@ def by_hqq(model: nn.Module, bits: int) -> None:
 @pytest.mark.parametrize(("quantise", "bits"), [
     (by_bitsandbytes, 4), (by_bitsandbytes, 8), (by_torchao, 8), (by_torchao, 4), (by_hqq, 4),
 ])
-def test_adapters_over_quantised_weights_train_as_in_the_plain_model(
-    quantise: Callable[[nn.Module, int], None], bits: int, way: str
-) -> None:
+def test_adapters_over_quantised_weights_train_as_in_the_plain_model(quantise, bits, way):
     base = LLAMA.made().float()
     quantise(base, bits)
     plain = adapted(base, torch.float32)

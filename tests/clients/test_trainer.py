@@ -23,12 +23,10 @@ STEPS, SAVED = 4, 2
 LLAMA = FOUR["llama"]
 SHORT: dict[str, Any] = {"max_steps": 2, "eval_steps": 2, "save_strategy": "no"}
 PIPE: dict[str, Any] = {"cuts": LLAMA.cuts, "devices": ["cpu"] * 3, "chunks": 2}
-WAYS: dict[str, Any] = {
-    "attach": lambda model: splitpipe.attach(model, **PIPE),
-    "attach-1f1b": lambda model: splitpipe.attach(model, schedule="1f1b", **PIPE),
-    "wrapped": lambda model: SplitPipe(model, **PIPE),
-    "wrapped-zb-h1": lambda model: SplitPipe(model, schedule="zb-h1", **PIPE),
-}
+WAYS: dict[str, Any] = {"attach": lambda model: splitpipe.attach(model, **PIPE),
+                        "attach-1f1b": lambda model: splitpipe.attach(model, schedule="1f1b", **PIPE),
+                        "wrapped": lambda model: SplitPipe(model, **PIPE),
+                        "wrapped-zb-h1": lambda model: SplitPipe(model, schedule="zb-h1", **PIPE)}
 #: bfloat16 rounds sums of fewer rows otherwise.
 CASES: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, 1e-5), "accumulation": ({"gradient_accumulation_steps": 2}, 1e-5),
@@ -48,9 +46,8 @@ def rows(number: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": x, "labels": y, "unknown": x} for x, y in zip(ids, labels)]
 
 
-def trained(
-    module: nn.Module, folder: Path, resumed: bool = False, loss: Any = None, **options: Any
-) -> list[dict[str, float]]:
+def trained(module: nn.Module, folder: Path, resumed: bool = False, loss: Any = None,
+            **options: Any) -> list[dict[str, float]]:
     """What the Trainer logs of each step, and its evaluation at the end."""
     from transformers import Trainer, TrainingArguments
 
@@ -73,9 +70,7 @@ def expected(case: str) -> list[dict[str, float]]:
 
 
 @graded({"way": [*WAYS], "case": [*CASES]}, [["way"], ["case"]])
-def test_losses_and_norms_are_those_of_the_unwrapped_model_and_of_a_resumed_run(
-    way: str, case: str, tmp_path: Path
-) -> None:
+def test_losses_and_norms_are_those_of_the_unwrapped_model_and_of_a_resumed_run(way, case, tmp_path):
     options, close = CASES[case]
     found = trained(WAYS[way](model()), tmp_path / "piped", **options)
     assert [[*log] for log in found] == [["loss", "grad_norm"]] * STEPS + [["eval_loss"]]

@@ -160,9 +160,7 @@ def test_generate_gives_the_same_words(name: str, wrap: str) -> None:
 @pytest.mark.parametrize(("name", "dropout"), [
     ("llama", "attention_dropout"), ("gpt2", "resid_pdrop"), ("bert", "hidden_dropout_prob"), ("t5", "dropout_rate"),
 ])
-def test_the_models_own_gradient_checkpointing_changes_nothing_dropout_included(
-    name: str, dropout: str, way: str
-) -> None:
+def test_the_models_own_gradient_checkpointing_changes_nothing_dropout_included(name, dropout, way):
     tiny = FOUR[name]
     plain, batch = tiny.made(**{dropout: 0.3}), tiny.batch()
     model, other = (piped(copy.deepcopy(plain), tiny.cuts, checkpoint="never", **WAYS[way]) for _ in range(2))

@@ -32,10 +32,8 @@ TRAINERS: dict[str, tuple[dict[str, Any], list[dict[str, str]], dict[str, Any]]]
     "DPO": ({}, [
         {"prompt": words(i, 3), "chosen": words(i + 5, 2 + i % 3), "rejected": words(i + 9, 4)} for i in range(16)
     ], {}),
-    "GRPO": (
-        {"reward_funcs": reward}, [{"prompt": words(i, 3 + i % 2)} for i in range(16)],
-        {"num_generations": 4, "max_completion_length": 5},
-    ),
+    "GRPO": ({"reward_funcs": reward}, [{"prompt": words(i, 3 + i % 2)} for i in range(16)],
+             {"num_generations": 4, "max_completion_length": 5}),
 }
 
 

@@ -24,19 +24,13 @@ VISION = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16,
     "patch_size": 4,
 }
-GPT2 = {
-    "vocab_size": WORDS, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}
-T5 = {
-    "vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0,
-    "decoder_start_token_id": 0,
-}
-BART = {
-    "vocab_size": WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
-    "decoder_start_token_id": 2, "pad_token_id": 0,
-}
+GPT2 = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0,
+      "decoder_start_token_id": 0}
+BART = {"vocab_size": WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
+        "decoder_start_token_id": 2, "pad_token_id": 0}
 
 
 Batch = dict[str, Tensor]
@@ -196,20 +190,16 @@ MORE = {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4,
     }, at("model.layers")),
     # One block is called several times, in later stages, too.
-    "albert": Tiny(
-        "AlbertForMaskedLM", "AlbertConfig", {**ENCODER, "embedding_size": 16, "num_hidden_groups": 2},
-        at("albert.encoder.albert_layer_groups", 1),
-    ),
+    "albert": Tiny("AlbertForMaskedLM", "AlbertConfig", {**ENCODER, "embedding_size": 16, "num_hidden_groups": 2},
+                   at("albert.encoder.albert_layer_groups", 1)),
     # Positions between words are an embedding that all blocks use.
     "deberta": Tiny("DebertaV2ForMaskedLM", "DebertaV2Config", {
         **ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 16,
         "type_vocab_size": 0, "position_biased_input": False,
     }, at("deberta.encoder.layer")),
     # What is tied is tied three times.
-    "bart": Tiny(
-        "BartForConditionalGeneration", "BartConfig", {**BART, "max_position_embeddings": 64},
-        ["model.encoder.layers.1", "model.decoder.layers.0", "model.decoder.layers.1"],
-    ),
+    "bart": Tiny("BartForConditionalGeneration", "BartConfig", {**BART, "max_position_embeddings": 64},
+                 ["model.encoder.layers.1", "model.decoder.layers.0", "model.decoder.layers.1"]),
     # Convolutions, then an encoder and a decoder.
     "whisper": Tiny("WhisperForConditionalGeneration", "WhisperConfig", {
         **BART, "max_source_positions": 16, "max_target_positions": 16, "num_mel_bins": 8, "bos_token_id": 1,

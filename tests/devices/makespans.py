@@ -76,9 +76,7 @@ class Way:
 
 
 #: One of each kind, whose makespans are those that ``simulate`` finds.
-WAYS = (
-    *(Way(4, 8, copy, None, backward, own)
-      for backward in ("autograd", "split") for copy, own in ((0.0, False), (0.5, True))),
-    *(Way(4, 8, 0.25, name, own=True) for name in ("gpipe", "1f1b", "zb-h1", "v-half", "zb-v")),
-    Way(4, 8, 0.0, "zb-h1"),
-)
+WAYS = (*(Way(4, 8, copy, None, backward, own)
+          for backward in ("autograd", "split") for copy, own in ((0.0, False), (0.5, True))),
+        *(Way(4, 8, 0.25, name, own=True) for name in ("gpipe", "1f1b", "zb-h1", "v-half", "zb-v")),
+        Way(4, 8, 0.0, "zb-h1"))

@@ -44,10 +44,8 @@ def compared(by_cuts: bool = False) -> Iterator[tuple[str, list[float]]]:
     measured = profile(survey(module, x), y, squared, [Place(torch.device("cpu"))] * 2, [8], compile=False,
                        memory=[math.inf] * 2, optimizer_state=0.0, seconds=0.0)
     # With times of their own, layers would be cut by luck.
-    even = {
-        chunks: tuple(replace(layer, forward=1, backward_input=1, backward_weight=1) for layer in layers)
-        for chunks, layers in measured.layers.items()
-    }
+    even = {chunks: tuple(replace(layer, forward=1, backward_input=1, backward_weight=1) for layer in layers)
+            for chunks, layers in measured.layers.items()}
     measured = replace(measured, layers=even)
     for choice in choose(measured, schedules=SCHEDULES, tries=0):
         way = choice.candidate

@@ -18,12 +18,10 @@ from splitpipe.core import stream
 from .cases import Case
 
 #: What order is made of: each verb, and what it is without effect.
-VERBS: dict[str, Callable[..., Any]] = {
-    "wait": lambda *_: None,
-    "wait_for": lambda *_: None,
-    "hold": lambda *_: None,
-    "use": lambda *_: nullcontext(),
-}
+VERBS: dict[str, Callable[..., Any]] = {"wait": lambda *_: None,
+                                        "wait_for": lambda *_: None,
+                                        "hold": lambda *_: None,
+                                        "use": lambda *_: nullcontext()}
 ROOT = Path(splitpipe.__file__).parent
 #: What W may still be reading, kept until the compute stream has waited for it.
 READING = "backward/weight_grad_store.py: WeightGradStore._reading"

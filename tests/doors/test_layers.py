@@ -127,11 +127,9 @@ def test_a_module_imports_from_its_own_room_and_from_those_below() -> None:
 
 
 def test_imports_go_in_no_circle() -> None:
-    ours = {
-        name: [target.partition(".")[2] for target, _ in imports(path.read_text(encoding="utf-8"))
-               if target.startswith("splitpipe.")]
-        for name, path in FILES.items()
-    }
+    ours = {name: [target.partition(".")[2] for target, _ in imports(path.read_text(encoding="utf-8"))
+                   if target.startswith("splitpipe.")]
+            for name, path in FILES.items()}
     TopologicalSorter(ours).prepare()
 
 

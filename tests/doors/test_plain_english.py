@@ -46,10 +46,8 @@ SOURCES = sorted((ROOT / "splitpipe").rglob("*.py"))
 def phrases(text: str, plainer: Mapping[str, str]) -> list[str]:
     """The phrases in a text, with what is around them and what to write instead."""
     prose = re.sub(r"\s+", " ", re.sub(CODE, "`", text, flags=re.MULTILINE | re.DOTALL))
-    return [
-        f"{prose[max(match.start() - 30, 0):match.end() + 30]!r}: {better}"
-        for phrase, better in plainer.items() for match in re.finditer(phrase, prose, flags=re.IGNORECASE)
-    ]
+    return [f"{prose[max(match.start() - 30, 0):match.end() + 30]!r}: {better}"
+            for phrase, better in plainer.items() for match in re.finditer(phrase, prose, flags=re.IGNORECASE)]
 
 
 def texts(source: str) -> Iterator[str]:
@@ -75,8 +73,6 @@ def test_a_page_is_in_plain_english(page: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("room", sorted({path.parent for path in SOURCES}), ids=lambda room: room.name)
 def test_a_room_of_the_package_is_in_plain_english(room: Path) -> None:
-    found = [
-        f"{path.name}: {phrase}" for path in room.glob("*.py")
-        for text in texts(path.read_text(encoding="utf-8")) for phrase in phrases(text, PLAINER_IN_CODE)
-    ]
+    found = [f"{path.name}: {phrase}" for path in room.glob("*.py")
+             for text in texts(path.read_text(encoding="utf-8")) for phrase in phrases(text, PLAINER_IN_CODE)]
     assert found == []

@@ -56,10 +56,8 @@ def fences(page: Path, language: str) -> list[re.Match[str]]:
 
 def clients(source: str) -> set[str]:
     """The libraries that an example asks for."""
-    named = {
-        alias.name if isinstance(node, ast.Import) else str(node.module) for node in ast.walk(ast.parse(source))
-        if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names
-    }
+    named = {alias.name if isinstance(node, ast.Import) else str(node.module) for node in ast.walk(ast.parse(source))
+             if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
     return {each.partition(".")[0] for each in named} & CLIENTS
 
 
@@ -258,10 +256,8 @@ def table(file: str, name: str) -> list[dict[str, Any]]:
                                                      ("the plain module, on both cores", "the bound")])
 def test_the_readme_has_the_throughput_that_was_measured(divided_by: str, against: str) -> None:
     (shown,) = re.findall(rf"^\| {divided_by} \| (.*) \|$", TEXT[README], flags=re.MULTILINE)
-    ratios = [
-        min(row["ratio"] for row in table("compute-cpu.json", f"best, {model}") if row["against"] == against)
-        for model in ("gpt", "unet", "resnet101", "amoebanet")
-    ]
+    ratios = [min(row["ratio"] for row in table("compute-cpu.json", f"best, {model}") if row["against"] == against)
+              for model in ("gpt", "unet", "resnet101", "amoebanet")]
     assert shown == " | ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
@@ -269,10 +265,8 @@ def test_the_readme_has_the_time_of_python_that_was_measured() -> None:
     blocks, chunks = 48, 8  # The defaults of benchmarks.parts.host.
     shown = re.findall(r"([\d.]+) ms", TEXT[README])
     wanted = {"devices": 2, "who": "cuts", "how": "drop-in", "backward": "split"}
-    found = {
-        row["checkpoint"]: row["ms"] / blocks / chunks for row in table("host-fake.json", "host")
-        if {**row, **wanted} == row
-    }
+    found = {row["checkpoint"]: row["ms"] / blocks / chunks for row in table("host-fake.json", "host")
+             if {**row, **wanted} == row}
     assert shown == [f"{found[checkpoint]:.2f}" for checkpoint in ("except_last", "never")]
 
 
@@ -303,10 +297,8 @@ OPTION = r'<option(?: value="(\w+)")?(?: selected)?>([^<]+)'
 def choices() -> dict[str, list[str]]:
     """The values of each choice on the page."""
     page = (ROOT / "docs" / "playground.md").read_text(encoding="utf-8")
-    return {
-        name: [value or text for value, text in re.findall(OPTION, options)]
-        for name, options in re.findall(r'<select name="(\w+)">(.*?)</select>', page, flags=re.DOTALL)
-    }
+    return {name: [value or text for value, text in re.findall(OPTION, options)]
+            for name, options in re.findall(r'<select name="(\w+)">(.*?)</select>', page, flags=re.DOTALL)}
 
 
 def test_the_playground_has_a_page_for_each_of_its_choices() -> None:

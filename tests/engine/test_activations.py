@@ -96,11 +96,9 @@ def assert_alive(census: Census, plan: Schedule, which: int, begins: str, ends: 
         assert found == [[moment.get(mate, 0) for mate in mates] for moment in wanted[stage]], f"stage {stage}"
 
 
-@graded(
-    {"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["never", "always"],
-     "alone": [False, True]},
-    essence=[["backward", "checkpoint", "alone"]], thorough=[["name", "backward", "alone"], ["name", "checkpoint"]],
-)
+@graded({"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["never", "always"],
+         "alone": [False, True]},
+        essence=[["backward", "checkpoint", "alone"]], thorough=[["name", "backward", "alone"], ["name", "checkpoint"]])
 def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w_and_inputs_to_b(name, backward, checkpoint, alone):
     plan, census = counted(name, alone, backward=backward, checkpoint=checkpoint)
     split = backward == "split"

@@ -52,11 +52,9 @@ class Mixture(nn.Module):
 
 
 #: What the code right after a block computes from what it has left.
-AFTER: dict[str, Any] = {
-    "unused": lambda block: 0,
-    "number": lambda block: block.gate.balance / len(block.weights),
-    "rows": lambda block: block.history["weights"][0].mean(),
-}
+AFTER: dict[str, Any] = {"unused": lambda block: 0,
+                         "number": lambda block: block.gate.balance / len(block.weights),
+                         "rows": lambda block: block.history["weights"][0].mean()}
 
 
 @pytest.mark.filterwarnings(NONE, "ignore:the loss, or another number:UserWarning")

@@ -150,11 +150,9 @@ def test_a_backward_of_an_earlier_call_inside_a_stage_does_not_wait_for_it(draws
     """Of a model that draws as this one does, or of this one, whose threads it needs."""
     earlier: list[Tensor] = []
     run = Apply(lambda x: x.register_hook(lambda _: earlier.pop().backward() and None if earlier else None) and x * 1)
-    inner, outer = (
-        SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5 * draws), each, nn.Tanh()), balance=[3, 1],
-                  devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint)
-        for each in (nn.Linear(4, 4), run)
-    )
+    inner, outer = (SplitPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5 * draws), each, nn.Tanh()), balance=[3, 1],
+                              devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint)
+                    for each in (nn.Linear(4, 4), run))
     model, x = inner if draws else outer, torch.rand(4, 4)
     for _ in range(2):
         earlier[:] = [model(x).sum()]

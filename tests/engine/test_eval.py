@@ -79,9 +79,7 @@ def test_what_keeps_a_cache_runs_in_one_microbatch(given: Any, training: bool, c
 
 @pytest.mark.parametrize(("inside", "default", "expected"), [
     (False, True, [False, True, True, False]), (True, True, [True] * 4), (True, None, [False, True, None, False])])
-def test_a_module_that_keeps_a_cache_by_default_or_decides_itself_is_told_to_keep_none_in_training_or_with_labels(
-    inside: bool, default: bool | None, expected: list[Any]
-) -> None:
+def test_a_module_that_caches_by_default_or_may_choose_keeps_none_in_training_or_with_labels(inside, default, expected):
     def telling(self: Any, x: Tensor, use_cache: Any = default, labels: Any = None) -> tuple[Tensor, bool | None]:
         return self.two(self.one(x)), use_cache
 

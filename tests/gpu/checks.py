@@ -74,9 +74,8 @@ def slow(stages: int, *more: Callable[[], nn.Module]) -> nn.Sequential:
     ))
 
 
-def wrapped(
-    module: nn.Sequential, devices: int, schedule: str | None = None, part: Any = torch.device, **options: Any
-) -> SplitPipe:
+def wrapped(module: nn.Sequential, devices: int, schedule: str | None = None, part: Any = torch.device,
+            **options: Any) -> SplitPipe:
     """A pipeline of a stage a layer, on so many devices in turn, or on streams of them: of that class."""
     rows = len(module) // 2 if schedule == "zb-v" else len(module)
     places = [torch.device("cuda", number % devices) for number in range(rows)]

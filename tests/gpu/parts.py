@@ -41,16 +41,12 @@ def parts(steps: int) -> dict[str, Part]:
     pytest = ("-m", "pytest", "-m", "cuda", "-q", "-p", "no:randomly", "-rfEs")
     # Default streams of all devices have one number, and the sanitizer asks for the current device's stream alone.
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    sanitized = (
-        "-p", "tests.gpu.sanitized", "tests/gpu/test_checks_cuda.py", "tests/devices/test_paths.py",
-        "-k", "not ddp and (checks_cuda or layer or module) and not compiled",
-    )
-    return {
-        "tests": Part((*pytest, *cuda_files()), 3600, {STEPS: str(steps)}),
-        "sanitizer": Part((*pytest, *sanitized), 2400, {
-            STEPS: str(max(2, steps // 10)), "TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": first}),
-        "soak": Part(("-m", "tests.tools.soak", "--steps", str(steps), "--device", "cuda"), 1800),
-    }
+    sanitized = ("-p", "tests.gpu.sanitized", "tests/gpu/test_checks_cuda.py", "tests/devices/test_paths.py",
+                 "-k", "not ddp and (checks_cuda or layer or module) and not compiled")
+    return {"tests": Part((*pytest, *cuda_files()), 3600, {STEPS: str(steps)}),
+            "sanitizer": Part((*pytest, *sanitized), 2400, {
+                STEPS: str(max(2, steps // 10)), "TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": first}),
+            "soak": Part(("-m", "tests.tools.soak", "--steps", str(steps), "--device", "cuda"), 1800)}
 
 
 def cuda_files() -> list[str]:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -38,9 +37,7 @@ BOTH = pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.
 ])
 @pytest.mark.parametrize("part", [torch.device, torch.Stream, torch.cuda.Stream, "a caller on streams of its own"])
 @BOTH
-def test_training_on_memory_that_is_used_again(
-    devices: int, part: Any, schedule: str | None, checkpoint: str, backward: str
-) -> None:
+def test_training_on_memory_that_is_used_again(devices, part, schedule, checkpoint, backward):
     """What differs is summed up on the device: a look at it each step would have the host wait, and hide a race."""
     count = COUNT if part is torch.device else max(2, COUNT // 10)
     own, part = isinstance(part, str), torch.device if isinstance(part, str) else part
@@ -95,9 +92,7 @@ def test_one_seed_gives_the_same_dropout_checkpointed_or_not_and_the_same_next_n
 @pytest.mark.parametrize("schedule", [None, "zb-h1"])
 @pytest.mark.parametrize("at", ["forward", "backward"])
 @BOTH
-def test_a_step_without_memory_says_so_and_keeps_none(
-    devices: int, at: str, schedule: str | None, backward: str
-) -> None:
+def test_a_step_without_memory_says_so_and_keeps_none(devices, at, schedule, backward):
     with exact():
         module = slow(3, checks.Hungry)
         plain = copy.deepcopy(module).to("cuda:0")
@@ -131,9 +126,7 @@ class Pinned(nn.Module):
 @pytest.mark.parametrize("places", [
     ["cuda:0", "cuda:0"], pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.devices(2)), ["cpu", "cuda:0"],
 ], ids=", ".join)
-def test_pinned_memory_has_been_read_when_the_call_returns(
-    places: list[str], where: dict[str, Any], schedule: str | None
-) -> None:
+def test_pinned_memory_has_been_read_when_the_call_returns(places, where, schedule):
     """On a GPU buffers that are filled again would change what is trained on; the fake tells who still reads."""
     with exact():
         module = slow(2)
@@ -176,11 +169,9 @@ def test_training_on_the_second_gpu_leaves_the_first_alone() -> None:
 
 
 #: The devices of each of two processes' stages.
-PLACES = {
-    "one-each": [["cuda:0"] * 4, ["cuda:1"] * 4],
-    "both": [["cuda:0", "cuda:1"] * 2, ["cuda:1", "cuda:0"] * 2],
-    "two-each": [["cuda:0", "cuda:1"] * 2, ["cuda:2", "cuda:3"] * 2],
-}
+PLACES = {"one-each": [["cuda:0"] * 4, ["cuda:1"] * 4],
+          "both": [["cuda:0", "cuda:1"] * 2, ["cuda:1", "cuda:0"] * 2],
+          "two-each": [["cuda:0", "cuda:1"] * 2, ["cuda:2", "cuda:3"] * 2]}
 #: What has reduced gradients: torch's gloo may wait for itself for ever if its last owner is freed just after a
 #: reduction, as ~ProcessGroupGloo takes a lock of its threads' with the interpreter's in its hand.
 REDUCED: list[DistributedDataParallel] = []

@@ -32,9 +32,7 @@ def test_a_part_that_does_not_end_well_gets_a_line(code: str, limit: float, line
 
 
 @pytest.mark.thorough
-def test_the_report_tells_failures_from_what_was_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_tells_failures_from_what_was_not_tried(tmp_path, monkeypatch, capsys):
     (tmp_path / "test_it.py").write_text(TESTS)
     words = ("-m", "pytest", "-q", "-p", "no:randomly", "-c", os.devnull, str(tmp_path), "-rfEs")
     monkeypatch.setattr(command, "machine", lambda: {"devices": ["a GPU"]})

@@ -39,11 +39,9 @@ def _kill() -> None:
 
 
 #: SIGINT as the user's Ctrl-C sends it, as a thread of the process does, and as Python alone sees it.
-SIGNALS: dict[str, Callable[[], None]] = {
-    "os.kill": _kill,
-    "raise_signal": lambda: signal.raise_signal(signal.SIGINT),
-    "interrupt_main": lambda: _thread.interrupt_main(),
-}
+SIGNALS: dict[str, Callable[[], None]] = {"os.kill": _kill,
+                                          "raise_signal": lambda: signal.raise_signal(signal.SIGINT),
+                                          "interrupt_main": lambda: _thread.interrupt_main()}
 
 
 class Place(NamedTuple):

@@ -56,14 +56,10 @@ def emulated(seed: int, layers: int = 8, devices: int = 3, chunks: Sequence[int]
     caps = [memory] * devices if isinstance(memory, (int, float)) else memory
     return Profile(
         names=tuple(map(str, range(layers))),
-        layers={
-            number: tuple(
-                Layer(*(time / number for time in times), saved=2 * size // number, kept=size // number,
-                      input=small // number, shared=small // number, parameters=own)
-                for times, (size, small, own) in zip(whole, sizes)
-            )
-            for number in chunks
-        },
+        layers={number: tuple(Layer(*(time / number for time in times), saved=2 * size // number, kept=size // number,
+                                    input=small // number, shared=small // number, parameters=own)
+                              for times, (size, small, own) in zip(whole, sizes))
+                for number in chunks},
         devices=tuple(Device(f"cuda:{at}", cap) for at, cap in enumerate(caps)),
         **{"gap": 0.05, "latency": 0.02, "bandwidth": 10 * MIB, **more},
     )

@@ -133,12 +133,10 @@ def patched() -> nn.Sequential:
     return module
 
 
-MODULE = [
-    *each(TypeError, "expected an nn.Sequential", [None, nn.Sequential]),
-    *each(TypeError, "Write the model as nn.Sequential(layer", [*UNMODULE, *MODULES]),
-    *each(TypeError, "with its own forward: expected an nn.Sequential", [
-        type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(), lambda: patched()]),
-]
+MODULE = [*each(TypeError, "expected an nn.Sequential", [None, nn.Sequential]),
+          *each(TypeError, "Write the model as nn.Sequential(layer", [*UNMODULE, *MODULES]),
+          *each(TypeError, "with its own forward: expected an nn.Sequential", [
+              type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(), lambda: patched()])]
 #: What no pipeline is made of.
 UNWRAPPED = [
     *each(TypeError, "expected an nn.Module", UNMODULE),
@@ -209,12 +207,10 @@ PIPE = Door(
 DROPIN = Door(
     "SplitPipe without a schedule", SplitPipe,
     lambda: {"module": layers(), "balance": [2, 2], "devices": ["cpu", "cpu"]},
-    {
-        "devices": each(ValueError, "expected 2", [[], ["cpu"]]),
-        "schedule": each(ValueError, "expected loss_fn", ["1f1b", build("1f1b", 2, 1)]),
-        "loss_fn": each(ValueError, "loss_fn is given without a schedule", [mse]),
-        "grad_scaler": each(ValueError, "grad_scaler is given without loss_fn", [torch.amp.GradScaler("cpu")]),
-    },
+    {"devices": each(ValueError, "expected 2", [[], ["cpu"]]),
+     "schedule": each(ValueError, "expected loss_fn", ["1f1b", build("1f1b", 2, 1)]),
+     "loss_fn": each(ValueError, "loss_fn is given without a schedule", [mse]),
+     "grad_scaler": each(ValueError, "grad_scaler is given without loss_fn", [torch.amp.GradScaler("cpu")])},
 )
 
 
@@ -248,12 +244,10 @@ BY_CUTS: Rows = {
     "sample": each(TypeError, "sample", [1, "x", [torch.ones(2, 3)]]) + each(TypeError, "holds no tensor", [{}, ()]),
 }
 ATTACH = Door("attach", splitpipe.attach, _by_cuts, {"module": UNWRAPPED, **BY_CUTS})
-DEVICE_MAP = Door(
-    "device_map", splitpipe.device_map, lambda: {"module": Net(), "devices": ["cpu", "cpu"]},
-    {"module": each(TypeError, "expected an nn.Module", UNMODULE)
-     + each(ValueError, "no repeated blocks", [nn.Sequential(nn.Linear(3, 3), nn.ReLU())]),
-     "devices": DEVICES},
-)
+DEVICE_MAP = Door("device_map", splitpipe.device_map, lambda: {"module": Net(), "devices": ["cpu", "cpu"]},
+                  {"module": each(TypeError, "expected an nn.Module", UNMODULE)
+                   + each(ValueError, "no repeated blocks", [nn.Sequential(nn.Linear(3, 3), nn.ReLU())]),
+                   "devices": DEVICES})
 CUTTING = Door(
     "SplitPipe with cuts", SplitPipe, _by_cuts,
     {"module": UNWRAPPED, "balance": each(ValueError, "balance and cuts are given: expected one of them", [[2, 2]]),
@@ -327,12 +321,10 @@ UNEQUAL = [lambda: (x(), torch.ones(8, 3))]
 LEARNED = each(ValueError, "module has no layers", [nn.Sequential()])
 PARTITIONS = no_number("partitions") + each(ValueError, "expected 1 to 4", [5])
 TIMEOUT = no_real("timeout") + each(ValueError, "timeout", [0])
-BY_TIME = Door(
-    "balance_by_time", balance_by_time,
-    lambda: {"partitions": 2, "module": layers(), "device": "cpu", "sample": x(), "timeout": 1e-9},
-    {"partitions": PARTITIONS, "module": LEARNED, "timeout": TIMEOUT, "device": DEVICE,
-     "sample": each(TypeError, "sample", NESTED) + each(ValueError, "sample", UNEQUAL)},
-)
+BY_TIME = Door("balance_by_time", balance_by_time,
+               lambda: {"partitions": 2, "module": layers(), "device": "cpu", "sample": x(), "timeout": 1e-9},
+               {"partitions": PARTITIONS, "module": LEARNED, "timeout": TIMEOUT, "device": DEVICE,
+                "sample": each(TypeError, "sample", NESTED) + each(ValueError, "sample", UNEQUAL)})
 BY_SIZE = Door(
     "balance_by_size", balance_by_size,
     lambda: {"partitions": 2, "module": layers(), "device": "cpu", "input": x()},
@@ -416,21 +408,17 @@ BUILD = Door(
     {
         **SIZES,
         "name": each(ValueError, "there is no schedule named", [None, *UNTEXT, *NO_NAMES]),
-        "options": [
-            row for name in ("stages_per_device", "group")
-            for row in each(ValueError, f"{name}=", [{name: value} for value in (*UNWHOLE, 0, -1)])
-        ]
+        "options": [row for name in ("stages_per_device", "group")
+                    for row in each(ValueError, f"{name}=", [{name: value} for value in (*UNWHOLE, 0, -1)])]
         + each(ValueError, "has no option", [{"split": True}, {"": 1}])
         + each(ValueError, "too many ops", [{"stages_per_device": 10**9}])
         + each(ValueError, "expected", [{"group": 3}, {"group": 10**30}]),
     },
     call=lambda name, devices, chunks, options=None: build(name, devices, chunks, **(options or {})),
 )
-CHECK = Door(
-    "schedule.check", check, lambda: {"schedule": build("1f1b", 2, 2)},
-    {"schedule": FOR_SCHEDULE["schedule"]
-     + each(ValueError, "", [Schedule([], []), Schedule([[]], [0]), Schedule([[Op("F", 0, 0)]], [1])])},
-)
+CHECK = Door("schedule.check", check, lambda: {"schedule": build("1f1b", 2, 2)},
+             {"schedule": FOR_SCHEDULE["schedule"]
+              + each(ValueError, "", [Schedule([], []), Schedule([[]], [0]), Schedule([[Op("F", 0, 0)]], [1])])})
 SIMULATE = Door(
     "schedule.simulate", simulate, lambda: {"schedule": build("1f1b", 2, 2)},
     {**CHECK.wrong, "costs": COSTS + each(ValueError, "3 numbers", [Costs([1, 1, 1]), Costs(copy=[1, 1, 1])])},
@@ -475,24 +463,20 @@ BLOCK = Door(
 )
 PASS = Door(
     "schedule.BlockOp", BlockOp, lambda: {"kind": "F", "stage": 0, "start": 0},
-    {
-        "kind": each(ValueError, "is an op of the block", ["", "f", "I"]) + each(TypeError, "BlockOp", [None, b"F"]),
-        "stage": PLACES["stage"],
-        "start": each(TypeError, "BlockOp", [None, *UNREAL, math.nan, 10**400]) + each(ValueError, "start", [math.inf]),
-        "microbatch": PLACES["microbatch"][:-1],
-    },
+    {"kind": each(ValueError, "is an op of the block", ["", "f", "I"]) + each(TypeError, "BlockOp", [None, b"F"]),
+     "stage": PLACES["stage"],
+     "start": each(TypeError, "BlockOp", [None, *UNREAL, math.nan, 10**400]) + each(ValueError, "start", [math.inf]),
+     "microbatch": PLACES["microbatch"][:-1]},
     call=lambda **given: block(ops=[BlockOp(**given), BlockOp("BW", 0, 2)]), told=[BuildingBlock],
 )
 REPEAT = Door("schedule.BuildingBlock.repeat", BuildingBlock.repeat, lambda: {"chunks": 2}, {"chunks": SIZES["chunks"]},
               on=block)
 #: No time: neither a number nor one for each stage.
 UNTIME: list[Any] = [None, "1 2", True, 2j, -1, math.nan, 10**400, ["1"], [None], [-1], {1}, lambda: iter(["x"]), Odd()]
-COST = Door(
-    "schedule.Costs", Costs, dict,
-    {name: each(ValueError, f"{name}=", UNTIME)
-     for name in ("forward", "backward_input", "backward_weight", "copy", "recompute")}
-    | {"uncheckpointed": each(ValueError, "uncheckpointed=", [None, *UNWHOLE, -1])},
-)
+COST = Door("schedule.Costs", Costs, dict,
+            {name: each(ValueError, f"{name}=", UNTIME)
+             for name in ("forward", "backward_input", "backward_weight", "copy", "recompute")}
+            | {"uncheckpointed": each(ValueError, "uncheckpointed=", [None, *UNWHOLE, -1])})
 TIMES, HOPS = (Door(f"schedule.{method.__qualname__}", method, CHECK.right, FOR_SCHEDULE, on=Costs)
                for method in (Costs.times, Costs.hops))
 SEARCH = Door(

@@ -28,19 +28,15 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
 
 
-@pytest.mark.parametrize(
-    ("devices", "cuts", "found"),
-    [
-        ({"embed": A, "layers.0": A, "layers.1": A, "layers.2": B, "layers.3": B, "norm": B, "head": B},
-         ["layers.2"], [A, B]),
-        ({"embed": A, "layers.0": A, "layers.1": B, "layers.2": B, "layers.3": C, "norm": C, "head": A},
-         ["layers.1", "layers.3"], [A, B, C]),  # A head that is tied goes back to the embedding.
-        ({"embed": A, "layers": B, "norm": B, "head": B}, ["layers.0"], [A, B]),  # A list is never called.
-        ({"layers.2": B, "embed.weight": B, "embed": A}, ["layers.2"], [A, B]),
-        ({"": A}, [], []),
-    ],
-    ids=["halves", "back", "list", "order", "one"],
-)
+@pytest.mark.parametrize(("devices", "cuts", "found"), [
+    ({"embed": A, "layers.0": A, "layers.1": A, "layers.2": B, "layers.3": B, "norm": B, "head": B},
+     ["layers.2"], [A, B]),
+    ({"embed": A, "layers.0": A, "layers.1": B, "layers.2": B, "layers.3": C, "norm": C, "head": A},
+     ["layers.1", "layers.3"], [A, B, C]),  # A head that is tied goes back to the embedding.
+    ({"embed": A, "layers": B, "norm": B, "head": B}, ["layers.0"], [A, B]),  # A list is never called.
+    ({"layers.2": B, "embed.weight": B, "embed": A}, ["layers.2"], [A, B]),
+    ({"": A}, [], []),
+], ids=["halves", "back", "list", "order", "one"])
 def test_a_stage_begins_where_the_map_has_a_new_device(devices, cuts, found):
     model = Model()
     model.hf_device_map = devices  # type: ignore[assignment]

@@ -65,10 +65,9 @@ def test_without_a_loss_it_plans_the_drop_in(room: Path, capsys: pytest.CaptureF
     assert [path.name for path in room.iterdir() if path.suffix != ".py" and path.is_file()] == []
 
 
-@pytest.mark.parametrize(
-    ("sample", "says"),
-    [("ids=4x5:int64:10,labels=4x5:int64:4", "schedule='zb-h1')"), ("planned_train:words", "checkpoint=")],
-)
+@pytest.mark.parametrize(("sample", "says"), [
+    ("ids=4x5:int64:10,labels=4x5:int64:4", "schedule='zb-h1')"), ("planned_train:words", "checkpoint="),
+])
 @pytest.mark.thorough
 def test_a_module_with_a_forward_of_its_own_gets_cuts(sample, says, room, capsys):
     options = QUICK if "labels" in sample else QUICK[:6]
@@ -89,22 +88,21 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(capsys: pytest.CaptureFix
 MODEL = "planned_train:model --sample 4x6"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [("planned_train:model", "the following arguments are required: --sample"),
-     ("planned_train --sample 4x6", "expected an nn.Module"),
-     ("planned_nowhere:model --sample 4x6", "No module named 'planned_nowhere'"),
-     ("planned_train:Net --sample ids=4x5:int64:10,labels=x", "Expected MODULE:NAME"),
-     ("planned_train:Net --sample planned_train:number", "sample is a int"),
-     ("planned_train:model --sample 4x6:float33", "torch has no dtype 'float33'"),
-     ("planned_train:model --sample 999999999x999999999", "torch can't make such a tensor"),
-     (f"{MODEL} --target 4x3 --loss no", "has no attribute 'no'"),
-     (f"{MODEL} --chunks 1,x", "expected whole numbers"),
-     (f"{MODEL} --memory lots", "'lots' isn't a size"),
-     (f"{MODEL} --devices cuda:99", "cuda:99"),
-     (f"{MODEL} --html absent/a.html", "'absent/a.html' can't be written"),
-     (f"{MODEL} --json .", "'.' can't be written")],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("planned_train:model", "the following arguments are required: --sample"),
+    ("planned_train --sample 4x6", "expected an nn.Module"),
+    ("planned_nowhere:model --sample 4x6", "No module named 'planned_nowhere'"),
+    ("planned_train:Net --sample ids=4x5:int64:10,labels=x", "Expected MODULE:NAME"),
+    ("planned_train:Net --sample planned_train:number", "sample is a int"),
+    ("planned_train:model --sample 4x6:float33", "torch has no dtype 'float33'"),
+    ("planned_train:model --sample 999999999x999999999", "torch can't make such a tensor"),
+    (f"{MODEL} --target 4x3 --loss no", "has no attribute 'no'"),
+    (f"{MODEL} --chunks 1,x", "expected whole numbers"),
+    (f"{MODEL} --memory lots", "'lots' isn't a size"),
+    (f"{MODEL} --devices cuda:99", "cuda:99"),
+    (f"{MODEL} --html absent/a.html", "'absent/a.html' can't be written"),
+    (f"{MODEL} --json .", "'.' can't be written"),
+])
 def test_what_is_wrong_is_said_in_a_line(line, message, room, capsys):
     assert main(["plan", "--seconds", "0", *shlex.split(line)]) == 2
     said = capsys.readouterr()

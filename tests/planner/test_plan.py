@@ -41,16 +41,15 @@ def test_it_is_written_and_read(tmp_path: Path) -> None:
         assert again == found and str(again) == str(found)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"splitpipe plan": 1}, "another version wrote it"),
-     ({"balance": None}, "TypeError"),
-     ({"costs": {**asdict(Costs()), "forward": -1}}, "forward=-1"),
-     ({"costs": {"forwards": 1}}, "forwards"),
-     ({"schedule": {"name": "", "rows": [[["X", 0, 0]]], "placement": [0]}}, "has no plan"),
-     ({"schedule": {"name": "", "rows": [[["BW", 0, 0], ["F", 0, 0]]], "placement": [0]}}, "has no plan"),
-     ({"way": ...}, "'way'")],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"splitpipe plan": 1}, "another version wrote it"),
+    ({"balance": None}, "TypeError"),
+    ({"costs": {**asdict(Costs()), "forward": -1}}, "forward=-1"),
+    ({"costs": {"forwards": 1}}, "forwards"),
+    ({"schedule": {"name": "", "rows": [[["X", 0, 0]]], "placement": [0]}}, "has no plan"),
+    ({"schedule": {"name": "", "rows": [[["BW", 0, 0], ["F", 0, 0]]], "placement": [0]}}, "has no plan"),
+    ({"way": ...}, "'way'"),
+])
 def test_what_is_no_plan_is_not_read(tmp_path: Path, change: dict[str, object], message: str) -> None:
     path = tmp_path / "plan.json"
     made().to_json(path)
@@ -70,16 +69,14 @@ def planned(schedule: Schedule, dropin: bool) -> Plan:
                    runners_up=())
 
 
-@pytest.mark.parametrize(
-    ("schedule", "dropin"),
-    [(build("zb-h1", 3, 4), False),
-     (build("1f1b", 3, 4, split=True), False),
-     (build("interleaved-1f1b", 3, 4, stages_per_device=3), False),
-     (build("interleaved-low-memory", 3, 4, group=2), False),
-     (replace(build("1f1b", 3, 4, split=True), name="mine"), False),
-     (build("gpipe", 3, 4, split=True), True)],
-    ids=lambda value: getattr(value, "name", None),
-)
+@pytest.mark.parametrize(("schedule", "dropin"), [
+    (build("zb-h1", 3, 4), False),
+    (build("1f1b", 3, 4, split=True), False),
+    (build("interleaved-1f1b", 3, 4, stages_per_device=3), False),
+    (build("interleaved-low-memory", 3, 4, group=2), False),
+    (replace(build("1f1b", 3, 4, split=True), name="mine"), False),
+    (build("gpipe", 3, 4, split=True), True),
+], ids=lambda value: getattr(value, "name", None))
 def test_the_line_that_it_prints_can_be_pasted(schedule: Schedule, dropin: bool) -> None:
     found = planned(schedule, dropin)
     module, line = layers(len(found.balance)), str(found).splitlines()[1]
@@ -105,10 +102,8 @@ def test_runners_up_are_slower_or_do_not_fit() -> None:
 def recorded(found: Plan, factor: float) -> Recording:
     """A step in which everything took a factor longer than planned."""
     recording = Recording(found.schedule)
-    spans = tuple(
-        tuple(span._replace(start=factor * span.start, end=factor * span.end) for span in row)
-        for row in found.timeline.spans
-    )
+    spans = tuple(tuple(span._replace(start=factor * span.start, end=factor * span.end) for span in row)
+                  for row in found.timeline.spans)
     recording.add(Step(spans, copies=(), memory=(None, 2 * found.peak_bytes[1], None)))
     return recording
 

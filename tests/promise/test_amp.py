@@ -64,9 +64,7 @@ def averaged(output: Tensor, target: Tensor) -> Tensor:
 @WAYS
 @pytest.mark.parametrize(("loss_fn", "expected_fn", "scale", "share"), [
     (mse, mse, 2.0**10, 0.01), (tiny, tiny, 2.0**20, 0.02), (counted, averaged, 2.0**10, 0.01)])
-def test_half_precision_with_a_scaler_gives_the_gradients_of_single_precision(
-    loss_fn: Any, expected_fn: Any, scale: float, share: float, options: dict[str, Any]
-) -> None:
+def test_half_precision_by_a_scaler_has_the_gradients_of_single_precision(loss_fn, expected_fn, scale, share, options):
     """Tiny ones do not underflow; those of several batches add up, scaled by what the user scales them by."""
     plain = layers()
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=scale)

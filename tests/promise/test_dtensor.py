@@ -160,12 +160,10 @@ class Model(NamedTuple):
 
 #: Layers with local tensors between them; gradients of which each process has a part, in groups of their own; words,
 #: with DTensors between layers; and scores of which each process has a part.
-MODELS = {
-    "local": Model(layers, shard),
-    "parts": Model(lambda: nn.Sequential(nn.Linear(6, 6), nn.Identity(), Parts(), Parts()).double(), in_parts),
-    "words": Model(words, in_sequence, text, entropy),
-    "parted scores": Model(words, with_parted_scores, text, entropy, around=loss_parallel),
-}
+MODELS = {"local": Model(layers, shard),
+          "parts": Model(lambda: nn.Sequential(nn.Linear(6, 6), nn.Identity(), Parts(), Parts()).double(), in_parts),
+          "words": Model(words, in_sequence, text, entropy),
+          "parted scores": Model(words, with_parted_scores, text, entropy, around=loss_parallel)}
 AXES: dict[str, list[Any]] = {
     "name": [*MODELS],
     "way": [(None, "split"), (None, "autograd"), ("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"),
@@ -210,9 +208,7 @@ def assert_same_gradients(model: nn.Module, *others: nn.Module) -> None:
 @graded(AXES, essence=[["name"]], thorough=pairs([*AXES]),
         allowed=lambda way, cuts, **_: way[0] != "zb-v" or len(cuts) == 3)
 @both
-def test_sharded_layers_train_as_the_plain_module_and_gradients_keep_their_placements(
-    rank: int, name: str, way: tuple[str | None, str], checkpoint: str, cuts: tuple[int, ...]
-) -> None:
+def test_sharded_layers_train_as_the_plain_module_and_gradients_keep_placements(rank, name, way, checkpoint, cuts):
     its = MODELS[name]
     plain = its.make()
     module, sharded = copy.deepcopy(plain), copy.deepcopy(plain)

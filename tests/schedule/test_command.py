@@ -112,22 +112,21 @@ def test_alone_it_prints_help_and_an_unknown_command_is_an_error_in_one_line(cap
         assert capsys.readouterr() == ("", said)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [("", "one of the arguments NAME --list is required"),
-     ("zb-h1 --list", "not allowed with argument"),
-     ("zb-h9", "there is no schedule named 'zb-h9'"),
-     ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
-     ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
-     ("zb-h1 --devices 0", "devices=0: expected"),
-     ("zb-h1 --costs 1 1 1", "argument --costs: expected 4 arguments"),
-     ("zb-h1 --costs -1 1 1 0", "forward=-1.0: expected"),
-     ("zb-h1 --costs 1e308 1e308 1e308 0", "the makespan of inf has no scale"),
-     ("zb-h1 --split", "zb-h1 has no option 'split'"),
-     ("looped-bfs --stages-per-device 1000000", "expected at most"),
-     ("zb-h1 --svg absent/a.svg", "No such file or directory: 'absent/a.svg'"),
-     ("zb-h1 --html .", "Is a directory: '.'")],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("", "one of the arguments NAME --list is required"),
+    ("zb-h1 --list", "not allowed with argument"),
+    ("zb-h9", "there is no schedule named 'zb-h9'"),
+    ("zb-h1 --dev 4", "unrecognized arguments: --dev"),
+    ("zb-h1 --devices four", "argument --devices: invalid int value: 'four'"),
+    ("zb-h1 --devices 0", "devices=0: expected"),
+    ("zb-h1 --costs 1 1 1", "argument --costs: expected 4 arguments"),
+    ("zb-h1 --costs -1 1 1 0", "forward=-1.0: expected"),
+    ("zb-h1 --costs 1e308 1e308 1e308 0", "the makespan of inf has no scale"),
+    ("zb-h1 --split", "zb-h1 has no option 'split'"),
+    ("looped-bfs --stages-per-device 1000000", "expected at most"),
+    ("zb-h1 --svg absent/a.svg", "No such file or directory: 'absent/a.svg'"),
+    ("zb-h1 --html .", "Is a directory: '.'"),
+])
 def test_an_error_is_one_line(run, monkeypatch, tmp_path, line, message):
     monkeypatch.chdir(tmp_path)
     found = run(line)

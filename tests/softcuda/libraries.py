@@ -133,11 +133,9 @@ def stubbed(library: str, names: set[str], room: Path, compiler: str, beside: Se
 
 def ops(torch: Path, room: Path, compiler: str) -> None:
     """Builds what replaces torch's kernels."""
-    compiled(
-        compiler, "-O1", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", str(OPS),
-        "-o", str(room / softcuda.OPS), f"-L{torch}/lib", "-ltorch_cpu", "-lc10", "-lc10_cuda",
-        f"-L{room}", f"-l:{softcuda.RUNTIME}", "-Wl,--allow-shlib-undefined",
-    )
+    compiled(compiler, "-O1", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", str(OPS),
+             "-o", str(room / softcuda.OPS), f"-L{torch}/lib", "-ltorch_cpu", "-lc10", "-lc10_cuda",
+             f"-L{room}", f"-l:{softcuda.RUNTIME}", "-Wl,--allow-shlib-undefined")
 
 
 def compiled(compiler: str, *words: str) -> None:

@@ -47,15 +47,11 @@ def parts() -> dict[str, Part]:
             "of these, training in all ways; no two accesses to memory without an order", (*tests[:6], "tests/devices"),
             FOUR,
         ),
-        "host": Part(
-            "python -m benchmarks.parts.host: the host's time for a step whose kernels take none",
-            ("-m", "benchmarks.parts.host"), {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_DEVICES": "8"},
-        ),
+        "host": Part("python -m benchmarks.parts.host: the host's time for a step whose kernels take none",
+                     ("-m", "benchmarks.parts.host"), {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_DEVICES": "8"}),
         "readme": Part("README's examples with cuda devices", ("-m", "tests.softcuda.readme"), WATCHED),
-        "clients": Part(
-            "models of transformers by cuts, drop-in and scheduled, under the same eyes as hazards",
-            ("-m", "tests.softcuda.clients"), WATCHED, ("test", "clients"),
-        ),
+        "clients": Part("models of transformers by cuts, drop-in and scheduled, under the same eyes as hazards",
+                        ("-m", "tests.softcuda.clients"), WATCHED, ("test", "clients")),
         "python": Part("the environment's Python, with arguments of your own", ()),
     }
 

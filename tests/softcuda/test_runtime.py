@@ -72,20 +72,16 @@ print(cuda.softcuda_hazards().decode())
 HAZARD = "1 write after write: memcpy on stream 1 of cuda:0 does not wait for memcpy on stream 0 of cuda:0"
 
 
-@pytest.mark.parametrize(
-    ("meanwhile", "expected"),
-    [
-        ("copy(b)", HAZARD),
-        ("copy(b, to=63)", HAZARD),
-        ("copy(b, to=64)", ""),
-        ("cuda.cudaStreamWaitEvent(b, event, 0); copy(b)", ""),
-        ("copy(a); cuda.cudaStreamWaitEvent(b, event, 0); copy(b)", HAZARD),
-        ("cuda.cudaStreamSynchronize(a); copy(b)", ""),
-        ("cuda.cudaEventQuery(event); copy(b)", HAZARD),
-        ("cuda.cudaFree(made(cuda.cudaMalloc, ctypes.c_size_t(4096))); copy(b)", ""),
-    ],
-    ids=["at once", "one byte", "beside", "an event", "an earlier event", "the host", "a query", "other memory freed"],
-)
+@pytest.mark.parametrize(("meanwhile", "expected"), [
+    ("copy(b)", HAZARD),
+    ("copy(b, to=63)", HAZARD),
+    ("copy(b, to=64)", ""),
+    ("cuda.cudaStreamWaitEvent(b, event, 0); copy(b)", ""),
+    ("copy(a); cuda.cudaStreamWaitEvent(b, event, 0); copy(b)", HAZARD),
+    ("cuda.cudaStreamSynchronize(a); copy(b)", ""),
+    ("cuda.cudaEventQuery(event); copy(b)", HAZARD),
+    ("cuda.cudaFree(made(cuda.cudaMalloc, ctypes.c_size_t(4096))); copy(b)", ""),
+], ids=["at once", "one byte", "beside", "an event", "an earlier event", "the host", "a query", "other memory freed"])
 def test_two_writes_are_a_hazard_unless_something_orders_them(meanwhile: str, expected: str, told: Told) -> None:
     found = told(WRITES.replace("MEANWHILE", meanwhile), SOFTCUDA_HAZARDS="2", SOFTCUDA_LAG="1000")
     assert found.strip() == expected

@@ -53,12 +53,11 @@ def made(cache: Path) -> list[str]:
 CUDA = ("torch/__init__.py", "torch/lib/libtorch_cuda.so", "torch-2.13.0.dist-info/METADATA")
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [(["nothing"], "found nothing: expected one of tests, gpu, hazards"),
-     (["tests", "gpu", "--", "-k", "x"], "found 2 parts and arguments behind --: expected one part"),
-     (["--", "-k", "x"], "found 0 parts and arguments behind --")],
-)
+@pytest.mark.parametrize(("words", "text"), [
+    (["nothing"], "found nothing: expected one of tests, gpu, hazards"),
+    (["tests", "gpu", "--", "-k", "x"], "found 2 parts and arguments behind --: expected one part"),
+    (["--", "-k", "x"], "found 0 parts and arguments behind --"),
+])
 def test_wrong_arguments_are_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(words)
@@ -66,10 +65,7 @@ def test_wrong_arguments_are_refused(words: list[str], text: str, capsys: pytest
 
 
 @pytest.mark.parametrize("text", ["on arm64: expected Linux on x86_64", "found no gone++: expected a C++ compiler"])
-def test_what_a_machine_lacks_is_told_before_anything_is_fetched(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    ran: list[list[str]],
-) -> None:
+def test_what_a_machine_lacks_is_told_before_anything_is_fetched(text, tmp_path, monkeypatch, capsys, ran):
     if "arm64" in text:
         monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setenv("CXX", "gone++")
@@ -78,9 +74,7 @@ def test_what_a_machine_lacks_is_told_before_anything_is_fetched(
     assert ran == [] and not (tmp_path / "cache").exists()
 
 
-def test_each_part_runs_in_the_environment_with_its_variables_and_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: list[list[str]]
-) -> None:
+def test_each_part_runs_in_the_environment_with_its_variables_and_arguments(tmp_path, monkeypatch, ran):
     monkeypatch.setattr("tests.softcuda.__main__.ready", lambda given, extras: tmp_path / "python")
     monkeypatch.delenv(covered.FOLDER, raising=False)
     assert main(["tests", "--", "-k", "x"]) == 0
@@ -104,9 +98,7 @@ def test_tests_that_are_left_out_are_there_and_have_a_reason() -> None:
         assert f"def {test.split('[')[0]}(" in (wheel.ROOT / file).read_text(encoding="utf-8") and why
 
 
-def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(tmp_path, capsys):
     def breaks(room: Path) -> None:
         (room / "half").touch()
         raise KeyboardInterrupt
