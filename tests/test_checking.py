@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import splitpipe
 from splitpipe import SplitPipe, check
 from splitpipe.checking.check import Check
+from tests.helpers.faults import throws
 from tests.helpers.modules import module_of
 
 CPUS = ["cpu", "cpu"]
@@ -318,7 +319,7 @@ def test_nothing_is_changed_whatever_a_run_writes_and_if_it_fails() -> None:
     before, runtime, grads = state(), vars(model)["_runtime"], [x.grad for x in net.parameters()]
     given = torch.randn(2, ROWS, WIDTH, generator=torch.Generator())
     assert not check(model, given[0], target=given[1]) and state() == before
-    net.last.bias.register_hook(_raise)
+    net.last.bias.register_hook(throws(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         check(model, given[0], target=given[1])
     assert state() == before and not hooked and all(x.grad is grad for x, grad in zip(net.parameters(), grads))
@@ -338,10 +339,6 @@ def test_a_hook_that_the_first_call_sets_is_not_set_twice() -> None:
 
     model = SplitPipe(Recording(), cuts=["last"], devices=CPUS, chunks=4)
     assert check(model, torch.randn(ROWS, WIDTH)) and not model.last._forward_hooks and not model.recorded
-
-
-def _raise(grad: Tensor) -> None:
-    raise ZeroDivisionError
 
 
 @pytest.mark.draws

@@ -8,12 +8,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from splitpipe import SplitPipe, attach, schedule
 from splitpipe.checks import resolve_schedule, verify_balance, verify_devices, verify_module
 from splitpipe.core.stream import Place
 from splitpipe.piped import Arguments, complete, options_of
+from tests.helpers.faults import throws
 from tests.helpers.twin import assert_same, assert_same_tensors, twins
 from tests.promise.layers import Apply, first_of
 
@@ -119,12 +120,9 @@ def test_hooks_and_attributes_of_the_sequential_stay() -> None:
 
 
 def test_an_exception_that_would_end_a_generator_arrives_as_it_is() -> None:
-    def fails(x: Tensor) -> Tensor:
-        raise error
-
     error = StopIteration(1)
     with pytest.raises(StopIteration) as info:
-        SplitPipe(nn.Sequential(nn.Linear(3, 3), Apply(fails)), [1, 1], devices=CPU, chunks=3)(torch.rand(6, 3))
+        SplitPipe(nn.Sequential(nn.Linear(3, 3), Apply(throws(error))), [1, 1], devices=CPU, chunks=3)(torch.rand(6, 3))
     assert info.value is error and "layer '1' (Apply)" in " ".join(error.__notes__)
 
 

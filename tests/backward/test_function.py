@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from splitpipe import SplitFunction
 from tests.helpers.deferring import Call, deferred, fused, in_more_ways, trained
 from tests.helpers.deferring import double as double
+from tests.helpers.faults import throws
 from tests.helpers.twin import assert_same, step, twins
 
 
@@ -132,13 +133,6 @@ in_and_out = pytest.mark.parametrize("inside", [False, True], ids=["outside", "i
 WEIGHT, INPUT = "backward_weight", "backward_input"
 
 
-def throw(error: BaseException) -> Callable[..., Any]:
-    def throws(*_: Any) -> Any:
-        raise error
-
-    return throws
-
-
 #: A method, what it does in place of what it should, the error, and its words.
 WRONG: list[tuple[str, Callable[..., Any], type[BaseException], str]] = [
     *[(WEIGHT, gives, TypeError, f"Wrong.backward_weight returned {what}: expected a tuple of 2, a gradient or None "
@@ -148,7 +142,7 @@ WRONG: list[tuple[str, Callable[..., Any], type[BaseException], str]] = [
     (INPUT, lambda ctx, grad: (grad, None), RuntimeError, "expected Variable or None (got tuple)"),
     (WEIGHT, lambda ctx, grad: ctx.saved_for_input, AttributeError, "saved_for_input"),
     (INPUT, lambda ctx, grad: ctx.factor, AttributeError, "'Context' object has no attribute 'factor'"),
-    *[(method, throw(error("no")), error, "no") for method, error in [
+    *[(method, throws(error("no")), error, "no") for method, error in [
         (WEIGHT, ValueError), (WEIGHT, KeyboardInterrupt), (INPUT, KeyboardInterrupt)]],
 ]
 

@@ -17,6 +17,7 @@ from splitpipe.balance.rig import Layer, Rig, measure
 from splitpipe.balance.survey import survey
 from splitpipe.core.stream import Place
 from tests.doors.test_bad_input import of_module
+from tests.helpers.faults import throws
 from tests.helpers.modules import Net, Pop, Stash, batch, module_of, popping, stashing
 from tests.promise.layers import Apply
 
@@ -203,11 +204,8 @@ def test_hooks_that_torch_computes_with_run_on_the_copy(norm: Any) -> None:
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_an_error_names_the_layer_and_says_that_a_copy_was_measured(kind: type[BaseException]) -> None:
-    def fail(x: Tensor) -> Tensor:
-        raise kind("no")
-
     with pytest.raises(kind) as caught:
-        layers(nn.Sequential(nn.Identity(), Apply(fail)), torch.ones(1, 1))
+        layers(nn.Sequential(nn.Identity(), Apply(throws(kind("no")))), torch.ones(1, 1))
     *others, last = caught.value.__notes__
     assert last == (
         "Raised while profiling Sequential, 1 chunk, cpu, in a copy. The model is unchanged. Hooks don't run."

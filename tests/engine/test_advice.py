@@ -81,13 +81,13 @@ def leaving(self: Any, x: Tensor) -> Any:
     return self.two(self.h)
 
 
-def steep(self: Any, x: Tensor) -> Any:
-    y = self.two(h := self.one(x))
-    return y + torch.autograd.grad(y.square().sum(), h, create_graph=True)[0]
-
-
 def same(x: Tensor) -> Tensor:
     return x
+
+
+def steep(self: Any, x: Tensor, copied: Callable[[Tensor], Tensor] = same) -> Any:
+    y = self.two(h := copied(self.one(x)))
+    return y + torch.autograd.grad(y.square().sum(), h, create_graph=True)[0]
 
 
 def viewed(self: Any, x: Tensor, copied: Callable[[Tensor], Tensor] = same) -> Any:
@@ -209,7 +209,7 @@ def scheduled(loss_fn: Any, plain: Any = None, **options: Any) -> Use:
 
 both = Use(lambda self, x: (self.two(h := self.one(x).tanh()), h))
 packed = partial(Use, lambda self, x, m, sizes: chain(self, x) + torch.stack([y.sum(0) for y in m.split(sizes)]))
-steeper = Use(lambda self, x: self.three(steep(self, x)), blocks={"three": nn.Linear(4, 4)})
+steeper = Use(lambda self, x: self.three(steep(self, x, Tensor.clone)), blocks={"three": nn.Linear(4, 4)})
 products = Use([Apply(lambda pair: pair.x * pair.y), nn.Linear(4, 4)], of(Pair(X, Y)))
 tupled = Use([Apply(lambda xs: xs[0] * xs[1]), nn.Linear(4, 4)], of((X, Y)))
 normed = Use([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)], of(X[:3]), {"deferred_batch_norm": True})
@@ -245,6 +245,11 @@ ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
     "a copy that is returned": (Use(adding()), "or return a copy from", Use(adding(same, Tensor.clone))),
     "a derivative between blocks": (Use(steep), "backward='autograd'", {"backward": "autograd"}),
     "other cuts": (steeper, "cuts= with checkpoint='never'", {"cuts": ["three"], "checkpoint": "never"}),
+    "a derivative in a stage": (steeper._replace(options={"cuts": ["three"], **ALWAYS}),
+                                "was run backward before its stage was.*checkpoint='never'", {"checkpoint": "never"}),
+    "a derivative in a stage of a schedule": (
+        Use(steeper.forward, against(mse_loss), {**SCHEDULED, "loss_fn": mse_loss, "cuts": ["three"], **ALWAYS},
+            steeper.blocks), "was run backward before its stage was.*checkpoint='never'", {"checkpoint": "never"}),
     "the module's checkpoint": (Use(lambda self, x: checkpoint(drawing, self, x, use_reentrant=False)),
                                 "checkpoint='always' in its place", Use(drawing, options={"checkpoint": "always"})),
     "few rows": (normed, "use fewer chunks", {"chunks": 1}),
@@ -294,7 +299,12 @@ ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
     "other outputs": (counted, "alone, or checkpoint='never'", {"checkpoint": "never"}),
     "other outputs of a block": (Use(chain, options=ALWAYS, blocks={"one": Counting()}),
                                  "alone, or checkpoint='never'", {"checkpoint": "never"}),
-    "other saved tensors": (counted._replace(options=AUTOGRAD), "or use checkpoint='never'", {"checkpoint": "never"}),
+    "other saved tensors": (counted._replace(options=AUTOGRAD),
+                            "stage 0 .*saved other tensors in a recomputation.*or use checkpoint='never'",
+                            {"checkpoint": "never"}),
+    "other saved tensors of a block": (
+        Use(chain, options=AUTOGRAD, blocks={"one": Counting()}),
+        "block 'one'.* saved other tensors in a recomputation.*or use checkpoint='never'", {"checkpoint": "never"}),
     "a state that decides": (counted._replace(options=AUTOGRAD), r"ask splitpipe.is_recomputing\(\)",
                              Use([Counting(again=False), nn.Linear(4, 4)], options=AUTOGRAD)),
     "a buffer written once": (Use([Counting(written=True), nn.Linear(4, 4)], options=ALWAYS),

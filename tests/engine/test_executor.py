@@ -11,6 +11,7 @@ from splitpipe.core import thread_state
 from splitpipe.core.worker import Pool
 from splitpipe.engine.executor import Executor
 from splitpipe.engine.rows import OpRun
+from tests.helpers.faults import throws
 
 F00, F10, B00, B10 = OpRun("F", 0, (0,)), OpRun("F", 1, (0,)), OpRun("B", 0, (0,)), OpRun("B", 1, (0,))
 
@@ -47,9 +48,7 @@ def test_after_an_error_no_other_op_begins(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["parked", "called"])
 def test_an_error_outside_of_ops_stops_all_threads(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise LookupError("of the bookkeeping")
-
+    broken = throws(LookupError("of the bookkeeping"))
     with pytest.raises(LookupError, match="of the bookkeeping"):
         run([[F00, B00], [F10, B10]], how,
             lambda op: monkeypatch.setattr(Executor, "_after", broken) if op == F10 else None)

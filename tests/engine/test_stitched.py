@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from splitpipe import SplitPipe, is_recomputing
+from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.modules import Pop, Stash, linears, module_of
@@ -18,7 +18,6 @@ from tests.helpers.twin import assert_same, assert_same_tensors, stages
 
 CHECKPOINTS = ["never", "except_last", "always"]
 CHECKPOINT = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-BY = pytest.mark.parametrize("by", ["balance", "cuts"])
 
 
 def mlp(*more: nn.Module) -> nn.Sequential:
@@ -98,16 +97,6 @@ def test_what_a_node_has_saved_is_there_outside_of_a_backward() -> None:
     while not hasattr(node, "_saved_mat1"):
         node = node.next_functions[0][0]
     assert node._saved_mat1.shape == (2, 3)
-
-
-@BY
-def test_layers_that_do_something_else_the_second_time_are_an_error(by: str) -> None:
-    def other(self: Any, x: Tensor) -> Tensor:
-        return x.exp().sin() if is_recomputing() else x.exp()
-
-    model = stitched(mlp(module_of(other, own=nn.Linear(1, 1))), checkpoint="always", by=by)
-    with pytest.raises(RuntimeError, match=r"(stage 0 \(cpu\)|block '2'.*) saved other tensors in a recomputation"):
-        model(torch.rand(6, 4)).sum().backward()
 
 
 def energies(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,10 +83,10 @@ class Fault:
             self.heard = None
 
 
-def throws(error: BaseException) -> Callable[[], None]:
-    """Raises the error."""
+def throws(error: BaseException) -> Callable[..., Any]:
+    """Raises the error, whatever it is given."""
 
-    def act() -> None:
+    def act(*_: Any) -> None:
         raise error
 
     return act

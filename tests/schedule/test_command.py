@@ -13,6 +13,7 @@ from splitpipe import __main__
 from splitpipe.schedule import Costs, Schedule, build, command, names, simulate
 from splitpipe.schedule.construct.library import options
 from splitpipe.schedule.draw import html, svg, text
+from tests.helpers.faults import throws
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the command line does where nothing of torch can be imported.
@@ -140,10 +141,7 @@ def test_an_error_is_one_line(run, monkeypatch, tmp_path, line, message):
     (KeyboardInterrupt(), 130, ""),
 ])
 def test_numbers_beyond_the_machine_and_control_c_end_it(run, monkeypatch, error, code, said):
-    def build(*_: object) -> Schedule:
-        raise error
-
-    monkeypatch.setattr(command, "build", build)
+    monkeypatch.setattr(command, "build", throws(error))
     assert run("zb-h1") == Ran(code=code, out="", err=said)
 
 

@@ -8,13 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from splitpipe.schedule import Costs, Op, Schedule, Timeline, build, simulate
+from splitpipe.schedule import Costs, Op, Schedule, simulate
 from splitpipe.schedule.draw import html, measures, svg, text
+from tests.helpers.recording import played
 
 SVG = "{http://www.w3.org/2000/svg}"
-def played(name: str = "zb-h1", devices: int = 4, chunks: int = 8, costs: Costs | None = None,
-           **options: Any) -> Timeline:
-    return simulate(build(name, devices, chunks, **options), costs)
 
 
 def rows(picture: str, devices: int = 4) -> list[str]:
@@ -28,7 +26,7 @@ def page_data(page: str) -> Any:
 
 
 def test_a_printed_timeline_ends_with_its_measures() -> None:
-    picture = str(played())
+    picture = str(played("zb-h1"))
     assert "makespan 27, bubble 11.11%; longest 27, bubble 11.11%" in picture
     assert "idle on the devices: 3 each" in picture
     assert "peak activations, in microbatches: 4 each" in picture
@@ -65,7 +63,7 @@ def test_several_are_on_one_scale_with_a_table() -> None:
 @pytest.mark.parametrize("draw", [text.draw, svg.draw, html.draw])
 def test_a_schedule_without_end_is_refused(draw: Any) -> None:
     with pytest.raises(ValueError, match="has no scale: expected smaller costs"):
-        draw([played(costs=Costs(1e308, 1e308, 1e308))])
+        draw([played("zb-h1", costs=Costs(1e308, 1e308, 1e308))])
 
 
 def test_an_svg_names_each_op_with_its_times() -> None:
@@ -78,7 +76,7 @@ def test_an_svg_names_each_op_with_its_times() -> None:
 
 
 def test_an_svg_stands_alone_and_has_a_view_box() -> None:
-    picture = svg.draw([played()])
+    picture = svg.draw([played("zb-h1")])
     root = ElementTree.fromstring(picture)
     assert root.attrib["viewBox"] == f"0 0 {root.attrib['width']} {root.attrib['height']}"
     assert "href" not in picture and re.findall(r"https?://[^\"]*", picture) == ["http://www.w3.org/2000/svg"]
@@ -101,14 +99,14 @@ def test_a_page_has_what_is_alive() -> None:
 
 
 def test_a_page_has_a_table_of_measures() -> None:
-    page = html.draw([played("1f1b"), played()])
+    page = html.draw([played("1f1b"), played("zb-h1")])
     table = [re.findall(r"<td>(.*?)</td>", line) for line in page.split("\n") if "<td>" in line]
     assert [cells[:3] for cells in table] == [["1f1b", "33", "27.27%"], ["zb-h1", "27", "11.11%"]]
     assert page.count('class="best"') == 1
 
 
 def test_a_page_forbids_the_network() -> None:
-    page = html.draw([played()])
+    page = html.draw([played("zb-h1")])
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', page)
     assert policy is not None and policy[1].startswith("default-src 'none'; style-src 'sha256-")
     assert not re.search(r"https?:|//[a-z]+\.|src=|@import|url\(", page.replace("default-src", ""))

@@ -10,7 +10,7 @@ import pytest
 
 from splitpipe.schedule import Costs, Timeline
 from splitpipe.schedule.draw import measures
-from tests.schedule.test_draw import played
+from tests.helpers.recording import played
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright to open a browser")
 
@@ -115,14 +115,14 @@ def test_every_op_is_drawn_in_its_colour(opened: Open, name: str) -> None:
 
 
 def test_hovering_an_op_names_it_with_its_times(opened: Open) -> None:
-    page = opened(played(costs=Costs(3, 4, 2, 0.5)))
+    page = opened(played("zb-h1", costs=Costs(3, 4, 2, 0.5)))
     assert page.point(1) == "0F0\nforward of microbatch 0, stage 0, device 0\n0 to 3, takes 3"
     assert page.point(12, device=3) == "3F0\nforward of microbatch 0, stage 3, device 3\n10.5 to 13.5, takes 3"
 
 
 @pytest.mark.thorough
 def test_the_wheel_zooms_to_where_the_pointer_is(opened: Open) -> None:
-    page = opened(played())
+    page = opened(played("zb-h1"))
     before = page.point(20.5)
     page.page.mouse.wheel(0, -600)
     playwright.expect(page.page.locator("#shown")).not_to_have_text("0 to 27")
@@ -132,7 +132,7 @@ def test_the_wheel_zooms_to_where_the_pointer_is(opened: Open) -> None:
 
 @pytest.mark.parametrize("by_keys", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_buttons_keys_and_dragging_zoom_and_move(opened: Open, by_keys: bool) -> None:
-    page = opened(played())
+    page = opened(played("zb-h1"))
     ways = {"zoom in": "+", "later": "ArrowRight", "earlier": "ArrowLeft", "zoom out": "-", "show all": "0"}
     shown = []
     for name in ("zoom in", "later", "earlier", "zoom out", "zoom in", "show all"):
@@ -151,7 +151,7 @@ def test_buttons_keys_and_dragging_zoom_and_move(opened: Open, by_keys: bool) ->
 
 
 def test_several_schedules_are_on_one_axis(opened: Open) -> None:
-    page = opened(played("1f1b"), played(), played("zb-v"), size=(1240, 1100))
+    page = opened(played("1f1b"), played("zb-h1"), played("zb-v"), size=(1240, 1100))
     assert page.page.locator("canvas").count() == 3 and page.shown == "0 to 33"
     assert [page.point(0.25, picture=picture).split("\n")[-1] for picture in range(3)] == [
         "0 to 1, takes 1", "0 to 1, takes 1", "0 to 0.5, takes 0.5"
