@@ -125,14 +125,6 @@ def test_pass_inside_a_pass_belongs_to_the_outer_one():
     assert_same(plain, deferred)
 
 
-def test_outside_a_pipeline_every_forward_is_a_batch():
-    plain, deferred = twins()
-    for step in range(3):
-        x = batch(8, 3, 4, 5, seed=step)
-        assert plain(x).equal(deferred(x))
-        assert_same(plain, deferred)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputation_counts_nothing(dtype):
     _, deferred = twins(dtype=dtype)
@@ -171,15 +163,14 @@ def test_it_is_made_by_conversion():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_copy_goes_on_as_the_original(copied):
+def test_outside_a_pipeline_every_forward_is_a_batch_and_a_copy_goes_on_as_the_original(copied):
     plain, deferred = twins()
     first, second = batch(8, 3, 4, 5).chunk(2)
-    deferred(first)
-    other = copied(deferred)
-    plain(first)
-    plain(second)
+    assert plain(first).equal(deferred(first))
+    assert_same(plain, deferred)
+    other, expected = copied(deferred), plain(second)
     for layer in (deferred, other):
-        layer(second)
+        assert layer(second).equal(expected)
         assert_same(plain, layer)
     with pytest.raises(ValueError, match="expected 4D input"):
         other(torch.zeros(2, 3))
