@@ -43,14 +43,12 @@ def together(*parts: AbstractContextManager[object]) -> Iterator[None]:
 autocast = partial(torch.autocast, "cpu")
 hooks = partial(saved_tensors_hooks, lambda x: x, lambda x: x)
 Situations = dict[str, Callable[[], AbstractContextManager[object]]]
-MOVED: Situations = {
-    "nothing": nullcontext,
-    "no_grad": torch.no_grad,
-    "grad in inference": lambda: together(torch.inference_mode(), torch.enable_grad()),
-    "autocast": partial(autocast, torch.bfloat16, cache_enabled=False),
-    "autocast off in autocast": lambda: together(autocast(torch.float16), autocast(enabled=False)),
-    "device in a device": lambda: together(torch.device("meta"), torch.device("cpu")),
-}
+MOVED: Situations = {"nothing": nullcontext,
+                     "no_grad": torch.no_grad,
+                     "grad in inference": lambda: together(torch.inference_mode(), torch.enable_grad()),
+                     "autocast": partial(autocast, torch.bfloat16, cache_enabled=False),
+                     "autocast off in autocast": lambda: together(autocast(torch.float16), autocast(enabled=False)),
+                     "device in a device": lambda: together(torch.device("meta"), torch.device("cpu"))}
 #: What no other thread gets.
 ODD: Situations = {
     "hooks": hooks,

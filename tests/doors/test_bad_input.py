@@ -27,16 +27,14 @@ DOORS = [value for value in vars(wrong).values() if isinstance(value, Door)]
 doors = pytest.mark.parametrize("door", DOORS, ids=str)
 #: Public callables without a row: what users write or override, or get from others; what is nn.Module's; paths, whose
 #: errors are Python's; what tests of the pipeline, of skips and of batch norms refuse.
-FREE = {
-    "DoesNotFitError", "Plan", "schedule.Timeline", "schedule.Recording", "schedule.Recording.add",
-    "SplitFunction", "DeferredBatchNorm.forward", "distributed.Pipeline.forward", "skippable", "stash", "pop",
-    "Plan.to_json", "Plan.to_html", "Plan.from_json", "schedule.Schedule.to_csv", "schedule.from_csv",
-    *(f"SplitFunction.{name}" for name in (
-        "apply", "forward", "backward_input", "backward_weight", "accumulate", "pays")),
-    *(f"SplitPipe.{name}" for name in ("train", "state_dict", "load_state_dict", "to", "cpu", "cuda")),
-    *(f"schedule.Recording.{name}" for name in ("to_svg", "to_html")),
-    "Skippable.isolate", "Skippable.namespaced",
-}
+FREE = {"DoesNotFitError", "Plan", "schedule.Timeline", "schedule.Recording", "schedule.Recording.add",
+        "SplitFunction", "DeferredBatchNorm.forward", "distributed.Pipeline.forward", "skippable", "stash", "pop",
+        "Plan.to_json", "Plan.to_html", "Plan.from_json", "schedule.Schedule.to_csv", "schedule.from_csv",
+        *(f"SplitFunction.{name}" for name in (
+            "apply", "forward", "backward_input", "backward_weight", "accumulate", "pays")),
+        *(f"SplitPipe.{name}" for name in ("train", "state_dict", "load_state_dict", "to", "cpu", "cuda")),
+        *(f"schedule.Recording.{name}" for name in ("to_svg", "to_html")),
+        "Skippable.isolate", "Skippable.namespaced"}
 
 
 @pytest.fixture(autouse=True)

@@ -138,13 +138,11 @@ MODULE = [*each(TypeError, "expected an nn.Sequential", [None, nn.Sequential]),
           *each(TypeError, "with its own forward: expected an nn.Sequential", [
               type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(), lambda: patched()])]
 #: What no pipeline is made of.
-UNWRAPPED = [
-    *each(TypeError, "expected an nn.Module", UNMODULE),
-    *each(TypeError, "module is a SplitPipe: expected the module that it was made from", [lambda: model()]),
-    *each(TypeError, "the module itself is a torch.jit.ScriptModule: expected", [torch.jit.ScriptModule()]),
-    *each(TypeError, "'b' is a torch.jit.ScriptModule: expected modules whose forward",
-          [nn.ModuleDict({"b": torch.jit.ScriptModule()})]),
-]
+UNWRAPPED = [*each(TypeError, "expected an nn.Module", UNMODULE),
+             *each(TypeError, "module is a SplitPipe: expected the module that it was made from", [lambda: model()]),
+             *each(TypeError, "the module itself is a torch.jit.ScriptModule: expected", [torch.jit.ScriptModule()]),
+             *each(TypeError, "'b' is a torch.jit.ScriptModule: expected modules whose forward",
+                   [nn.ModuleDict({"b": torch.jit.ScriptModule()})])]
 SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(skippable(stash=["a"])(nn.Identity)(), *layers()[:3]),
     lambda: nn.Sequential(*layers()[:3], skippable(pop=["a"])(nn.Identity)()),
@@ -191,27 +189,23 @@ PIPE = Door(
     "SplitPipe", SplitPipe,
     lambda: {"module": layers(), "balance": [2, 2], "devices": ["cpu", "cpu"], "chunks": 2, "schedule": "1f1b",
              "loss_fn": mse, "deferred_batch_norm": True},
-    {
-        **OPTIONS,
-        "module": [*MODULE, *SKIPS, *each(ValueError, "sums to 4", [nn.Sequential()])],
-        "balance": [*BALANCE, *each(ValueError, "balance", [[4]])],
-        "devices": [*DEVICES, *each(ValueError, "the model has 2 stages for", [[], ["cpu"], ["cpu"] * 3])],
-        "schedule": SCHEDULES + each(ValueError, "schedule 'zb-v' expects 2 stages per device", ["zb-v"]),
-        "loss_fn": LOSS,
-        "batched": each(TypeError, "batched", [0.0, "x", {1: "x"}, Odd()])
-        + each(TypeError, "batched[1]", [(True, None), [True, 1.0]])
-        + each(ValueError, "leaves nothing to split", [False]),
-    },
+    {**OPTIONS,
+     "module": [*MODULE, *SKIPS, *each(ValueError, "sums to 4", [nn.Sequential()])],
+     "balance": [*BALANCE, *each(ValueError, "balance", [[4]])],
+     "devices": [*DEVICES, *each(ValueError, "the model has 2 stages for", [[], ["cpu"], ["cpu"] * 3])],
+     "schedule": SCHEDULES + each(ValueError, "schedule 'zb-v' expects 2 stages per device", ["zb-v"]),
+     "loss_fn": LOSS,
+     "batched": each(TypeError, "batched", [0.0, "x", {1: "x"}, Odd()])
+     + each(TypeError, "batched[1]", [(True, None), [True, 1.0]])
+     + each(ValueError, "leaves nothing to split", [False])},
     free={"cuts", "sample"},
 )
-DROPIN = Door(
-    "SplitPipe without a schedule", SplitPipe,
-    lambda: {"module": layers(), "balance": [2, 2], "devices": ["cpu", "cpu"]},
-    {"devices": each(ValueError, "expected 2", [[], ["cpu"]]),
-     "schedule": each(ValueError, "expected loss_fn", ["1f1b", build("1f1b", 2, 1)]),
-     "loss_fn": each(ValueError, "loss_fn is given without a schedule", [mse]),
-     "grad_scaler": each(ValueError, "grad_scaler is given without loss_fn", [torch.amp.GradScaler("cpu")])},
-)
+DROPIN = Door("SplitPipe without a schedule", SplitPipe,
+              lambda: {"module": layers(), "balance": [2, 2], "devices": ["cpu", "cpu"]},
+              {"devices": each(ValueError, "expected 2", [[], ["cpu"]]),
+               "schedule": each(ValueError, "expected loss_fn", ["1f1b", build("1f1b", 2, 1)]),
+               "loss_fn": each(ValueError, "loss_fn is given without a schedule", [mse]),
+               "grad_scaler": each(ValueError, "grad_scaler is given without loss_fn", [torch.amp.GradScaler("cpu")])})
 
 
 class Net(nn.Module):
@@ -289,14 +283,12 @@ def _pipeline() -> dict[str, Any]:
 NO_PIPELINE = each(TypeError, "not a pipeline: expected a SplitPipe", [*UNMODULE, *MODULES])
 RECORD = Door("record", splitpipe.record, _pipeline, {"model": NO_PIPELINE})
 REPORT = Door("deferral_report", splitpipe.deferral_report, _pipeline, {"model": NO_PIPELINE})
-SAME = Door(
-    "check", splitpipe.check, lambda: {"model": scheduled(), "target": x(), "args": (x(),)},
-    {"model": NO_PIPELINE, "target": TARGETS, "loss": each(TypeError, "loss is", [2.0, "mse", [mse], Odd()]),
-     "against": each(TypeError, "against is", [2.0, "net", [layers()], Odd()]),
-     "rows": each(ValueError, "rows is", [0, -1, 1.5, "2", [2], Odd()]),
-     "tolerance": each(ValueError, "tolerance is", [-1e-3, math.nan, "0", [0.1], Odd()])},
-    call=lambda model, args, **given: splitpipe.check(model, *args, **given), free={"args", "kwargs"},
-)
+SAME = Door("check", splitpipe.check, lambda: {"model": scheduled(), "target": x(), "args": (x(),)},
+            {"model": NO_PIPELINE, "target": TARGETS, "loss": each(TypeError, "loss is", [2.0, "mse", [mse], Odd()]),
+             "against": each(TypeError, "against is", [2.0, "net", [layers()], Odd()]),
+             "rows": each(ValueError, "rows is", [0, -1, 1.5, "2", [2], Odd()]),
+             "tolerance": each(ValueError, "tolerance is", [-1e-3, math.nan, "0", [0.1], Odd()])},
+            call=lambda model, args, **given: splitpipe.check(model, *args, **given), free={"args", "kwargs"})
 
 # Layers
 
@@ -403,19 +395,15 @@ COSTS = each(TypeError, "costs", [1, [1, 1, 1], Costs, Odd()])
 FOR_SCHEDULE: Rows = {"schedule": each(TypeError, "schedule", UNSCHEDULE)}
 SIZES: Rows = {"devices": no_number("devices=", error=ValueError) + HUGE,
                "chunks": no_number("chunks=", error=ValueError) + HUGE}
-BUILD = Door(
-    "schedule.build", build, lambda: {"name": "interleaved-low-memory", "devices": 2, "chunks": 4},
-    {
-        **SIZES,
-        "name": each(ValueError, "there is no schedule named", [None, *UNTEXT, *NO_NAMES]),
-        "options": [row for name in ("stages_per_device", "group")
-                    for row in each(ValueError, f"{name}=", [{name: value} for value in (*UNWHOLE, 0, -1)])]
-        + each(ValueError, "has no option", [{"split": True}, {"": 1}])
-        + each(ValueError, "too many ops", [{"stages_per_device": 10**9}])
-        + each(ValueError, "expected", [{"group": 3}, {"group": 10**30}]),
-    },
-    call=lambda name, devices, chunks, options=None: build(name, devices, chunks, **(options or {})),
-)
+BUILD = Door("schedule.build", build, lambda: {"name": "interleaved-low-memory", "devices": 2, "chunks": 4},
+             {**SIZES,
+              "name": each(ValueError, "there is no schedule named", [None, *UNTEXT, *NO_NAMES]),
+              "options": [row for name in ("stages_per_device", "group")
+                          for row in each(ValueError, f"{name}=", [{name: value} for value in (*UNWHOLE, 0, -1)])]
+              + each(ValueError, "has no option", [{"split": True}, {"": 1}])
+              + each(ValueError, "too many ops", [{"stages_per_device": 10**9}])
+              + each(ValueError, "expected", [{"group": 3}, {"group": 10**30}])},
+             call=lambda name, devices, chunks, options=None: build(name, devices, chunks, **(options or {})))
 CHECK = Door("schedule.check", check, lambda: {"schedule": build("1f1b", 2, 2)},
              {"schedule": FOR_SCHEDULE["schedule"]
               + each(ValueError, "", [Schedule([], []), Schedule([[]], [0]), Schedule([[Op("F", 0, 0)]], [1])])})
@@ -481,15 +469,13 @@ TIMES, HOPS = (Door(f"schedule.{method.__qualname__}", method, CHECK.right, FOR_
                for method in (Costs.times, Costs.hops))
 SEARCH = Door(
     "schedule.search", search, lambda: {"devices": 2, "chunks": 2, "seconds": 0},
-    {
-        **SIZES,
-        "costs": COSTS + each(ValueError, "", [Costs([1, 1, 1])]),
-        "memory": each(ValueError, "memory=", ["2", True, 2j, [None, 2], 0, 0.5, math.nan, [2], [2, math.nan], {2, 3},
-                                               torch.tensor(2.0), Odd()]),
-        "stages_per_device": no_number("stages_per_device=", none=True, error=ValueError) + HUGE,
-        "seconds": no_real("seconds=", error=ValueError),
-        "span": each(ValueError, "span=", [None, *UNTEXT, "", "Makespan"]),
-    },
+    {**SIZES,
+     "costs": COSTS + each(ValueError, "", [Costs([1, 1, 1])]),
+     "memory": each(ValueError, "memory=", ["2", True, 2j, [None, 2], 0, 0.5, math.nan, [2], [2, math.nan], {2, 3},
+                                            torch.tensor(2.0), Odd()]),
+     "stages_per_device": no_number("stages_per_device=", none=True, error=ValueError) + HUGE,
+     "seconds": no_real("seconds=", error=ValueError),
+     "span": each(ValueError, "span=", [None, *UNTEXT, "", "Makespan"])},
 )
 OTHERS = each(TypeError, "others", [None, build("1f1b", 2, 2), Timeline, [timeline()], Odd()])
 SVG, HTML = (
@@ -504,16 +490,14 @@ ACROSS = Door(
     "distributed.Pipeline", Pipeline,
     lambda: {"module": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "balance": [2], "chunks": 2, "loss_fn": mse,
              "device": "cpu"},
-    {
-        "module": MODULE,
-        "balance": [row for row in BALANCE if row.error is TypeError]
-        + each(ValueError, "balance", [[], [1], [3], [0, 2], [1, 1]]),
-        "chunks": no_number("chunks"),
-        "schedule": [row for row in SCHEDULES if row.says != "missing"] + each(TypeError, "schedule", [None]),
-        "loss_fn": LOSS,
-        "device": DEVICE,
-        "group": each(TypeError, "group", ["world", 2, [0], Odd()]),
-    },
+    {"module": MODULE,
+     "balance": [row for row in BALANCE if row.error is TypeError]
+     + each(ValueError, "balance", [[], [1], [3], [0, 2], [1, 1]]),
+     "chunks": no_number("chunks"),
+     "schedule": [row for row in SCHEDULES if row.says != "missing"] + each(TypeError, "schedule", [None]),
+     "loss_fn": LOSS,
+     "device": DEVICE,
+     "group": each(TypeError, "group", ["world", 2, [0], Odd()])},
 )
 
 

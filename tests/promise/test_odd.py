@@ -44,13 +44,11 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "dispatch mode": lambda: FlopCounterMode(display=False),
     "profiler": profile,
 }
-AXES: dict[str, list[Any]] = {
-    "around": [*AROUND],
-    "where": ["forward", "step"],
-    "way": [{}, {"backward": "autograd"}, {"schedule": "zb-h1"}, {"schedule": "1f1b"}],
-    "checkpoint": ["never", "always"],
-    "by": ["balance", "cuts"],
-}
+AXES: dict[str, list[Any]] = {"around": [*AROUND],
+                              "where": ["forward", "step"],
+                              "way": [{}, {"backward": "autograd"}, {"schedule": "zb-h1"}, {"schedule": "1f1b"}],
+                              "checkpoint": ["never", "always"],
+                              "by": ["balance", "cuts"]}
 
 
 def twins(by: str = "balance", **options: Any) -> tuple[nn.Sequential, SplitPipe, set[str]]:

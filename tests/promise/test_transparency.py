@@ -22,14 +22,12 @@ from tests.promise.layers import LAYERS, ON_THE_CPU, batched_of
 #: A layer in two places may be the first one and a cut.
 pytestmark = pytest.mark.filterwarnings("ignore:stage 0 calls no module:UserWarning")
 
-AXES: dict[str, list[Any]] = {
-    "name": [*LAYERS, *ON_THE_CPU],
-    "by": ["balance", "cuts"],
-    "way": [(None,), ("1f1b", 2), ("zb-h1", 2), ("zb-v", 1)],
-    "sizes": [(4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4)],
-    "checkpoint": ["always", "except_last", "never"],
-    "backward": ["split", "autograd"],
-}
+AXES: dict[str, list[Any]] = {"name": [*LAYERS, *ON_THE_CPU],
+                              "by": ["balance", "cuts"],
+                              "way": [(None,), ("1f1b", 2), ("zb-h1", 2), ("zb-v", 1)],
+                              "sizes": [(4, 1), (4, 4), (5, 2), (7, 3), (3, 8), (1, 4)],
+                              "checkpoint": ["always", "except_last", "never"],
+                              "backward": ["split", "autograd"]}
 
 
 def assert_promise(name: str, by: str, way: Any, sizes: tuple[int, int], **options: Any) -> None:
