@@ -16,7 +16,6 @@ from splitpipe.core.tensors import map_tensors
 from splitpipe.distributed.stage import StageModule, runtime, verify_stages
 from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.loss.objective import Objective
-from splitpipe.loss.reduction import LossWarnings
 from splitpipe.partition.placement import by_stage
 from splitpipe.schedule.op import Schedule, counted
 from splitpipe.skip.skippable import verify_skippables
@@ -207,7 +206,7 @@ class Loss:
     """A microbatch's part of the loss of the batch; all have the same size."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int) -> None:
-        self._objective, self._chunks = Objective(loss_fn, None, LossWarnings(), pairs=False), chunks
+        self._objective, self._chunks = Objective(loss_fn, None, set(), pairs=False), chunks
         self.begin(None)
 
     def begin(self, target: Any) -> None:

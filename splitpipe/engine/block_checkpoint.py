@@ -65,7 +65,7 @@ class BlockChains:
         written = versions != [version_of(x) for x in inputs]
         block.places = [*places.values()]
         distinct = [made[k] for k in block.places]
-        if not places or written or trace is not None and trace.has_number(made) or sharing(distinct, inputs):
+        if not places or written or trace is not None and trace.ledger.has_number(made) or sharing(distinct, inputs):
             return output  # With its graph: R would get other inputs; numbers' terms or views would have lost theirs.
         if self.step.drop_in and not (self.i and block.modules in stage.reached_by):
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}

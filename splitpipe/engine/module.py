@@ -29,7 +29,7 @@ from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
 from splitpipe.engine.crossing import SIMPLE, Crossing, Detaching, Follow, changed
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.step import StepRun
-from splitpipe.loss.trace import Tracing
+from splitpipe.loss.trace import Trace, sees
 from splitpipe.microbatch.divider import holds_objects, uncached
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import Attributes
@@ -52,7 +52,7 @@ class ModuleCall(NamedTuple):
     placement: Placement
     shared: SharedParameters
     attributes: Attributes
-    tracing: Tracing | None
+    traced: bool  #: Whether numbers are traced.
     modules: dict[nn.Module, Modules]  #: Those of blocks, to be recomputed.
     labels: bool  #: Whether there are any.
     new_chains: type[BlockChains]
@@ -68,7 +68,7 @@ class ModuleForward:
     def __init__(self, call: ModuleCall, i: int, activation: Activation, carrier: Detaching) -> None:
         self._call, self.step, self.i = call, call.step, i
         self._activation: Any = activation
-        self.trace = None if call.tracing is None else call.tracing.trace(i)
+        self.trace = Trace.of(call.step.call.input, i) if call.traced else None
         self.carrier = carrier  #: How values cross.
         link = None if self.trace is None else self.trace.ledger.link
         self.crossing = Crossing(carrier, call.placement, call.shared, link)
@@ -110,8 +110,8 @@ class ModuleForward:
                 shared = [leaves[k] for k in given.shared]
                 self.crossing.share([x for x in shared if isinstance(x, Tensor) and x.requires_grad])
                 args, kwargs = unflatten(leaves, given.nesting)
-                if trace is not None and self._call.tracing is not None:
-                    self._call.tracing.begin(trace.ledger, self.i, leaves, [*args, *kwargs.values()])
+                if trace is not None:
+                    trace.begin(step.call.input, self.i, leaves, [*args, *kwargs.values()])
                 del given, leaves, shared
                 set_function_modes([*first, *before, *([] if trace is None else [trace])])
                 output = self._call.forward(*args, **kwargs)
@@ -199,8 +199,8 @@ class ModuleForward:
         try:
             value = self._run_block(block, call, args, kwargs, local)
             self._block = None
-            if self._call.tracing is not None and self.trace is not None:
-                self._call.tracing.record(self.trace.ledger, block, blocks.described(block), value, read)
+            if self.trace is not None:
+                self.trace.record(block, blocks.described(block), value, read)
             return value
         finally:
             taker.reset(token)
@@ -228,8 +228,8 @@ class ModuleForward:
     def _run_block(
         self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], local: bool
     ) -> Any:
-        tracing, simple = self._call.tracing, SIMPLE.issuperset(map(type, (*args, *kwargs.values())))
-        traced = self.trace if tracing is not None and tracing.sees(block) else None
+        simple = SIMPLE.issuperset(map(type, (*args, *kwargs.values())))
+        traced = self.trace if self.trace is not None and sees(block) else None
         if self.stage:
             args, kwargs = changed((args, kwargs), self.crossing.here)
         objects = not simple and holds_objects((args, kwargs))

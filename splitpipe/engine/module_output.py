@@ -9,11 +9,8 @@ from torch import Tensor
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.engine.crossing import changed
 from splitpipe.engine.drop_in import OutputTensor
-from splitpipe.loss.batch_loss import scheduled
-from splitpipe.loss.numbers import Number, Unknown, total
+from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.loss.objective import Objective
-from splitpipe.loss.reduction import AS_FUNCTION, LossWarnings
-from splitpipe.loss.trace import numbers_of
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.microbatch.tree import flatten, unflatten
 from splitpipe.stage.call import Activation, Origin
@@ -68,21 +65,14 @@ def keep_loss(objective: Objective, targets: Sequence[Any], forward: Any, output
     _keep(forward, value, number, Output([], None, {}, {}))
 
 
-def keep_own_loss(reduction: Any, warnings: LossWarnings, forward: Any, output: Any) -> None:
-    """With a schedule and no ``loss_fn``: keeps the module's own loss, with ``reduction``, and its output."""
+def keep_own_loss(forward: Any, output: Any) -> None:
+    """With a schedule and no ``loss_fn``: keeps the module's own loss, and its output."""
     crossing, trace, (place, value) = forward.crossing, forward.trace, find_loss(output)
-    number: Any = None if trace is None else trace.number(value)
+    number = None if trace is None else trace.ledger.number(value)
+    number = number or Unknown("a loss with a dimension, which may be that of the rows")
     value = crossing.here(value)
-    if number is None and value.dim() and trace is not None and trace.ledger.rows == 1:
-        number = Unknown("a loss with a dimension, which may be that of the rows")
-    value = value.reshape(()) if value.dim() else value
-    if reduction == "sum":
-        number = total(value)
-    if number is not None:
-        number = scheduled(number)
-        warnings.warn(number, AS_FUNCTION)
     kept = kept_output(forward, output, lambda x: crossing.latest(x).detach())
-    _keep(forward, value, number or Unknown(""), kept._replace(place=place))
+    _keep(forward, value.reshape(()) if value.dim() else value, number, kept._replace(place=place))
 
 
 def _keep(forward: Any, value: Tensor, number: Number | Unknown, kept: Output) -> None:
@@ -96,7 +86,7 @@ def _keep(forward: Any, value: Tensor, number: Number | Unknown, kept: Output) -
 def kept_output(forward: Any, output: Any, change: Callable[[Tensor], Tensor]) -> Output:
     """An output with its leaves, and the terms of its numbers, changed."""
     leaves, nesting = flatten(output, fields=True)
-    numbers = numbers_of(forward.trace, leaves)
+    numbers = {} if forward.trace is None else forward.trace.ledger.numbers(leaves)
     leaves = [change(x) if isinstance(x, Tensor) else x for x in leaves]
     return Output(leaves, nesting, {id(leaves[k]): _changed(number, change) for k, number in numbers.items()}, {})
 

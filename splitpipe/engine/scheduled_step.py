@@ -51,9 +51,9 @@ class HandOver:
 class ScheduledStep:
     """The loss of a step."""
 
-    def __init__(self, step: StepRun, target: Division, scale: Tensor | None, batch_loss: BatchLoss | None) -> None:
+    def __init__(self, step: StepRun, target: Division, scale: Tensor | None, batch_loss: BatchLoss) -> None:
         self._step, self._target, self.hand_over = step, target, HandOver()
-        self.batch_loss, self._scale = batch_loss or BatchLoss([count for _, count in step.call.rows]), scale
+        self.batch_loss, self._scale = batch_loss, scale
         self._roots: dict[int, tuple[Origin, Tensor]] = {}  #: Where a microbatch's part has left the graph, and what.
         step.loss = self
 

@@ -2,58 +2,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from splitpipe.loss.ledger import GIVEN, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import SCALING, tensors
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.numbers import SCALING, Quantity, Unknown, tensors
 
 
 class FunctionCall:
-    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned."""
+    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned.
+
+    ``total``, ``count``: of a loss of torch's, what its mean is a quotient of.
+    """
 
     out: Any = None
+    total: Any = None
+    count: Any = None
 
     def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         for key in ("input", "tensors", "data", "other") if kwargs else ():  # torch.stack(tensors=...)
             if key in kwargs and (key == "other" or not args) and name != "where":  # Its condition comes first.
                 args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
         self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
-        #: The tensors among the arguments, and what they are.
-        self.operands = list(tensors([args, kwargs]))
-        self._meanings = {id(x): ledger.of(x) for x in self.operands}
-        self.kinds = {*map(type, self._meanings.values())}
+        self.operands = list(tensors([args, kwargs]))  #: The tensors among the arguments.
+        self._of = {id(x): ledger.of(x) for x in self.operands}
+        self.meanings = [*self._of.values()]  #: What they are.
+        self.meaning = self.of(args[0]) if args else Unknown(name)  #: What the first argument is.
+        self.kinds = {*map(type, self.meanings)}
+        #: The first one that isn't recognised.
+        self.unknown = next((x for x in self.meanings if isinstance(x, Unknown)), None)
+        #: Whether a number of the batch has divided one; and whether a number that may count rows is in one.
+        self.shared = Rows in self.kinds and any([isinstance(x, Rows) and x.share is not None for x in self.meanings])
+        self.counting = ledger.counting(self.operands)
+        self.scalars = numbers_among((*args, *kwargs.values()))  #: The numbers of Python or NumPy among the arguments.
 
     def of(self, x: Any) -> Meaning:
         """What an argument is."""
-        return self._meanings.get(id(x), GIVEN)
-
-    @property
-    def meaning(self) -> Meaning:
-        """What the first argument is."""
-        return self.of(self.args[0])
-
-    @property
-    def meanings(self) -> list[Meaning]:
-        """What the tensors among the arguments are."""
-        return [*self._meanings.values()]
-
-    @property
-    def counting(self) -> bool:
-        """Whether a number that may count rows is in an argument."""
-        return any([isinstance(each, (Rows, Constant)) and each.counting for each in self.meanings])
+        return self._of.get(id(x), GIVEN)
 
     def argument(self, at: int, name: str, default: Any = None) -> Any:
         """An argument by its position or name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    @property
-    def scalars(self) -> list[float]:
-        """The arguments that are numbers of Python or NumPy."""
-        return numbers_among((*self.args, *self.kwargs.values()))
+    def summed(self, rows: Rows) -> Quantity | Unknown:
+        """The result, as a sum of these rows."""
+        return MAY_COUNT if self.counting else self.ledger.atom(self.name, self.out.clone(), rows)
 
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
@@ -67,8 +62,8 @@ class FunctionCall:
             return None
         if not rows:
             if constants and all([each.uniform for _, each in constants]):
-                return replace(UNIFORM, counting=self.counting)
-            return VARIED if any([each.made and not each.uniform for _, each in constants]) else GIVEN
+                return UNIFORM
+            return GIVEN if all([each is GIVEN or each.uniform for _, each in constants]) else VARIED
         x, first = rows[0]
         dims, size = x.dim(), len(x) if x.dim() else 0  # Of a single row.
         if any([y.dim() != dims or dims and len(y) != size or not each.alike(first) for y, each in rows[1:]]):
@@ -80,9 +75,9 @@ class FunctionCall:
         shares = [each for _, each in rows if each.share is not None]
         if len(shape) != dims or dims and shape[0] != size or len(shares) > 1:
             return None
-        masks = self.name in SCALING and any([each.mask for _, each in rows])
-        mask = masks or getattr(self.out, "dtype", None) is torch.bool
-        return Rows(first.chosen, shares[0].share if shares else None, self.counting, mask)
+        masks = self.name in SCALING and any([each.selected for _, each in rows])
+        selected = masks or first.chosen is not None or getattr(self.out, "dtype", None) is torch.bool
+        return Rows(first.chosen, shares[0].share if shares else None, selected)
 
 
 #: What a call's result is, or several of them; None: not recognised.
@@ -93,7 +88,7 @@ ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeErr
 
 def numbers_among(values: Iterable[Any]) -> list[float]:
     """The numbers of Python or NumPy among values."""
-    each = [x.item() if getattr(x, "shape", None) == () and not isinstance(x, Tensor) else x for x in values]
+    each = [x.item() if getattr(x, "shape", None) == () else x for x in values if not isinstance(x, Tensor)]
     return [x for x in each if type(x) is not bool and isinstance(x, (int, float))]
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from splitpipe.core.tensors import version_of
-from splitpipe.core.torch_private import tree_flatten
+from splitpipe.core.torch_private import DisableTorchFunction, tree_flatten
 from splitpipe.loss.numbers import Amount, Number, Quantity, Unknown, quotient, tensors
 
-MAY_COUNT = "a number that may count rows"
+MAY_COUNT = Unknown("a number that may count rows")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,43 +38,48 @@ class Rows:
     """It has the rows of the batch along its first dimension.
 
     ``chosen``: the mask that has selected entries. ``share``: the number of the batch that has divided it, such as
-    ``mask.sum()``, and its value in this microbatch. ``counting``: whether a number that may count rows is in it: then
-    its sum isn't recognised. ``mask``: whether it is a mask, or has been multiplied by one.
+    ``mask.sum()``, and its value in this microbatch. ``selected``: whether it is a mask, or one has selected entries or
+    made them 0.
     """
 
     chosen: Tensor | None = None
     share: tuple[Quantity, Tensor] | None = None
-    counting: bool = False
-    mask: bool = False
+    selected: bool = False
 
-    def alike(self, other: Rows) -> bool:
-        """True if the same mask has selected both, or none. Selecting by it has waited for the device already."""
+    def alike(self, other: Meaning) -> bool:
+        """True for rows that the same mask has selected, or none. Selecting by it has waited for the device already."""
+        if not isinstance(other, Rows) or self.chosen is None or other.chosen is None:
+            return isinstance(other, Rows) and self.chosen is other.chosen
         x, y = self.chosen, other.chosen
-        return x is y or x is not None and y is not None and (
-            x.shape == y.shape and x.device == y.device and torch.equal(x, y))
+        return x is y or x.shape == y.shape and x.device == y.device and torch.equal(x, y)
 
 
-@dataclass(frozen=True, eq=False)
 class TimeMajor:
     """It has the rows along its second dimension, as ctc_loss wants."""
 
-    rows: Rows
+
+class Constant(Enum):
+    """It is the same for every microbatch; or the code has made it, so that its size may be that of the rows."""
+
+    GIVEN = "given"
+    UNIFORM = "made, and all entries are the same"
+    ZEROS = "made of zeros"
+    VARIED = "made"
+    POSITIONS = "torch.arange(n)"
+
+    @property
+    def made(self) -> bool:
+        """Whether the code of the microbatch has made it."""
+        return self is not Constant.GIVEN
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all entries are the same."""
+        return self in (Constant.UNIFORM, Constant.ZEROS)
 
 
-@dataclass(frozen=True)
-class Constant:
-    """It is the same for every microbatch, or made by the code."""
-
-    made: bool = False  #: Whether the code of the microbatch has made it: its size may be that of the rows.
-    uniform: bool = False  #: Whether all entries are the same.
-    positions: bool = False  #: Whether it is torch.arange(n).
-    counting: bool = False  #: Whether its entries may count rows.
-    zeros: bool = False
-
-
+GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED
 Meaning = Rows | TimeMajor | Constant | Quantity | Unknown
-#: A constant from outside; and two that the code has made: all entries are the same, or they may differ.
-GIVEN, UNIFORM, VARIED = Constant(), Constant(made=True, uniform=True), Constant(made=True)
 
 
 class Ledger:
@@ -87,16 +93,20 @@ class Ledger:
     def __init__(self, rows: int, most: int, dim: int = 0, given: Iterable[float] = ()) -> None:
         self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
-        self._values: dict[Quantity, Amount] = {}  #: Of atoms.
-        self.constants: list[tuple[Tensor, int | None]] = []  #: Those in numbers, with their versions of that time.
+        self._counting: set[int] = set()  #: Tensors that may have a number of rows as a factor, by identity.
+        self._quantities: dict[Quantity, Amount | None] = {}  #: Each after its operands, with the values of atoms.
         self.read = ""  #: The function by which Python has read values of the batch.
         self._whole: set[float] = set()  #: Those that are whole numbers.
         self.sizes: set[int] = set()  #: What it has read of tensors with rows: lengths, and numbers of elements.
         self.asked, self.empty = 0, False  #: As in a Number.
 
-    def put(self, x: Tensor, meaning: Meaning) -> None:
-        """Records what a tensor is."""
+    def put(self, x: Tensor, meaning: Meaning, counting: bool = False) -> None:
+        """Records what a tensor is; ``counting``: whether its sum, unlike its mean, may have a number of rows in it."""
         self._entries[id(x)] = weakref.ref(x), meaning, x.grad_fn is not None, version_of(x)
+        if isinstance(meaning, Quantity):
+            self._quantities.setdefault(meaning)
+        if counting or self._counting:
+            (self._counting.add if counting else self._counting.discard)(id(x))
 
     def of(self, x: Any) -> Meaning:
         """What a value is."""
@@ -112,6 +122,11 @@ class Ledger:
             return Unknown(self.read) if self.read and not isinstance(x, Parameter) else GIVEN
         return Unknown(x.grad_fn.name()) if isinstance(x.grad_fn, BackwardCFunction) else self._of_block(x, "")
 
+    def counting(self, values: Iterable[Tensor]) -> bool:
+        """Whether a number of rows may be a factor of one of these tensors."""
+        known = self._counting
+        return bool(known) and any([id(x) in known and self._entries[id(x)][0]() is x for x in values])
+
     def _of_block(self, x: Tensor, block: str) -> Meaning:
         """What a block, whose code isn't traced, has made: a value with rows, whatever it has computed it from."""
         if self._dim and x.dim():
@@ -124,8 +139,9 @@ class Ledger:
         """Records an argument, or an output, of a batch along this dimension."""
         for x in tensors((value,)):
             if x.dim() and not isinstance(self.of(x), (Rows, Quantity)):
-                first = not 0 < dim < x.dim() or x.shape[dim] != self.rows
-                self.put(x, Rows(mask=x.dtype is torch.bool) if first else Unknown(f"a batch along dimension {dim}"))
+                other = 0 < dim < x.dim() and x.shape[dim] == self.rows
+                rows = Rows(selected=x.dtype is torch.bool)
+                self.put(x, Unknown(f"a batch along dimension {dim}") if other else rows)
             elif id(x) not in self._entries and not x.dim():
                 self.put(x, GIVEN)
 
@@ -144,38 +160,45 @@ class Ledger:
     def link(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor is equal to another, for example on another device."""
         if id(x) in self._entries or x.grad_fn is not None:
-            self.put(y, self.of(x))
+            self.put(y, self.of(x), self.counting([x]))
+
+    def has_number(self, values: Iterable[Tensor]) -> bool:
+        """True if a number of the batch is among the values."""
+        with DisableTorchFunction():
+            return any([isinstance(self.of(x), Quantity) for x in values])
+
+    def numbers(self, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:
+        """What the numbers among the leaves of an output consist of, by position; those with rows are none."""
+        found = {k: self.number(x) for k, x in enumerate(leaves) if isinstance(x, Tensor)}
+        return {k: number for k, number in found.items() if number is not None}
 
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows consists of; None for one with rows."""
-        meaning = self.of(x)
-        if isinstance(meaning, Constant) and not x.dim():
-            meaning = self.atom("a constant", x, nothing=meaning.made and not x.requires_grad)
-        if any([version_of(y) != version for y, version in self.constants]):
-            meaning = Unknown("an in-place function")
+        with DisableTorchFunction():
+            meaning = self.of(x)
+            if isinstance(meaning, Constant) and not x.dim():
+                meaning = self.atom("a constant", x, nothing=meaning.made and not x.requires_grad)
         if not isinstance(meaning, Quantity):
             return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
-        quantities = _in_order(meaning)
-        values = tuple([self._values[q] for q in quantities if q.function is None])
-        return Number(tuple(quantities), values, self.asked, self.empty)
+        needed = {meaning}
+        for q in reversed(self._quantities):
+            needed.update(q.operands if q in needed else [])
+        quantities = tuple([q for q in self._quantities if q in needed])
+        values = tuple([self._quantities[q] for q in quantities if q.function is None])
+        return Number(quantities, values, self.asked, self.empty)  # type: ignore[arg-type]
 
-    def atom(
-        self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False, selected: bool = False
-    ) -> Quantity:
-        """A new atom: a sum of these rows, of which targets or a mask may have ``selected`` some; or a constant."""
-        grad = isinstance(value, Tensor) and value.requires_grad
-        selected = selected or rows is not None and (rows.mask or rows.chosen is not None)
-        q = Quantity(name, grad=grad, grows=rows is not None, nothing=nothing, constant=rows is None,
-                     selected=selected, asked=self.asked)
-        self._values[q] = value
+    def atom(self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False) -> Quantity:
+        """A new atom: a sum of these rows, or a constant."""
+        q = Quantity(name, grad=isinstance(value, Tensor) and value.requires_grad, grows=rows is not None,
+                     nothing=nothing, constant=rows is None, selected=bool(rows and rows.selected), asked=self.asked)
+        self._quantities[q] = value
         return q
 
     def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Quantity:
         """A new mean of these rows, a total by a count, with the type of the tensor ``like``."""
-        selected = isinstance(count, Tensor)
-        rows = replace(rows, mask=False)  # A mean over all entries counts those that a mask has made 0, too.
-        above = self.atom(name, total, rows, selected=selected)
-        return quotient(above, self.atom(name, count, rows, selected=selected), like)
+        # It counts entries that a mask has made 0, too; but not targets that are ignored.
+        rows = replace(rows, selected=isinstance(count, Tensor) or rows.chosen is not None)
+        return quotient(self.atom(name, total, rows), self.atom(name, count, rows), like)
 
     def note_size(self, x: Tensor, rows: Rows) -> None:
         """Records that Python has read a size along the rows."""
@@ -198,22 +221,23 @@ class Ledger:
 
     def may_be_read(self, *values: Any) -> bool:
         """True if Python has read values of the batch, from which one of these numbers may be computed."""
-        found = [x for x in values if isinstance(x, (int, float)) and x not in self._given]
-        return bool(self.read) and any([
-            not _is_literal(x) or any([_nearest(1 / x) % n == 0 for n in self._whole if _nearest(1 / x)]) for x in found
-        ])  # 0.5 may be 1 / 2.
+        found = self._variable(values) if self.read else []
+        return any([not _is_literal(x) or any([_nearest(1 / x) % n == 0 for n in self._whole if _nearest(1 / x)])
+                    for x in found])  # 0.5 may be 1 / 2.
 
     def may_count(self, *values: Any, size: bool = False) -> bool:
         """True if one of the numbers, or its inverse, is a multiple of the rows; if ``size``: a size that was read."""
         if not self.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
-        found = [x for x in values if isinstance(x, (int, float)) and x not in self._given]
-        whole = [_nearest(y) for x in found if not size or not _is_literal(x) for y in (x, 1 / x)]
-        return any([n in self.sizes if size else not n % self.rows for n in whole if n])
+        found = [_nearest(y) for x in self._variable(values) if not size or not _is_literal(x) for y in (x, 1 / x)]
+        return any([n in self.sizes if size else not n % self.rows for n in found if n])
 
-    def may_be_rows(self, x: Tensor) -> bool:
-        """True for a tensor that may repeat a number for each row."""
-        return bool(x.dim()) and self.rows == self.most and not len(x) % self.rows
+    def _variable(self, values: Iterable[Any]) -> list[float]:
+        return [x for x in values if isinstance(x, (int, float)) and x not in self._given]
+
+    def may_be_rows(self, count: int) -> bool:
+        """True for a number of entries of which there may be one for each row, or several."""
+        return self.rows == self.most and not count % self.rows
 
 
 def _is_literal(value: float) -> bool:
@@ -225,14 +249,3 @@ def _nearest(value: float) -> int:
     """The whole number that a value is, but for rounding and its sign; 0 if it is none."""
     nearest = round(abs(value)) if math.isfinite(value) else 0
     return nearest if math.isclose(nearest, abs(value), rel_tol=1e-6) else 0
-
-
-def _in_order(last: Quantity) -> list[Quantity]:
-    """The quantities of which one was computed, each after its operands, and last the one itself."""
-    order, stack = dict[Quantity, None](), [last]
-    while stack:
-        missing = [x for x in stack[-1].operands if x not in order]
-        if not missing:
-            order[stack.pop()] = None
-        stack += missing
-    return [*order]

@@ -38,8 +38,8 @@ class Quantity:
     grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
     constant: bool = False
-    selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
     asked: int = 0  #: Of an atom: how many conditions Python had asked before.
+    selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
     operands: Sequence[Quantity] = ()  #: The quantities among its arguments.
 
 
@@ -133,16 +133,25 @@ def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
     return (above / (count if isinstance(count, Tensor) or count else math.nan)).to(dtype)
 
 
-def combined(each: Sequence[Number | Unknown]) -> Tensor | None:
-    """The number of the batch, with the graphs of the microbatches'; None if these aren't ``aligned``."""
-    same = aligned(each)
-    return same[0].evaluate(sums(same)) if same else None
+def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | None:
+    """The number of the batch, with the graphs of the microbatches': how it is computed, and its values of atoms.
 
-
-def sums(same: Sequence[Number]) -> list[Amount]:
-    """The values of the batch's atoms."""
-    columns = zip(same[0].atoms, *[number.values for number in same])
-    return [each[-1] if atom.constant else _added(each) for atom, *each in columns]
+    None if one is Unknown, or if they were computed in different ways. A microbatch where nothing counts
+    (``if mask.any():``) may have 0, if masks decide what counts in the others.
+    """
+    known = [number for number in each if isinstance(number, Number)]
+    some, rest = [x for x in known if not x.nothing] or known, [x for x in known if x.nothing]
+    if len(known) < len(each):
+        return None
+    if len(some) < len(known):
+        if not all([x.selected or x.constant or not x.grad for x in some[0].atoms]) or not all([x.empty for x in rest]):
+            return None
+    asked = len({x.asked for x in some}) == 1  # Else they have run other code.
+    facts = some[0].facts(asked)
+    if any([x.facts(asked) != facts for x in some[1:]]):
+        return None
+    columns = zip(some[0].atoms, *[number.values for number in some])
+    return some[0], [each[-1] if atom.constant else _added(each) for atom, *each in columns]
 
 
 def _added(values: Sequence[Any]) -> Any:
@@ -152,23 +161,6 @@ def _added(values: Sequence[Any]) -> Any:
     inexact = like.is_floating_point() or like.is_complex()
     wide = torch.promote_types(like.dtype, torch.float32) if inexact else like.dtype  # A sum overflows sooner.
     return torch.as_tensor(sum([x.to(like.device, wide) for x in values])).to(like.dtype)
-
-
-def aligned(each: Sequence[Number | Unknown]) -> list[Number]:
-    """The numbers that make the batch's; none if one is Unknown, or if they were computed in different ways.
-
-    A microbatch where nothing counts (``if mask.any():``) may have 0, if masks decide what counts in the others.
-    """
-    known = [number for number in each if isinstance(number, Number)]
-    some, rest = [x for x in known if not x.nothing] or known, [x for x in known if x.nothing]
-    if len(known) < len(each):
-        return []
-    if len(some) < len(known):
-        if not all([x.selected or x.constant or not x.grad for x in some[0].atoms]) or not all([x.empty for x in rest]):
-            return []
-    asked = len({x.asked for x in some}) == 1  # Else they have run other code.
-    facts = [x.facts(asked) for x in some]
-    return some if all([x == facts[0] for x in facts]) else []
 
 
 def tensors(values: Any) -> Iterator[Tensor]:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.batch_loss import BatchLoss, scheduled
-from splitpipe.loss.ledger import Ledger
-from splitpipe.loss.numbers import Amount, Number, Unknown, pair, tensors, total
-from splitpipe.loss.reduction import AS_PAIR, LossWarnings
+from splitpipe.loss.batch_loss import BatchLoss
+from splitpipe.loss.numbers import Amount, Number, Unknown, pair, tensors
+from splitpipe.loss.reduction import AS_PAIR
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, current
 
@@ -26,17 +25,15 @@ MICROBATCH: Key = (_NAMESPACE, "microbatch")
 class Objective(nn.Module):
     """The loss of a microbatch, as a layer.
 
-    ``reduction``: as given by the user; None: from the trace. ``pairs``: whether loss_fn may return pairs, and whether
-    gradients are corrected in the end; neither is so across processes.
+    ``reduction``: as given by the user; None: from the trace. ``said``: of what was warned. ``pairs``: whether loss_fn
+    may return pairs, which it may not across processes.
     """
 
-    def __init__(
-        self, loss_fn: Callable[..., Any], reduction: str | None, warnings: LossWarnings, pairs: bool = True
-    ) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], reduction: str | None, said: set[str], pairs: bool = True) -> None:
         super().__init__()
         # If loss_fn is a module, it becomes one of the stage's modules; any other callable is an attribute.
         self.loss_fn, self.reduction = loss_fn, reduction
-        self._warnings, self._pairs = warnings, pairs
+        self._said, self._pairs = said, pairs
         self.begin([1, 1])
 
     def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
@@ -44,7 +41,8 @@ class Objective(nn.Module):
 
         ``input``, ``target``: the dimensions of the batch in their tensors. The output may have the input's.
         """
-        self._rows, self.batch_loss = rows, BatchLoss(rows)
+        self._rows, ways = rows, AS_PAIR if self._pairs else "another loss_fn"
+        self.batch_loss = BatchLoss(rows, self.reduction, self._said, ways)
         self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (input, target))
         self._listed = all([dim is None for dim in target])  # Then a list in it may have one entry per row.
         self.compiled = is_compiled(self.loss_fn)
@@ -67,20 +65,14 @@ class Objective(nn.Module):
             loss, count = _verified(value, self._pairs)
             if count is not None:
                 return loss, pair(loss, count, loss)
-            if self.reduction == "sum":
-                return loss, total(loss)
             if trace is None:
-                number: Number | Unknown = Unknown("a compiled function")  # Or it is known to be a mean over rows.
-            else:
-                number = scheduled(trace.number(value) or Unknown("loss_fn"), self._pairs)
-            if trace is not None or self.compiled and self.reduction is None:
-                self._warnings.warn(number, AS_PAIR if self._pairs else "another loss_fn")
-            return loss, number
+                return loss, Unknown("a compiled function")
+            return loss, trace.ledger.number(value) or Unknown("loss_fn")
 
     def _begun(self, trace: Trace | None, i: int, output: Any, target: Any) -> Trace:
         """A trace that knows where the rows are in the output and in the target."""
         if trace is None:
-            trace = Trace(Ledger(self._rows[i], max(self._rows), self._output))
+            trace = Trace(self._rows, i, self._output)
             trace.ledger.returned([x for x in tensors((output,)) if not x.dim()], "a layer")
             trace.ledger.note_numbers(output, "a layer")
         trace.ledger.begin(output, self._output)

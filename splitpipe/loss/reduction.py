@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.numbers import Number, Unknown, combined, mean, sums
+from splitpipe.loss.numbers import Number, Unknown, batch, mean
 
 Reduce = Callable[[list[Tensor], list[int]], Tensor]
 #: What else a user can do.
@@ -20,33 +20,26 @@ NO_FUNCTION = (
 )
 
 
-class LossWarnings:
-    """The functions about which a model's user has been warned, since one warning each is enough."""
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def warn(self, number: Number | Unknown, ways: str) -> None:
-        """Warns that a number that isn't recognised is taken as a mean over rows."""
-        if isinstance(number, Unknown) and number.function not in self._said:
-            self._said.add(number.function)
-            warnings.warn(
-                f"the loss, or another number of the output, could not be traced beyond {number.function}: "
-                "microbatches are averaged by their rows, which may differ from the value of the whole batch (see "
-                "splitpipe.check). In a SplitPipe, pass reduction='mean' if that is right (it silences this warning), "
-                f"reduction='sum' if it is a sum, or {ways}. For a loss over the whole batch, leave out the schedule, "
-                "and compute it from model(x).",
-                stacklevel=2,
-            )
+def warn(said: set[str], function: str, ways: str) -> None:
+    """Warns that a number that isn't recognised is taken as a mean over rows; once for each function, not ``said``."""
+    if function not in said:
+        said.add(function)
+        warnings.warn(
+            f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
+            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). In a "
+            "SplitPipe, pass reduction='mean' if that is right (it silences this warning), reduction='sum' if it is a "
+            f"sum, or {ways}. For a loss over the whole batch, leave out the schedule, and compute it from model(x).",
+            stacklevel=2,
+        )
 
 
 class Reducer:
     """Combines numbers of microbatches. ``numbers``: what each microbatch's consist of, by their identity."""
 
     def __init__(
-        self, reduction: str | Reduce | None, numbers: Sequence[Mapping[int, Number | Unknown]], warnings: LossWarnings
+        self, reduction: str | Reduce | None, numbers: Sequence[Mapping[int, Number | Unknown]], said: set[str]
     ) -> None:
-        self._reduction, self._numbers, self._warnings = reduction, numbers, warnings
+        self._reduction, self._numbers, self._said = reduction, numbers, said
 
     def reduces(self, column: Sequence[Any]) -> bool:
         """True for numbers that are combined into one, rather than joined; with dimensions, if the trace knows them."""
@@ -71,22 +64,22 @@ class Reducer:
             return given
         if self._reduction == "sum":
             return torch.stack(values).sum()
+        found = None
         if self._reduction is None:
             unseen = Unknown("a block that returned no number before")
             each = [known.get(id(x), unseen) for x, known in zip(column, self._numbers)]
-            whole = combined(each)
-            if whole is not None:
-                return (whole if any([x.requires_grad for x in values]) else whole.detach()).to(like.dtype)
-            if like.is_floating_point():
-                different = Unknown("code that differs between microbatches")
-                self._warnings.warn(next((x for x in each if isinstance(x, Unknown)), different), AS_FUNCTION)
-        if not like.is_floating_point():
+            found = batch(each)
+            if found is None and like.is_floating_point():
+                unknown = [x.function for x in each if isinstance(x, Unknown)]
+                warn(self._said, [*unknown, "code that differs between microbatches"][0], AS_FUNCTION)
+        if found is None and not like.is_floating_point():
             raise ValueError(
                 f"the output has a number of type {like.dtype}, which is different for every microbatch: expected a "
                 f"floating-point number, a sum, or {AS_FUNCTION}."
             )
-        means = [mean(value, float(count)) for value, count in zip(values, rows)]
-        return means[0].evaluate(sums(means))
+        number, totals = found or batch([mean(x, float(count)) for x, count in zip(values, rows)])  # type: ignore[misc]
+        whole = number.evaluate(totals).to(like.dtype)
+        return whole if any([x.requires_grad for x in values]) else whole.detach()
 
 
 def verify_reduction(reduction: object) -> None:

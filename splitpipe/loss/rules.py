@@ -7,33 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss import views
-from splitpipe.loss.function_call import ODD, FunctionCall, Rule, dims_of
+from splitpipe.loss import torch_losses, views
+from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
 from splitpipe.loss.numbers import Quantity, Unknown, product, quotient, tensors
 
-
-def each_entry(call: FunctionCall) -> Meaning | None:
-    """An elementwise function, with broadcasting."""
-    joined, filled = call.joined(), call.name in ("where", "masked_fill", "fill")
-    counts = call.ledger.may_count(*(call.scalars if filled else [call.kwargs.get("alpha")]))
-    counts = counts or call.ledger.may_count(*[x for x in call.scalars if type(x) is float], size=True)
-    return replace(joined, counting=True) if counts and joined is not None else joined
-
-
-def multiply(call: FunctionCall) -> Meaning | None:
-    """A product or quotient of entries, of which some may be numbers that count rows."""
-    joined = call.joined()
-    if joined is None or not call.ledger.may_count(*call.scalars, size=isinstance(joined, Constant)):
-        return joined
-    return replace(joined, counting=True) if isinstance(joined, Rows) else Unknown(MAY_COUNT)
+#: Elementwise functions, with broadcasting.
+each_entry: Rule = FunctionCall.joined
 
 
 def divide(call: FunctionCall) -> Meaning | None:
-    """As ``multiply``; or entries divided by a count, such as weights by their sum."""
+    """A quotient of entries; or entries divided by a count, such as weights by their sum."""
     above, below = call.meaning, call.of(call.args[-1])
+    if isinstance(below, Rows) and below.share is not None:
+        return None  # It isn't linear in what has divided that.
     if not isinstance(above, Rows) or not isinstance(below, Quantity) or call.kwargs:
-        return multiply(call)
+        return call.joined()
     plain = not call.args[-1].requires_grad and call.args[-1].numel() == 1 and above.share is None
     return replace(above, share=(below, call.args[-1].clone())) if plain else None
 
@@ -43,33 +32,19 @@ def reduce(call: FunctionCall) -> Meaning | None:
     x, meaning, mean = call.args[0], call.meaning, "mean" in call.name
     dims = dims_of(x, call.argument(1, "dim", call.kwargs.get("axis"))) or [0]  # What was squeezed out of a single row.
     if isinstance(meaning, Constant):
-        if not mean and meaning.made and 0 in dims and call.ledger.may_be_rows(x):
-            return Unknown(MAY_COUNT)  # torch.ones_like(output).sum()
-        return replace(meaning, positions=False)
+        if meaning.made and not mean and x.dim() and 0 in dims and call.ledger.may_be_rows(len(x)):
+            return MAY_COUNT  # torch.ones_like(output).sum()
+        return VARIED if meaning is Constant.POSITIONS else meaning
     if not isinstance(meaning, Rows) or 0 not in dims:
         return meaning if isinstance(meaning, Rows) else None
-    share = meaning.share
-    if meaning.counting and not mean:
-        return Unknown(MAY_COUNT)
-    if mean and share is None:
+    if meaning.share is None and mean:
         count = float(len(x) if x.dim() else 1)
         return call.ledger.mean(product(call.out, count), count, call.name, meaning, call.out)
-    if share is None:
-        return call.ledger.atom(call.name, call.out.clone(), meaning)
-    if call.name != "sum":
-        return None
-    total = call.ledger.atom(call.name, product(call.out, share[1]), meaning)
-    return replace(quotient(total, share[0], call.out), grows=not share[0].grows)
-
-
-def add_up(call: FunctionCall) -> Meaning | None:
-    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
-    _, dim, places, entries = call.args
-    rows, by, onto = call.of(entries), call.of(places), call.meaning
-    if not isinstance(rows, Rows) or not isinstance(by, Rows) or not by.alike(rows) or dim or places.dim() != 1:
-        return None
-    plain = isinstance(onto, Constant) and onto.zeros and not rows.counting
-    return call.ledger.atom(call.name, call.out.clone(), rows) if plain else None
+    if meaning.share is None or call.counting:
+        return call.summed(meaning)
+    by, value = meaning.share
+    total = call.ledger.atom(call.name, product(call.out, value), meaning)
+    return replace(quotient(total, by, call.out), grows=not by.grows) if call.name == "sum" else None
 
 
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
@@ -88,7 +63,7 @@ def along(call: FunctionCall) -> Meaning | None:
     named = [call.kwargs[key] for key in ("axis", "dims", "other") if key in call.kwargs]
     dims = call.argument(at, "dim", named[0] if named else default)
     if isinstance(dims, Tensor):  # torch.max(x, y)
-        return each_entry(call)
+        return call.joined()
     if isinstance(dims, bool) or call.name == "flip" and len(call.args) > 2:  # std(unbiased), flip(0, 1)
         return None
     whole = torch.broadcast_tensors(*call.operands)[0]
@@ -96,6 +71,15 @@ def along(call: FunctionCall) -> Meaning | None:
     if isinstance(rows, Rows):
         return None if 0 in dims_of(whole, dims) else rows
     return VARIED if rows is not None and rows.made else rows
+
+
+def add_up(call: FunctionCall) -> Meaning | None:
+    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
+    _, dim, places, entries = call.args
+    rows, by = call.of(entries), call.of(places)
+    if not isinstance(rows, Rows) or not rows.alike(by) or dim or places.dim() != 1:
+        return None
+    return call.summed(rows) if call.meaning is Constant.ZEROS else None
 
 
 def matmul(call: FunctionCall) -> Meaning | None:
@@ -109,10 +93,7 @@ def matmul(call: FunctionCall) -> Meaning | None:
 def pad(call: FunctionCall) -> Meaning | None:
     """Entries before and after those of the last dimensions, or between those of all but the first two."""
     last = 2 if call.name == "interpolate" else len(call.argument(1, "pad")) // 2
-    if isinstance(call.meaning, Rows) and call.args[0].dim() <= last:
-        return None
-    counts = call.ledger.may_count(call.argument(3, "value"), size=True)
-    return replace(call.meaning, counting=True) if counts and isinstance(call.meaning, Rows) else call.meaning
+    return None if isinstance(call.meaning, Rows) and call.args[0].dim() <= last else call.meaning
 
 
 def create(call: FunctionCall) -> Meaning | None:
@@ -121,16 +102,15 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning
     if "zeros" in name or "ones" in name or "empty" in name:
-        return replace(UNIFORM, zeros="zeros" in name)
+        return Constant.ZEROS if "zeros" in name else UNIFORM
     value: Any = args[-1] if args else None
     value = call.kwargs.get("fill_value", value[0] if type(value) in (list, tuple) and len(value) == 1 else value)
     if isinstance(value, Tensor) or any([not isinstance(call.of(x), Constant) for x in tensors((value,))]):
         return None  # torch.tensor([mask.sum()])
     if ledger.read and not (isinstance(value, (int, float)) and not ledger.may_be_read(value)):
         return Unknown(ledger.read)
-    if not isinstance(value, (int, float)):
-        return VARIED
-    return replace(UNIFORM, counting=ledger.may_count(value, size=not call.out.is_floating_point()))
+    call.counting = ledger.may_count(*numbers_among([value]), size=not call.out.is_floating_point())
+    return UNIFORM if numbers_among([value]) else VARIED
 
 
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
@@ -139,7 +119,7 @@ _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
 def vary(call: FunctionCall) -> Meaning:
     """Numbers of positions, which begin again in each microbatch; or random ones."""
     plain = call.name == "arange" and len(call.args) == 1 and not {"start", "end", "step"} & {*call.kwargs}
-    return replace(VARIED, positions=plain)
+    return Constant.POSITIONS if plain else VARIED
 
 
 def ask(call: FunctionCall) -> Meaning:
@@ -179,13 +159,13 @@ def size(call: FunctionCall) -> Meaning:
 _RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique",
                      "unique_consecutive", "where", "index_select", "masked_select", "bincount"])
 #: Rules that answer Python, or make a tensor, also of numbers.
-NOT_RECORDED = frozenset([ask, read, size, create])
+ANSWERS = frozenset([ask, read, size, create])
 #: Rules that say themselves what Unknown arguments mean.
-_OF_ANYTHING = frozenset([*NOT_RECORDED, vary, views.index])
+OF_ANYTHING = frozenset([*ANSWERS, vary, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
 BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary, create])
-#: Rules for entries that may have been divided by a count: they are linear.
-_OF_SHARES = frozenset([multiply, divide, reduce, views.view, views.keep, size])
+#: Rules for entries that may have been divided by a count.
+OF_SHARES = frozenset([divide, reduce, views.view, views.keep, size])
 _GROUPS: list[tuple[Rule, str]] = [
     (each_entry, "abs absolute acos asin atan atan2 bitwise_and bitwise_or bitwise_xor ceil celu cos cosh digamma elu "
                  "erf erfc erfinv exp exp2 expit expm1 fill floor floor_divide floordiv fmod frac gelu hardsigmoid "
@@ -195,8 +175,8 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "sqrt square tan tanh threshold trunc xlogy and rand or ror xor invert logical_not bitwise_not "
                  "isfinite isinf isnan where neg negative "
                  "eq ne lt gt le ge less greater less_equal greater_equal not_equal "
-                 "add radd iadd sub subtract isub rsub clamp clamp_min clip clamp_max maximum minimum"),
-    (multiply, "mul multiply rmul imul rdiv rtruediv reciprocal"),
+                 "add radd iadd sub subtract isub rsub clamp clamp_min clip clamp_max maximum minimum "
+                 "mul multiply rmul imul rdiv rtruediv reciprocal"),
     (divide, "div divide true_divide truediv itruediv idiv"),
     (reduce, "sum mean nansum count_nonzero"), (along, " ".join(_ALONG)),
     (add_up, "scatter_add"), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
@@ -209,29 +189,10 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "adjoint T mT H mH unsqueeze squeeze expand expand_as broadcast_to select narrow unbind split chunk "
                  "broadcast_tensors repeat_interleave"),
     (views.join, "stack cat concat concatenate hstack"),
-    (views.index, "__getitem__ masked_select"), (views.write, "__setitem__"), (views.gather, "gather"),
+    (views.index, "__getitem__ masked_select"), (views.gather, "gather"),
+    (torch_losses.loss, " ".join(torch_losses.NAMES)),
     (ask, "__bool__ equal allclose is_nonzero __contains__"),
     (read, "item tolist __int__ __float__ __index__ __complex__ numpy __array__"),
     (size, "shape size numel nelement len"),
 ]
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}
-
-
-def meaning_of(call: FunctionCall) -> Any:
-    """What a call's result is, or several of them, by a rule for its arguments: numbers aren't among them."""
-    rule, operands = RULES.get(call.name), call.meanings
-    unknown = next((each for each in operands if isinstance(each, Unknown)), None) if Unknown in call.kinds else None
-    if rule is None:
-        if not call.kinds <= {Constant}:
-            return unknown
-        return GIVEN if operands and all([each == GIVEN for each in operands]) else VARIED
-    if rule not in _OF_SHARES and any([type(each) is Rows and each.share is not None for each in operands]):
-        return None
-    if unknown is not None and rule not in _OF_ANYTHING:
-        return unknown
-    try:
-        return rule(call)
-    except torch.OutOfMemoryError:
-        raise
-    except ODD:
-        return None

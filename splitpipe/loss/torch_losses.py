@@ -16,8 +16,8 @@ from torch import Tensor
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import MAY_COUNT, Constant, Ledger, Meaning, Rows, TimeMajor
-from splitpipe.loss.numbers import Unknown, product
+from splitpipe.loss.ledger import Constant, Meaning, Rows, TimeMajor
+from splitpipe.loss.numbers import product
 
 #: Losses whose means divide by targets, by samples, and by elements.
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
@@ -33,76 +33,68 @@ NAMES = _COUNTED | _SAMPLES | _ELEMENTS
 
 
 @lru_cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a loss's parameters."""
     return tuple(inspect.signature(function).parameters)
 
 
-def loss(ledger: Ledger, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls a loss, and records what it is."""
-    given = {**dict(zip(_parameters(function), args)), **kwargs}
-    how, count, meaning = given.get("reduction", "mean"), None, None
-    with DisableTorchFunction():
-        try:
-            meaning = _meaning(FunctionCall(ledger, name, (), given), given)
-            if isinstance(meaning, Rows) and how not in ("none", "sum"):
-                count = _count(name, given)
-        except torch.OutOfMemoryError:
-            raise
-        except ODD:
-            pass  # The loss may raise its own error.
-    if isinstance(count, Tensor) and given.get("weight") is not None:  # If all are 0, its gradients are NaN.
-        total = function(**{**given, "reduction": "sum"})
-        out = (total / count).to(total.dtype)
-    else:
-        out = function(*args, **kwargs)
-        total = out if count is None else product(out, count)
-    with DisableTorchFunction():
-        if isinstance(meaning, Rows) and how != "none":
-            meaning = ledger.atom(name, total.clone(), meaning) if count is None else ledger.mean(
-                total, count, name, meaning, out)
-        ledger.put(out, Unknown(name) if meaning is None else meaning)
-    return out
+def compute(call: FunctionCall, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Computes a loss; ``call.total`` and ``call.count``: what its mean is a quotient of."""
+    call.total = call.count = None
+    if call.kwargs.get("reduction", "mean") not in ("none", "sum"):
+        with DisableTorchFunction():
+            try:
+                call.count = _count(call)
+            except ODD:
+                pass  # The loss may raise its own error.
+    if not isinstance(call.count, Tensor) or call.kwargs.get("weight") is None:
+        return function(*args, **kwargs)  # type: ignore[no-any-return]
+    call.total = function(*call.args, **{**call.kwargs, "reduction": "sum"})
+    out: Tensor = call.total / call.count  # If all weights are 0, gradients of torch's own mean are NaN.
+    return out.to(call.total.dtype)
 
 
-def _meaning(call: FunctionCall, given: dict[str, Any]) -> Meaning | None:
+def loss(call: FunctionCall) -> Meaning | None:
+    """A loss of rows, by its reduction."""
+    rows, how = _entries(call), call.kwargs.get("reduction", "mean")
+    if not isinstance(rows, Rows) or how == "none":
+        return rows
+    if how == "sum":
+        return call.summed(rows)
+    total = product(call.out, call.count) if call.total is None else call.total
+    return call.ledger.mean(total, call.count, call.name, rows, call.out)
+
+
+def _entries(call: FunctionCall) -> Meaning | None:
     """What the losses are before they are added up; None: not recognised."""
-    ledger, meanings = call.ledger, call.meanings
-    unknown = next((each for each in meanings if isinstance(each, Unknown)), None)
-    odd = any([isinstance(each, Rows) and each.share is not None for each in meanings]) or any(
-        [given.get(old) is not None for old in ("size_average", "reduce")])  # torch's deprecated options.
-    floats = [x for x in given.values() if type(x) is float]
-    if ledger.may_be_read(*floats):  # delta=errors.median().item()
-        return Unknown(ledger.read)
-    if unknown is not None or odd:
-        return unknown
-    if given.get("reduction") == "sum" and (call.counting or ledger.may_count(*floats, size=True)):
-        return Unknown(MAY_COUNT)
-    x, weight = next(x for x in given.values() if isinstance(x, Tensor)), given.get("weight")
+    x, weight, target = call.operands[0], call.kwargs.get("weight"), call.kwargs.get("target")
+    if any([call.kwargs.get(old) is not None for old in ("size_average", "reduce")]):  # torch's deprecated options.
+        return None
     if call.name in _ELEMENTS:
         if weight is not None and not call.name.startswith("binary"):
             return None  # Its mean divides by their sum.
-        return call.joined(shape=torch.broadcast_shapes(*[x.shape for x in call.operands]))
-    first, others = call.of(x), [y for y in call.operands if y is not x and y is not weight]
-    if isinstance(first, TimeMajor) and call.name == "ctc_loss":
-        known = [isinstance(each, Rows) or isinstance(each, Constant) and each.uniform for each in map(call.of, others)]
-        return Rows() if all(known) else None
-    if not isinstance(first, Rows) or not isinstance(call.of(weight), Constant):
+        return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
+    rows, others = call.of(x), [y for y in call.operands if y is not x and y is not weight]
+    kinds = [call.of(y) for y in others]
+    if isinstance(rows, TimeMajor) and call.name == "ctc_loss":
+        alike = all([isinstance(each, Rows) or isinstance(each, Constant) and each.uniform for each in kinds])
+        return Rows() if alike else None
+    if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None
-    target = given.get("target")  # Classes of rows, and not of a single one; or samples.
-    plain = x.dim() > 1 and isinstance(call.of(target), Rows) if call.name in _COUNTED else x.dim() == 2
-    return first if plain and all([
-        each.alike(first) if isinstance(each, Rows) else isinstance(each, Constant) and (
-            each.uniform or call.name in _COUNTED and y is not target)
-        for y, each in zip(others, map(call.of, others))
+    counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
+    plain = x.dim() > 1 and isinstance(call.of(target), Rows) if counted else x.dim() == 2
+    return rows if plain and all([
+        rows.alike(each) or isinstance(each, Constant) and (each.uniform or counted and y is not target)
+        for y, each in zip(others, kinds)
     ]) else None
 
 
-def _count(name: str, given: dict[str, Any]) -> Tensor | float:
+def _count(call: FunctionCall) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
-    x, target = next(value for value in given.values() if isinstance(value, Tensor)), given.get("target")
-    if name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
-        return float(x.shape[name == "ctc_loss"] if x.dim() else 1)
-    ignored, weight = given.get("ignore_index"), given.get("weight")
+    x, target, weight = call.operands[0], call.kwargs.get("target"), call.kwargs.get("weight")
+    if call.name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
+        return float(x.shape[call.name == "ctc_loss"] if x.dim() else 1)
+    ignored = call.kwargs.get("ignore_index")
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(
         counts, weight.detach()[torch.where(counts, target, 0)], 0).sum()

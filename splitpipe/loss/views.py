@@ -27,9 +27,9 @@ def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
     meaning, x = call.meaning, call.args[0]
     if isinstance(call.out, Tensor):
         return _viewed(call, x, call.out)
-    pieces = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())  # Along the rows.
     if call.name == "broadcast_tensors":
         return [call.joined([x], y.shape) for x, y in zip(call.operands, call.out)]
+    pieces = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())  # Along the rows.
     views: list[Any] = [None if pieces else _viewed(call, x, y) for y in call.out]
     if isinstance(meaning, Rows) and (call.ledger.rows == 1 or not all([isinstance(each, Rows) for each in views])):
         call.ledger.note_size(x, meaning)  # Python may count the pieces.
@@ -38,10 +38,8 @@ def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
 
 def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
     meaning, ledger = call.meaning, call.ledger
-    if isinstance(meaning, Constant):
-        return meaning if meaning.uniform or not meaning.made else VARIED
     if not isinstance(meaning, Rows):
-        return None
+        return VARIED if meaning is Constant.POSITIONS else meaning
     if not out.dim():
         return meaning if call.name == "squeeze" and ledger.most > 1 else None  # Of a single row.
     if call.name in _ORDERED:  # No entry of the first dimension has parts of several rows.
@@ -52,7 +50,7 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
         return meaning if plain and not groups and len(out) and not len(out) % size else None
     if call.name in _TURNING and _turns(call, out):
         turned = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)
-        return TimeMajor(meaning) if turned and call.name != "unsqueeze" else None
+        return TimeMajor() if turned and call.name != "unsqueeze" else None
     added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
     return meaning if len(out) == len(x) and out.stride(0) == x.stride(0) and not added else None
 
@@ -70,7 +68,7 @@ def join(call: FunctionCall) -> Meaning | None:
     like = next((x for x in parts if isinstance(call.of(x), Rows)), parts[0])
     joined = call.joined(parts, like.shape) if len({x.dim() for x in parts}) < 2 else None
     if not isinstance(joined, Rows):
-        return VARIED if joined is not None and joined.made else joined
+        return VARIED if isinstance(joined, Constant) and joined.made else joined
     [dim] = dims_of(call.out, call.argument(1, "dim", 0))
     return joined if dim or len(parts) == 1 and "cat" in call.name else None
 
@@ -95,19 +93,14 @@ def index(call: FunctionCall) -> Meaning | None:
         return kinds[0] if isinstance(kinds[0], Rows) and not rest and first.dtype != torch.bool else None
     if not isinstance(meaning, Rows):
         return None
-    if isinstance(kinds[0], Constant) and kinds[0].positions and len(first) == len(x):  # x[arange(len(x)), labels]
+    if kinds[0] is Constant.POSITIONS and len(first) == len(x):  # x[arange(len(x)), labels]
         plain = all([
             isinstance(each, int) or isinstance(each, Tensor) and each.dim() == 1 and each.dtype != torch.bool
-            and isinstance(kind, Rows) and kind.alike(meaning) for each, kind in zip(rest, kinds[1:])
+            and meaning.alike(kind) for each, kind in zip(rest, kinds[1:])
         ])
         return meaning if plain else None
-    return replace(meaning, chosen=first) if not rest and _selects(first, kinds[0], x, meaning) else None
-
-
-def _selects(mask: Tensor, by: Meaning, x: Tensor, meaning: Rows) -> bool:
-    """Whether a mask of the same rows selects entries."""
-    plain = mask.dtype == torch.bool and mask.dim() and mask.shape == x.shape[: mask.dim()]
-    return bool(plain) and isinstance(by, Rows) and by.alike(meaning)
+    selects = not rest and first.dtype == torch.bool and first.dim() and first.shape == x.shape[: first.dim()]
+    return replace(meaning, chosen=first, selected=True) if selects and meaning.alike(kinds[0]) else None
 
 
 def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | None:
@@ -118,16 +111,6 @@ def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | N
     else:
         whole = isinstance(first, slice) and len(out) == len(x) and first.step in (None, 1)
     return rows if whole and out.dim() else None if first is None else Unknown("a part of the rows")
-
-
-def write(call: FunctionCall) -> Meaning | None:
-    """What a tensor is after ``x[mask] = value``, with a number as the value."""
-    (x, mask, value), meaning, by = call.args, call.meaning, call.of(call.args[1])
-    constant = not isinstance(value, Tensor) or isinstance(call.of(value), Constant) and not value.dim()
-    own = by if isinstance(meaning, Constant) and meaning.uniform else meaning
-    if not isinstance(by, Rows) or not isinstance(own, Rows) or not constant or not _selects(mask, by, x, own):
-        return None
-    return None if call.ledger.may_count(value) else own
 
 
 def gather(call: FunctionCall) -> Meaning | None:

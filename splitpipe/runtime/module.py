@@ -18,7 +18,6 @@ from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
 from splitpipe.loss.objective import Objective
-from splitpipe.loss.trace import Tracing
 from splitpipe.microbatch.divider import ArgumentDivider, labelled, name_arguments, signature_of
 from splitpipe.microbatch.division import Division
 from splitpipe.partition.attributes import Attributes
@@ -117,7 +116,6 @@ class ModuleRuntime(Runtime):
         if len(call.rows) > 1:
             attributes.begin(batch.module.training and call.state.grad)
         traced = len(call.rows) > 1 and options.reduction is None and self._traced.get(batch.kind, True)
-        tracing = Tracing(call.input) if traced else None
         stitched = step.drop_in and not options.split_backward
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
@@ -127,10 +125,10 @@ class ModuleRuntime(Runtime):
         if objective is not None:
             finish = partial(keep_loss, objective, targets)
         elif not step.drop_in:
-            finish = partial(keep_own_loss, options.reduction, self._loss_warnings)
+            finish = keep_own_loss
         labels = labelled(dict(name_arguments(self.signature, batch.args, batch.kwargs)))
         own = ModuleCall(
-            step, self._forward, batch.blocks, placement, shared, attributes, tracing, self._modules, labels,
+            step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, labels,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
         parts = call.scatter(call.input, 0, detached=not stitched)

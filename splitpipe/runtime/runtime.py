@@ -36,8 +36,9 @@ from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
+from splitpipe.loss.batch_loss import BatchLoss
 from splitpipe.loss.objective import TARGET, Objective
-from splitpipe.loss.reduction import NO_FUNCTION, LossWarnings, Reducer
+from splitpipe.loss.reduction import AS_FUNCTION, NO_FUNCTION, Reducer
 from splitpipe.microbatch.divider import Divider, Split
 from splitpipe.microbatch.division import Division, absent, noted
 from splitpipe.microbatch.gather import gather
@@ -92,10 +93,10 @@ class Runtime:
         self._resources, self._placement = Resources(options.places), Placement(options.places)
         self._lock, self.recordings = ProcessLock(), Recordings(options.schedule, options.places)
         self._compiler = Compiler(options.compiling, options.split_backward)
-        self._loss_warnings, self._hooks = LossWarnings(), LeafHooks()
+        self._said, self._hooks = set[str](), LeafHooks()  #: ``_said``: of which losses was warned.
         self.hand_over: HandOver | None = HandOver()  #: Of the last scheduled step; None: one was warned of.
         loss_fn = options.loss_fn
-        self._objective = None if loss_fn is None else Objective(loss_fn, options.reduction, self._loss_warnings)
+        self._objective = None if loss_fn is None else Objective(loss_fn, options.reduction, self._said)
         self._rows: Callable[..., OpRows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
         #: Whether the model draws from the CPU's generator, in training and in evaluation, as calls have shown.
         self.draws: dict[bool, bool] = {}
@@ -154,7 +155,9 @@ class Runtime:
         shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
         ops = self._rows(step.workers, len(call.rows), state.grad, 0 if self.own_forward else call.checkpointed)
         with noted(call.input, target):
-            scheduled = ScheduledStep(step, target, scale, None if objective is None else objective.batch_loss)
+            rows, reduction = [count for _, count in call.rows], options.reduction
+            own = BatchLoss(rows, reduction, self._said, AS_FUNCTION) if objective is None else objective.batch_loss
+            scheduled = ScheduledStep(step, target, scale, own)
             loss: Any = scheduled.run(ops, shared)
         shared.verify()
         outputs = [forward.output for forward in forwards]
@@ -170,11 +173,8 @@ class Runtime:
         """Joins the outputs of all microbatches; ``loss``: in the place of the module's own."""
         reduction, rows, reducer = self.options.reduction, [count for _, count in call.rows], None
         if self.own_forward and len(rows) > 1 or not self.own_forward and reduction is not None:
-            reducer = Reducer(reduction, [output.numbers for output in outputs], self._loss_warnings)
+            reducer = Reducer(reduction, [output.numbers for output in outputs], self._said)
         if loss is not None:
-            own = [output.leaves[output.place] for output in outputs]
-            if reducer is not None and reducer.reduces(own):
-                reducer.reduced(own, rows)  # It warns if the batch's loss isn't known to be this one.
             for output in outputs:
                 output.leaves[output.place] = loss
         values = [unflatten(output.leaves, output.nesting) for output in outputs]

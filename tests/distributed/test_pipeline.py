@@ -250,7 +250,7 @@ def test_a_loss_that_is_no_mean_is_an_error(world: World) -> None:
 def test_a_loss_whose_terms_depend_on_the_microbatch_is_an_error(loss_fn: Any) -> None:
     loss, target = Loss(loss_fn, 2), torch.tensor([[1.0], [0.0]])
     loss.begin(target)
-    with pytest.raises(ValueError, match="microbatches have losses of different kinds"):
+    with pytest.raises(ValueError, match="terms of different kinds"):
         for part in target.chunk(2):
             loss((torch.ones(1, 1, requires_grad=True),), part)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.loss.numbers import Amount, Number, Quantity, Unknown, combined, mean, quotient, total
+from splitpipe.loss.numbers import Amount, Number, Quantity, Unknown, batch, mean, quotient, total
 
 
 def number(above: float, count: Amount = 1.0, factor: float | None = None, grad: bool = False) -> Number:
@@ -14,6 +14,11 @@ def number(above: float, count: Amount = 1.0, factor: float | None = None, grad:
     of = quotient(*atoms, torch.tensor(above))
     times = [Quantity("mul", Tensor.mul, (of, factor))] if factor is not None else []
     return Number((*atoms, of, *times), (torch.tensor(above), count))
+
+
+def combined(each: list[Number | Unknown]) -> Tensor | None:
+    found = batch(each)
+    return None if found is None else found[0].evaluate(found[1])
 
 
 def nothing(empty: bool) -> Number:

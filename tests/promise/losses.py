@@ -4,7 +4,7 @@
     SEVERAL    several terms: drop-in exact; scheduled exact if their counts are proportional, else an error
     MIXED      a mean over what is counted plus a sum: drop-in exact; scheduled exact, or said
     SAID       exact, or a warning or an error that says why not
-    COMPUTED   of sums and means by any functions: drop-in exact; scheduled exact if it is of one sum, else as UNKNOWN
+    COMPUTED   of sums and means by any functions: drop-in exact; scheduled as UNKNOWN
     UNKNOWN    one warning that names a function; taken as a mean over rows
     COUPLED    rows are compared with each other: a warning or an error, whatever the value
     PENALTIES  as EXACT; the function is given the module's parameters, too; SAID_PENALTIES as SAID
@@ -318,7 +318,6 @@ HAND: Table = {
     "a masked mean if any": ("tokens", lambda o, t: (
         lambda m: (each(o, t) * m.double()).sum() / m.sum() if m.any() else o.sum() * 0)(t != IGNORED)),
     "resized": ("values", lambda o, t: F.mse_loss(F.interpolate(o, 10), F.interpolate(t, 10))),
-    "mask by index": ("tokens", masked_by_index),
     "squeezed rows": ("flat", lambda o, t: F.mse_loss(o[:, :1].squeeze(), t[:, :1].squeeze())),
     "repeated words": ("values", lambda o, t: (o.repeat_interleave(2, 1) - t.repeat_interleave(2, 1)).square().mean()),
     "from a zero": ("flat", lambda o, t: (torch.zeros(()) + (o - t) - torch.tensor(0.0)).square().mean()),
@@ -339,7 +338,6 @@ HAND: Table = {
     "zeros as the target": ("flat", lambda o, t: F.binary_cross_entropy_with_logits(
         o[:, :1], torch.zeros(len(o), 1).double())),
     "stack times a number": ("flat", lambda o, t: (torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]) * 0.3).sum()),
-    "both of a stack": ("flat", lambda o, t: sum(torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).unbind())),
     "one of a stack": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])[1]),
     "two terms times a constant": ("flat", lambda o, t: (F.mse_loss(o, t) + F.l1_loss(o, t)) * WEIGHT[3]),
     "weights of elements": ("flat", lambda o, t: (
@@ -601,6 +599,14 @@ SAID: Table = {
     "a weight from a count": ("binary", balanced),
     "plus one": ("tokens", lambda o, t: each(o, t).sum() / (counted(t).sum() + 1)),
     "largest": ("flat", lambda o, t: (o - t).square().max()),
+    "both of a stack": ("flat", lambda o, t: sum(torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).unbind())),
+    "mask by index": ("tokens", masked_by_index),
+    "weights times a size": ("classes", lambda o, t: (
+        (WEIGHT * len(o))[t] * F.cross_entropy(o, t, reduction="none")).mean()),
+    "for each word and row": ("values", lambda o, t: F.mse_loss(o, t).expand(WORDS, len(o)).sum()),
+    "for each that counts": ("tokens", lambda o, t: F.mse_loss(o, o * 0).expand(int((t != IGNORED).sum())).sum()),
+    "by shares": ("tokens", lambda o, t: (each(o, t) / ((counted(t) + 1) / (counted(t) + 1).sum())).sum()),
+    "padded with a size": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=len(o)).sum()),
     "hardest rows": ("flat", lambda o, t: (o - t).square().mean(1).topk(1).values.mean()),
     "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / F.mse_loss(o, t).detach()),
     "if": ("flat", lambda o, t: F.mse_loss(o, t) if F.mse_loss(o, t) < 2 else F.l1_loss(o, t)),
@@ -707,25 +713,26 @@ def balanced_experts(o: Tensor, t: Tensor) -> Tensor:
 
 
 COMPUTED: dict[str, tuple[str, Loss, str]] = {
-    "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), ""),
-    "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, ""),
-    "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), ""),
+    "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
+    "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, "pow"),
+    "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), "square"),
     "dice": ("binary", dice, "div"),
     "learned weights": ("flat", lambda o, t: (o.sigmoid() * (o - t).square()).sum() / o.sigmoid().sum(), "div"),
     "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean(), "sum"),
     "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum(), "mean"),
-    "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), ""),
-    "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), ""),
+    "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), "clamp"),
+    "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), "nan_to_num"),
     "written numbers": ("flat", written, "setitem"),
     "experts": ("flat", balanced_experts, "mean"),
-    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), ""),
-    "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), ""),
+    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "div"),
+    "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), "rdiv"),
     "characteristic function": ("flat", lambda o, t: (
         ((1j * (o - t)).exp().mean(0) - 0.6).abs().square().mean()), "mean"),
     "a choice by names": ("flat", lambda o, t: torch.where(
-        condition=(o - t).mean() > 0, input=F.mse_loss(o, t), other=F.l1_loss(o, t)), "gt"),
+        condition=(o - t).mean() > 0, input=F.mse_loss(o, t), other=F.l1_loss(o, t)), "where"),
     "smallest": ("flat", lambda o, t: torch.minimum(F.mse_loss(o, t), 2 * F.l1_loss(o, t)), "minimum"),
     "stack times weights": ("flat", lambda o, t: (two(o, t) * WEIGHT[:2]).softmax(0).max(), "softmax"),
+    "the larger of two": ("flat", lambda o, t: two(o, t)[two(o, t).detach().argmax()], "getitem"),
 }
 
 

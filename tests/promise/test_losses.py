@@ -233,7 +233,7 @@ def test_scheduled_a_penalty_that_the_last_microbatch_lacks_is_an_error(way: str
     plain, model, expected, found = sides = made(way, function, penalised=True)
     x, y = batch(name, UNEVEN)
     y[6] = -100
-    with pytest.raises(ValueError, match="losses of different kinds"):
+    with pytest.raises(ValueError, match="terms of different kinds"):
         found(x, y)
     verify(name, EVEN, *sides)
 
@@ -303,20 +303,17 @@ def by_rows(module: nn.Module, step: Step, x: Tensor, y: Tensor) -> tuple[Tensor
     return backward(module, torch.stack([step(a, b).nan_to_num() * (len(a) / len(x)) for a, b in parts]).sum())
 
 
-@pytest.mark.parametrize(("loss", "way"), [
-    *[(loss, "own") for loss in losses.COMPUTED],
-    *[(loss, way) for loss, (_, _, word) in losses.COMPUTED.items() for way in SCHEDULED if not word],
-])
-def test_any_function_of_sums_and_means_is_exact_but_with_a_schedule_only_of_one_of_them(loss: str, way: str) -> None:
+@pytest.mark.parametrize("loss", losses.COMPUTED)
+def test_drop_in_any_function_of_sums_and_means_is_exact(loss: str) -> None:
     name, function, _ = losses.COMPUTED[loss]
-    sides = made(way, function)
+    sides = made("own", function)
     for rows in (EVEN, UNEVEN, *[CHUNKS] * (name == "flat")):
         verify(name, rows, *sides)
 
 
 @pytest.mark.parametrize(("loss", "way"), [
     *[(loss, way) for loss in losses.UNKNOWN for way in WAYS],
-    *[(loss, way) for loss, (_, _, word) in losses.COMPUTED.items() for way in SCHEDULED if word],
+    *[(loss, way) for loss in losses.COMPUTED for way in SCHEDULED],
 ])
 def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, way: str) -> None:
     name, function, word = {**losses.UNKNOWN, **losses.COMPUTED}[loss]
@@ -444,6 +441,36 @@ def test_a_criterion_that_is_a_block_is_traced() -> None:
     for rows in (EVEN, UNEVEN):
         x, labels = torch.randn(rows, 3).double(), losses.BATCHES["some"](rows, rows == EVEN)
         assert_close(backward(model, model(x, labels)), backward(plain, plain(x, labels)))
+
+
+class Sharing(nn.Module):
+    """Divides entries by their number, and adds them up on another stage; or multiplies a number by the inverse."""
+
+    def __init__(self, shares: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.shares = nn.Linear(3, 6), nn.Linear(6, 5), shares
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.shares(self.last, self.first(x))}
+
+
+def times_a_share(last: nn.Module, y: Tensor) -> Tensor:
+    share = torch.tensor(1 / len(y))
+    share *= last(y).square().sum()
+    return share
+
+
+def on_another_stage(last: nn.Module, y: Tensor) -> Tensor:
+    share = y.square() / len(y)
+    return last(y).square().mean() + share.sum()
+
+
+@pytest.mark.parametrize("shares", [on_another_stage, times_a_share])
+@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}, {"backward": "autograd"}])
+def test_entries_by_their_number_are_said_wherever_they_go(options: dict[str, Any], shares: Any) -> None:
+    model = SplitPipe(Sharing(shares), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS, **options)
+    with pytest.warns(UserWarning, match="a number that may count rows"):
+        model(torch.randn(EVEN, 3))
 
 
 class _Counting(nn.Module):
