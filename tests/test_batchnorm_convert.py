@@ -85,6 +85,8 @@ def test_all_that_is_refused_is_told_and_nothing_is_changed():
     assert kinds(model) == before
     model(torch.rand(2, 3))
     assert isinstance(convert(model[:2])[1][0], DeferredBatchNorm)  # As the error says: after a batch.
+    parametrize.register_parametrization(model[0], "weight", nn.Identity())  # And so may layers be that it has made.
+    model[:2](torch.rand(2, 3)).sum().backward()
 
 
 # Where a graph breaks, the compiler itself reads .grad, and hides the warning where warnings are no errors.

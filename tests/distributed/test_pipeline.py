@@ -125,6 +125,9 @@ def test_a_batch_that_does_not_fit_is_refused_and_the_next_one_runs(rank: int) -
         model.step(x, {"y": y})
     model.evaluate(x[:4], y[:4])  # Its processes agree apart.
     model.step(x, y)
+    frozen = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 2))
+    for another in small(), small(frozen):  # As errors say: for other shapes, and after freezing.
+        another.step(x[:4], y[:4])
 
 
 def test_without_processes_it_says_what_to_do() -> None:

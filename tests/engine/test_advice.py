@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.autograd import Function
 from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrizations, parametrize
@@ -145,6 +146,29 @@ class Known(Pair):
 register_pytree_node(Known, lambda pair: ([pair.x, pair.y], None), lambda parts, _: Known(*parts))
 
 
+class Overwriting(Function):
+    """A function whose backward writes to its gradient, or to what its forward saw."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: bool) -> Tensor:
+        ctx.x = x.detach() if given else None
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        result = grad * 2
+        (grad if ctx.x is None else ctx.x).mul_(3)
+        return result, None
+
+
+def overwriting(given: bool) -> list[nn.Module]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.one(x)
+        return Overwriting.apply(h, given) + self.two(h)  # type: ignore[no-any-return, no-untyped-call]
+
+    return [module_of(forward, **linears("one", "two")), nn.Linear(4, 4)]
+
+
 class Counting(nn.Linear):
     """A layer whose number of calls decides what it does; ``written``: by its first run alone, if a buffer."""
 
@@ -185,6 +209,13 @@ def written_late(model: Any) -> Tensor:
     return loss
 
 
+def grown(model: Any) -> Tensor:
+    inner = getattr(model, "inner", model)
+    if len(inner) < 3:
+        inner.append(nn.Tanh())
+    return squared(model)
+
+
 def unhooked(model: Any) -> Tensor:
     with [*model.modules()][-1].register_forward_hook(lambda module, args, output: output * 3):
         return squared(model)
@@ -216,6 +247,7 @@ normed = Use([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)], of(X[:3]), {
 other = module_of(lambda self, x: functional_call(self.layer, {"bias": self.layer.bias * 2}, (x,)), **linears("layer"))
 halving = module_of(lambda self, x: self.layer(x) * 0.5 ** self.step.item(), step=nn.Buffer(torch.ones(())),
                     **linears("layer"))
+SPOILT = overwriting(False)
 gathering = module_of(gather_in, **linears("layer"))
 pairs = Use([Apply(lambda p: p[0] * p[1] if type(p) is tuple else p.x * p.y), nn.Linear(4, 4)], of(Pair(X, Y)))
 ALWAYS = {"checkpoint": "always"}
@@ -313,6 +345,11 @@ ADVICE: dict[str, tuple[Use, str, Use | dict[str, Any]]] = {
     "a late write to a buffer": (Use([halving, nn.Linear(4, 4)], written_late, ALWAYS), "buffer 'step' of stage.*or ch",
                                  {"checkpoint": "never"}),
     "a hook removed early": (Use(LAYERS, unhooked, ALWAYS), "or a module hook.*or checkpoint", {"checkpoint": "never"}),
+    "what a layer has saved": (Use(overwriting(True)), "backward='autograd'. with it", {"backward": "autograd"}),
+    "a gradient that is written to": (
+        Use(SPOILT, checked(squared, X, loss=lambda y: y.square().mean(), against=nn.Sequential(*SPOILT))),
+        "for which try backward='autograd'", {"backward": "autograd"}),
+    "more layers": (Use(LAYERS, grown), "build a new SplitPipe", Use([*LAYERS, nn.Tanh()], grown)),
     "a list that is filled": (Use(filled, blocks={"two": gathering}), "blocks that return what they make",
                               Use(chain, blocks={"two": gathering})),
     "rows where an input has them": (Use(lambda self, x: chain(self, x).T), "or where batched names it", Use(
