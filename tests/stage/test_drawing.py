@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,7 +67,9 @@ def test_the_step_of_any_checkpoint_mode_is_that_of_another_the_first_one_too(by
 def test_a_layer_that_begins_to_draw_is_an_error_once(schedule: str) -> None:
     begun: list[bool] = []
     later = Apply(lambda x: F.dropout(x, 0.5) if begun else x * 1)
-    model, x = piped(later, nn.Tanh(), schedule=schedule), torch.ones(6, 32)
+    draw = partial(torch.rand, 1, generator=torch.Generator())  # As the error says, of a thread: it isn't noticed.
+    beside = Apply(lambda x: (thread := threading.Thread(target=draw)).start() or thread.join() or x * 1)
+    model, x = piped(nn.Sequential(beside, later), nn.Tanh(), schedule=schedule), torch.ones(6, 32)
     gradient(model, x)
     begun.append(True)
     with pytest.raises(RuntimeError, match="drew random numbers.*Repeat the step"):
