@@ -3,9 +3,8 @@
     part of a microbatch    its sums, each times a slope: the derivative of the batch's loss by that sum, as estimated
     correction              the true slope by the estimated one; in the end, it multiplies all gradients
 
-So the loss has to be linear in its sums: then slopes depend on counts alone. There is one correction, so several sums
-must need the same one: they must have proportional counts. What else has a graph, such as a penalty or a learned
-weight, is in the part of the last microbatch, when all is known.
+The loss is linear in its sums (numbers), so slopes depend on counts alone. There is one correction, so several sums
+must have proportional counts. Losses in which anything else has a graph, such as a penalty, are averaged over rows.
 """
 from __future__ import annotations
 
@@ -16,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss import numbers, views
-from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Amount, Number, Quantity, Unknown
+from splitpipe.loss import numbers
+from splitpipe.loss.numbers import Amount, Number, Unknown
 from splitpipe.loss.reduction import AS_PAIR, warn
-from splitpipe.loss.rules import RULES, reduce
 
 _WAYS = f"in a SplitPipe, {AS_PAIR}, pass reduction='mean' or 'sum', or use schedule=None and a loss of model(x)."
-#: Rules that are linear in all numbers together, and names of functions that are linear in one.
-_LINEAR = frozenset([views.keep, views.view, views.index, views.join, reduce])
-_SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
+Count = Callable[[], list[Number | Unknown]]
 
 
 class BatchLoss:
@@ -40,18 +36,15 @@ class BatchLoss:
         self._by_rows: bool | None = None  #: Whether all are means over rows, since the first one isn't recognised.
         self._slopes: dict[int, Tensor] | None = None  #: The estimated slopes, by the place of the sum.
         self._estimates: list[Amount] = []  #: Those of the batch's atoms.
-        self._last: int | None = None  #: The microbatch with which all are known.
 
-    def part(
-        self, i: int, value: Tensor, number: Number | Unknown, count: Callable[[], list[Number | Unknown]] | None = None
-    ) -> Tensor:
+    def part(self, i: int, value: Tensor, number: Number | Unknown, count: Count | None = None) -> Tensor:
         """The part of a microbatch with this loss. Called in each F, and again in a recomputation.
 
         ``count`` returns a number for each microbatch, with its true counts. Default: they are estimated.
         """
         if isinstance(number, Unknown) and self._reduction == "sum":
             number = numbers.total(value)
-        wrong = number.function if isinstance(number, Unknown) else _nonlinear(number)
+        wrong = number.function if isinstance(number, Unknown) else _other_graph(number)
         if wrong is not None and self._reduction is None and len(self._rows) > 1:
             warn(self._said, wrong, self._ways)
         if self._by_rows is None and not getattr(number, "nothing", False):
@@ -59,27 +52,17 @@ class BatchLoss:
         if isinstance(number, Unknown) or wrong is not None or self._by_rows:
             number = numbers.mean(value, float(self._rows[i]))
         self._numbers[i] = number.mapped(Tensor.detach)
-        if self._last is None and len(self._numbers) == len(self._rows):
-            self._last = i
         if number.nothing or not value.requires_grad:
-            if i == self._last and number.nothing and any(map(_adds_graph, self._numbers.values())):
-                raise self._refused("terms of different kinds in its microbatches")
             return value
         if self._slopes is None:
-            self._slopes = self._start(number, self._rows[i], None if self._by_rows else count)
+            self._estimates = self._estimated(number, self._rows[i], None if self._by_rows else count)
+            self._slopes = _slopes(number, self._estimates)
         if len(number.values) != len(self._estimates):
             raise self._refused("terms of different kinds in its microbatches")
         if len(number.quantities) == 1 and self._slopes:
             return value  # A factor of 1 would be saved for backward.
-        part: Any = sum([number.values[k] * slope for k, slope in self._slopes.items()])
-        if i == self._last and _adds_graph(number):
-            totals = self._batch([*self._numbers.values()])[1]
-            rest = number.evaluate([
-                x if atom.constant else total for atom, x, total in zip(number.atoms, number.values, totals)
-            ])
-            correction = self._correction(number, totals)  # Which multiplies this part's gradients, too.
-            part = part + (rest if correction is None else rest / correction)
-        return part.reshape(()) if isinstance(part, Tensor) else value * 0
+        parts = [number.values[k] * slope for k, slope in self._slopes.items()]
+        return sum(parts).reshape(()) if parts else value * 0  # type: ignore[union-attr]
 
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the correction of gradients from B that started with this scale (None: 1)."""
@@ -91,24 +74,16 @@ class BatchLoss:
             correction = scale.reciprocal() if correction is None else correction / scale
         return loss, correction
 
-    def _start(
-        self, number: Number, rows: int, count: Callable[[], list[Number | Unknown]] | None
-    ) -> dict[int, Tensor]:
-        """Estimates the batch from one of its microbatches, or from what is counted; returns the slopes."""
+    def _estimated(self, number: Number, rows: int, count: Count | None) -> list[Amount]:
+        """The batch's atoms, from those of one of its microbatches, or from what is counted."""
+        if count is not None:
+            return self._batch(count())[1]
         whole, factor = sum(self._rows), sum(self._rows) / max(1, rows)
-        if count is None:
-            scaled = number.mapped(lambda x: torch.where(x == 0, whole, x * factor).detach())
-            self._estimates = [
-                x if atom.constant else y if isinstance(y, Tensor) else y * factor or whole
-                for atom, x, y in zip(number.atoms, number.values, scaled.values)
-            ]
-        else:
-            self._estimates = self._batch(count())[1]
-        slopes = _slopes(number, self._estimates)
-        traced = any([isinstance(x, Tensor) and not atom.grad for atom, x in zip(number.atoms, self._estimates)])
-        if len(slopes) == 1 and traced:  # From a slope of 0, nothing could be corrected.
-            return {k: torch.where(x.isfinite() & (x != 0), x, 1 / whole) for k, x in slopes.items()}
-        return slopes
+
+        def scaled(x: Any) -> Any:
+            return torch.where(x == 0, whole, x * factor) if isinstance(x, Tensor) else x * factor or whole
+
+        return [x if atom.constant else scaled(x) for atom, x in zip(number.atoms, number.values)]
 
     def _batch(self, each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]]:
         found = numbers.batch(each)
@@ -131,40 +106,17 @@ class BatchLoss:
         return first
 
     def _refused(self, found: str) -> ValueError:
-        counts: dict[str, list[str]] = {}
-        for number in [self._numbers[i] for i in sorted(self._numbers)]:
-            for k, (atom, x) in enumerate(zip(number.atoms, number.values)):
-                counted = "a sum" if atom.grad else f"{float(x.sum() if isinstance(x, Tensor) else x):g}"
-                counts.setdefault(f"term {k} ({atom.name})", []).append(counted)
-        listed = "; ".join([f"{name} has the counts {', '.join(each)}" for name, each in counts.items()])
+        each = [f"{', '.join([atom.name for atom in x.atoms])}" for x in self._numbers.values()]
         return ValueError(
-            f"the loss has {found}: {listed}. A schedule runs backward before all counts are known, and corrects all "
-            f"gradients by one factor. Expected the same terms in each microbatch, with one count: {_WAYS}"
+            f"the loss has {found}: {' and '.join(dict.fromkeys(each))}. A schedule runs backward before all counts "
+            f"are known, and corrects all gradients by one factor. Expected the same terms, with one count: {_WAYS}"
         )
 
 
-def _nonlinear(number: Number) -> str | None:
-    """The function because of which B can't start before the number is known; None: it is linear in its sums."""
-    live, detached = set[Quantity](), set[Quantity]()  #: What has the graph of a sum; what is computed without that.
-    for q in number.quantities:
-        each, rest = [x for x in q.operands if x in live], [x for x in q.operands if x in detached]
-        scales = len(each) == 1 and not rest and not q.kwargs and q.name in _SCALES and (
-            q.name not in DIVIDING or each[0] is q.args[0] and q.name[0] != "r")  # rdiv divides by the first argument.
-        rule = RULES.get(q.name)
-        joins = q.name in ADDING or rule in _LINEAR and not (rest and rule is views.index)
-        if q.grad and each and not (scales or joins):
-            return q.name
-        if q.grad and (each or q.function is None and not q.constant):
-            live.add(q)
-        elif each or rest:
-            detached.add(q)
-    sums: list[Any] = [(atom, x) for atom, x in zip(number.atoms, number.values) if atom in live]
-    return next((q.name for q, x in sums if x.numel() > 1 or x.is_complex()), None)
-
-
-def _adds_graph(number: Number) -> bool:
-    """Whether a constant has a graph, which has to be in the last microbatch's part."""
-    return any([atom.constant and atom.grad and not atom.nothing for atom in number.atoms])
+def _other_graph(number: Number) -> str | None:
+    """What has a graph, and isn't a sum of one real number."""
+    graphs: list[Any] = [(atom, x) for atom, x in zip(number.atoms, number.values) if atom.grad and not atom.nothing]
+    return next((atom.name for atom, x in graphs if atom.constant or x.numel() > 1 or x.is_complex()), None)
 
 
 def _slopes(number: Number, amounts: Sequence[Amount]) -> dict[int, Tensor]:

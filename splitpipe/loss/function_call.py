@@ -14,12 +14,13 @@ from splitpipe.loss.numbers import SCALING, Quantity, Unknown, tensors
 class FunctionCall:
     """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned.
 
-    ``total``, ``count``: of a loss of torch's, what its mean is a quotient of.
+    ``count``: what the mean of a loss of torch's divides by. ``counting``: whether a number of Python that may count
+    rows is a factor.
     """
 
     out: Any = None
-    total: Any = None
     count: Any = None
+    counting: bool = False
 
     def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         for key in ("input", "tensors", "data", "other") if kwargs else ():  # torch.stack(tensors=...)
@@ -31,11 +32,6 @@ class FunctionCall:
         self.meanings = [*self._of.values()]  #: What they are.
         self.meaning = self.of(args[0]) if args else Unknown(name)  #: What the first argument is.
         self.kinds = {*map(type, self.meanings)}
-        #: The first one that isn't recognised.
-        self.unknown = next((x for x in self.meanings if isinstance(x, Unknown)), None)
-        #: Whether a number of the batch has divided one; and whether a number that may count rows is in one.
-        self.shared = Rows in self.kinds and any([isinstance(x, Rows) and x.share is not None for x in self.meanings])
-        self.counting = ledger.counting(self.operands)
         self.scalars = numbers_among((*args, *kwargs.values()))  #: The numbers of Python or NumPy among the arguments.
 
     def of(self, x: Any) -> Meaning:
@@ -48,7 +44,7 @@ class FunctionCall:
 
     def summed(self, rows: Rows) -> Quantity | Unknown:
         """The result, as a sum of these rows."""
-        return MAY_COUNT if self.counting else self.ledger.atom(self.name, self.out.clone(), rows)
+        return MAY_COUNT if rows.counting else self.ledger.atom(self.name, self.out.clone(), rows)
 
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
@@ -77,7 +73,8 @@ class FunctionCall:
             return None
         masks = self.name in SCALING and any([each.selected for _, each in rows])
         selected = masks or first.chosen is not None or getattr(self.out, "dtype", None) is torch.bool
-        return Rows(first.chosen, shares[0].share if shares else None, selected)
+        counting = self.counting or any([each.counting for _, each in rows])
+        return Rows(first.chosen, shares[0].share if shares else None, selected, counting)
 
 
 #: What a call's result is, or several of them; None: not recognised.

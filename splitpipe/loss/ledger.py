@@ -2,7 +2,6 @@
 
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
-    TimeMajor       it has them along its second one
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
     Quantity        its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
@@ -39,12 +38,13 @@ class Rows:
 
     ``chosen``: the mask that has selected entries. ``share``: the number of the batch that has divided it, such as
     ``mask.sum()``, and its value in this microbatch. ``selected``: whether it is a mask, or one has selected entries or
-    made them 0.
+    made them 0. ``counting``: whether its sum, unlike its mean, may have a number of rows as a factor.
     """
 
     chosen: Tensor | None = None
     share: tuple[Quantity, Tensor] | None = None
     selected: bool = False
+    counting: bool = False
 
     def alike(self, other: Meaning) -> bool:
         """True for rows that the same mask has selected, or none. Selecting by it has waited for the device already."""
@@ -54,16 +54,11 @@ class Rows:
         return x is y or x.shape == y.shape and x.device == y.device and torch.equal(x, y)
 
 
-class TimeMajor:
-    """It has the rows along its second dimension, as ctc_loss wants."""
-
-
 class Constant(Enum):
     """It is the same for every microbatch; or the code has made it, so that its size may be that of the rows."""
 
     GIVEN = "given"
     UNIFORM = "made, and all entries are the same"
-    ZEROS = "made of zeros"
     VARIED = "made"
     POSITIONS = "torch.arange(n)"
 
@@ -75,11 +70,11 @@ class Constant(Enum):
     @property
     def uniform(self) -> bool:
         """Whether all entries are the same."""
-        return self in (Constant.UNIFORM, Constant.ZEROS)
+        return self is Constant.UNIFORM
 
 
 GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED
-Meaning = Rows | TimeMajor | Constant | Quantity | Unknown
+Meaning = Rows | Constant | Quantity | Unknown
 
 
 class Ledger:
@@ -93,20 +88,16 @@ class Ledger:
     def __init__(self, rows: int, most: int, dim: int = 0, given: Iterable[float] = ()) -> None:
         self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
-        self._counting: set[int] = set()  #: Tensors that may have a number of rows as a factor, by identity.
         self._quantities: dict[Quantity, Amount | None] = {}  #: Each after its operands, with the values of atoms.
         self.read = ""  #: The function by which Python has read values of the batch.
-        self._whole: set[float] = set()  #: Those that are whole numbers.
         self.sizes: set[int] = set()  #: What it has read of tensors with rows: lengths, and numbers of elements.
         self.asked, self.empty = 0, False  #: As in a Number.
 
-    def put(self, x: Tensor, meaning: Meaning, counting: bool = False) -> None:
-        """Records what a tensor is; ``counting``: whether its sum, unlike its mean, may have a number of rows in it."""
+    def put(self, x: Tensor, meaning: Meaning) -> None:
+        """Records what a tensor is."""
         self._entries[id(x)] = weakref.ref(x), meaning, x.grad_fn is not None, version_of(x)
         if isinstance(meaning, Quantity):
             self._quantities.setdefault(meaning)
-        if counting or self._counting:
-            (self._counting.add if counting else self._counting.discard)(id(x))
 
     def of(self, x: Any) -> Meaning:
         """What a value is."""
@@ -121,11 +112,6 @@ class Ledger:
         if x.grad_fn is None:  # torch.Tensor([n]), from NumPy: made where no mode sees it.
             return Unknown(self.read) if self.read and not isinstance(x, Parameter) else GIVEN
         return Unknown(x.grad_fn.name()) if isinstance(x.grad_fn, BackwardCFunction) else self._of_block(x, "")
-
-    def counting(self, values: Iterable[Tensor]) -> bool:
-        """Whether a number of rows may be a factor of one of these tensors."""
-        known = self._counting
-        return bool(known) and any([id(x) in known and self._entries[id(x)][0]() is x for x in values])
 
     def _of_block(self, x: Tensor, block: str) -> Meaning:
         """What a block, whose code isn't traced, has made: a value with rows, whatever it has computed it from."""
@@ -160,7 +146,7 @@ class Ledger:
     def link(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor is equal to another, for example on another device."""
         if id(x) in self._entries or x.grad_fn is not None:
-            self.put(y, self.of(x), self.counting([x]))
+            self.put(y, self.of(x))
 
     def has_number(self, values: Iterable[Tensor]) -> bool:
         """True if a number of the batch is among the values."""
@@ -189,8 +175,9 @@ class Ledger:
 
     def atom(self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False) -> Quantity:
         """A new atom: a sum of these rows, or a constant."""
-        q = Quantity(name, grad=isinstance(value, Tensor) and value.requires_grad, grows=rows is not None,
-                     nothing=nothing, constant=rows is None, selected=bool(rows and rows.selected), asked=self.asked)
+        grad = isinstance(value, Tensor) and value.requires_grad
+        q = Quantity(name, grad=grad, grows=rows is not None, nothing=nothing, constant=rows is None,
+                     selected=bool(rows and rows.selected), live=grad and rows is not None, asked=self.asked)
         self._quantities[q] = value
         return q
 
@@ -200,37 +187,22 @@ class Ledger:
         rows = replace(rows, selected=isinstance(count, Tensor) or rows.chosen is not None)
         return quotient(self.atom(name, total, rows), self.atom(name, count, rows), like)
 
-    def note_size(self, x: Tensor, rows: Rows) -> None:
-        """Records that Python has read a size along the rows."""
-        self.sizes |= {len(x), x.numel()}
-        if rows.chosen is not None:
-            self.note_read("the length of a selection", len(x))
-
     def note_numbers(self, value: Any, block: str) -> bool:
         """Records the Python numbers that a block has returned; true if there are any."""
-        found = [x for x in tree_flatten(value)[0] if type(x) in (int, float)]
-        for x in found if block else []:
-            self.note_read(block, x)
-        return bool(found)
+        found = any([type(x) in (int, float) for x in tree_flatten(value)[0]])
+        self.read = self.read or block if found else self.read
+        return found
 
-    def note_read(self, name: str, value: Any) -> None:
-        """Records that Python has read a value of the batch, by this function."""
-        self.read = self.read or name
-        if not isinstance(value, float) or value.is_integer():
-            self._whole.add(value if isinstance(value, (int, float)) and value else 1)
-
-    def may_be_read(self, *values: Any) -> bool:
+    def may_be_read(self, values: Iterable[Any]) -> bool:
         """True if Python has read values of the batch, from which one of these numbers may be computed."""
-        found = self._variable(values) if self.read else []
-        return any([not _is_literal(x) or any([_nearest(1 / x) % n == 0 for n in self._whole if _nearest(1 / x)])
-                    for x in found])  # 0.5 may be 1 / 2.
+        return bool(self.read) and bool(self._variable(values))
 
-    def may_count(self, *values: Any, size: bool = False) -> bool:
+    def may_count(self, values: Iterable[Any], size: bool = False) -> bool:
         """True if one of the numbers, or its inverse, is a multiple of the rows; if ``size``: a size that was read."""
         if not self.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
-        found = [_nearest(y) for x in self._variable(values) if not size or not _is_literal(x) for y in (x, 1 / x)]
-        return any([n in self.sizes if size else not n % self.rows for n in found if n])
+        found = [n for x in self._variable(values) for y in (x, 1 / x) if (n := _nearest(y))]
+        return any([n in self.sizes if size else not n % self.rows for n in found])
 
     def _variable(self, values: Iterable[Any]) -> list[float]:
         return [x for x in values if isinstance(x, (int, float)) and x not in self._given]
@@ -238,11 +210,6 @@ class Ledger:
     def may_be_rows(self, count: int) -> bool:
         """True for a number of entries of which there may be one for each row, or several."""
         return self.rows == self.most and not count % self.rows
-
-
-def _is_literal(value: float) -> bool:
-    """True for a number with one digit besides zeros, such as 0.1."""
-    return not float(value).is_integer() and value == float(f"{value:.1g}")
 
 
 def _nearest(value: float) -> int:

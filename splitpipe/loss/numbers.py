@@ -27,7 +27,8 @@ Amount = Tensor | float
 class Quantity:
     """A call of a function with other quantities among its arguments; or, without a function, an atom.
 
-    An atom is a sum over rows; or a constant, which is the same in each microbatch, such as a penalty on weights.
+    An atom is a sum over rows; or a constant, which is the same in each microbatch, such as a penalty on weights. What
+    has the graph of a sum is linear in sums.
     """
 
     name: str  #: Of the function; or of the one that has made an atom.
@@ -41,6 +42,8 @@ class Quantity:
     asked: int = 0  #: Of an atom: how many conditions Python had asked before.
     selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
     operands: Sequence[Quantity] = ()  #: The quantities among its arguments.
+    live: bool = False  #: Whether it has the graph of a sum.
+    detached: bool = False  #: Whether it depends on such sums without their graph.
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +87,9 @@ class Number:
     def facts(self, asked: bool) -> list[tuple[Any, ...]]:
         """What has to be the same in all microbatches; ``asked``: also how many conditions came before each atom."""
         places: dict[Any, int] = {q: place for place, q in enumerate(self.quantities)}
-        return [
-            (q.name, q.constant, q.grad, q.selected, q.asked * asked) if q.function is None else
-            (q.name, q.grad, repr(map_leaves(
-                lambda x: places.get(x) if isinstance(x, (Quantity, Tensor)) else x, (q.args, q.kwargs))))
-            for q in self.quantities
-        ]
+        return [(q.name, q.constant, q.grad, q.selected, q.asked * asked, repr(map_leaves(
+            lambda x: places.get(x) if isinstance(x, (Quantity, Tensor)) else x, (q.args, q.kwargs))))
+            for q in self.quantities]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def product(mean: Tensor, count: Amount) -> Tensor:
 def quotient(above: Quantity, count: Quantity, like: Tensor) -> Quantity:
     """A mean, with the type of a tensor."""
     args = above, count, like.dtype
-    return Quantity("div", _divide, args, grad=like.requires_grad, operands=(above, count))
+    return Quantity("div", _divide, args, grad=like.requires_grad, operands=(above, count), live=above.live)
 
 
 def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:

@@ -27,59 +27,48 @@ def divide(call: FunctionCall) -> Meaning | None:
     return replace(above, share=(below, call.args[-1].clone())) if plain else None
 
 
-def reduce(call: FunctionCall) -> Meaning | None:
-    """Sums and means, over some dimensions or all."""
-    x, meaning, mean = call.args[0], call.meaning, "mean" in call.name
-    dims = dims_of(x, call.argument(1, "dim", call.kwargs.get("axis"))) or [0]  # What was squeezed out of a single row.
-    if isinstance(meaning, Constant):
-        if meaning.made and not mean and x.dim() and 0 in dims and call.ledger.may_be_rows(len(x)):
-            return MAY_COUNT  # torch.ones_like(output).sum()
-        return VARIED if meaning is Constant.POSITIONS else meaning
-    if not isinstance(meaning, Rows) or 0 not in dims:
-        return meaning if isinstance(meaning, Rows) else None
-    if meaning.share is None and mean:
-        count = float(len(x) if x.dim() else 1)
-        return call.ledger.mean(product(call.out, count), count, call.name, meaning, call.out)
-    if meaning.share is None or call.counting:
-        return call.summed(meaning)
-    by, value = meaning.share
-    total = call.ledger.atom(call.name, product(call.out, value), meaning)
-    return replace(quotient(total, by, call.out), grows=not by.grows) if call.name == "sum" else None
-
-
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
 _ALONG: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys("softmax log_softmax softmin cumsum cumprod logsumexp var std amax amin prod argmax argmin "
-                    "all any is_all_true is_any_true max min median flip".split(), (1, None)),
+    **dict.fromkeys("sum mean nansum count_nonzero softmax log_softmax softmin cumsum cumprod logsumexp var std amax "
+                    "amin prod argmax argmin all any is_all_true is_any_true max min median flip".split(), (1, None)),
     **dict.fromkeys("norm vector_norm linalg_vector_norm linalg_norm".split(), (2, None)),
     **dict.fromkeys("sort argsort".split(), (1, -1)),
     **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "topk": (2, -1),
 }
+#: Those that add up: along the rows, they make numbers of the batch.
+_ADDS = frozenset("sum mean nansum count_nonzero".split())
 
 
 def along(call: FunctionCall) -> Meaning | None:
-    """A function along dimensions: if the batch's is one of them, rows meet."""
-    at, default = _ALONG[call.name]
+    """A function along dimensions: if the rows' is one of them, rows are added up, or meet."""
+    (at, default), adds = _ALONG[call.name], call.name in _ADDS
     named = [call.kwargs[key] for key in ("axis", "dims", "other") if key in call.kwargs]
     dims = call.argument(at, "dim", named[0] if named else default)
     if isinstance(dims, Tensor):  # torch.max(x, y)
         return call.joined()
     if isinstance(dims, bool) or call.name == "flip" and len(call.args) > 2:  # std(unbiased), flip(0, 1)
         return None
-    whole = torch.broadcast_tensors(*call.operands)[0]
-    rows = call.joined(shape=whole.shape)
+    one = len(call.operands) == 1
+    whole = call.args[0] if one else torch.broadcast_tensors(*call.operands)[0]
+    rows = call.meaning if one and isinstance(call.meaning, Rows) else call.joined(shape=whole.shape)
+    dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
     if isinstance(rows, Rows):
-        return None if 0 in dims_of(whole, dims) else rows
-    return VARIED if rows is not None and rows.made else rows
+        return rows if 0 not in dims else _added(call, whole, rows) if adds else None
+    if isinstance(rows, Constant) and rows.made and adds and "mean" != call.name and whole.dim() and 0 in dims:
+        return MAY_COUNT if call.ledger.may_be_rows(len(whole)) else VARIED  # torch.ones_like(output).sum()
+    return VARIED if rows is not None and rows.made and not rows.uniform else rows
 
 
-def add_up(call: FunctionCall) -> Meaning | None:
-    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
-    _, dim, places, entries = call.args
-    rows, by = call.of(entries), call.of(places)
-    if not isinstance(rows, Rows) or not rows.alike(by) or dim or places.dim() != 1:
-        return None
-    return call.summed(rows) if call.meaning is Constant.ZEROS else None
+def _added(call: FunctionCall, x: Tensor, rows: Rows) -> Meaning | None:
+    """A sum or mean of rows."""
+    if rows.share is None and call.name == "mean":
+        count = float(len(x) if x.dim() else 1)
+        return call.ledger.mean(product(call.out, count), count, call.name, rows, call.out)
+    if rows.share is None or rows.counting:
+        return call.summed(rows)
+    by, value = rows.share
+    total = call.ledger.atom(call.name, product(call.out, value), rows)
+    return replace(quotient(total, by, call.out), grows=not by.grows) if call.name == "sum" else None
 
 
 def matmul(call: FunctionCall) -> Meaning | None:
@@ -102,14 +91,15 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning
     if "zeros" in name or "ones" in name or "empty" in name:
-        return Constant.ZEROS if "zeros" in name else UNIFORM
+        return UNIFORM
     value: Any = args[-1] if args else None
     value = call.kwargs.get("fill_value", value[0] if type(value) in (list, tuple) and len(value) == 1 else value)
     if isinstance(value, Tensor) or any([not isinstance(call.of(x), Constant) for x in tensors((value,))]):
         return None  # torch.tensor([mask.sum()])
-    if ledger.read and not (isinstance(value, (int, float)) and not ledger.may_be_read(value)):
+    if ledger.read and not (isinstance(value, (int, float)) and not ledger.may_be_read([value])):
         return Unknown(ledger.read)
-    call.counting = ledger.may_count(*numbers_among([value]), size=not call.out.is_floating_point())
+    if ledger.may_count(numbers_among([value]), size=not call.out.is_floating_point()):
+        return MAY_COUNT
     return UNIFORM if numbers_among([value]) else VARIED
 
 
@@ -138,7 +128,7 @@ def ask(call: FunctionCall) -> Meaning:
 def read(call: FunctionCall) -> Meaning:
     """A value that Python reads."""
     if not isinstance(call.meaning, Constant) and not isinstance(call.out, bool):
-        call.ledger.note_read(call.name, call.out)
+        call.ledger.read = call.ledger.read or call.name
     return GIVEN
 
 
@@ -146,45 +136,38 @@ def size(call: FunctionCall) -> Meaning:
     """A size that Python reads."""
     x, meaning, dim = call.args[0], call.meaning, 0 if call.name == "len" else call.argument(1, "dim")
     if isinstance(meaning, Rows) and (dim is None or not dim % max(1, x.dim())):
-        call.ledger.note_size(x, meaning)
-    elif isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
-        call.ledger.note_read(meaning.function, call.out)
-    elif isinstance(meaning, Unknown) or isinstance(meaning, Constant) and meaning.made:  # ones_like(x), x.T
-        sizes = call.out if isinstance(call.out, tuple) else [call.out]
-        call.ledger.sizes |= {each for each in sizes if each and not each % call.ledger.rows}
+        views.note_size(call, meaning)
+    elif isinstance(meaning, Unknown):
+        call.ledger.read = call.ledger.read or meaning.function
+    elif isinstance(meaning, Constant) and meaning.made:  # ones_like(x)
+        call.ledger.sizes |= {each for each in call.out} if isinstance(call.out, tuple) else {call.out}
     return GIVEN
 
 
-#: Where recognition ended at values whose number depends on the batch.
-_RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique",
-                     "unique_consecutive", "where", "index_select", "masked_select", "bincount"])
 #: Rules that answer Python, or make a tensor, also of numbers.
 ANSWERS = frozenset([ask, read, size, create])
 #: Rules that say themselves what Unknown arguments mean.
 OF_ANYTHING = frozenset([*ANSWERS, vary, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
-BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, reduce, vary, create])
+BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, vary, create])
 #: Rules for entries that may have been divided by a count.
-OF_SHARES = frozenset([divide, reduce, views.view, views.keep, size])
+OF_SHARES = frozenset([divide, along, views.view, views.keep, size])
 _GROUPS: list[tuple[Rule, str]] = [
-    (each_entry, "abs absolute acos asin atan atan2 bitwise_and bitwise_or bitwise_xor ceil celu cos cosh digamma elu "
-                 "erf erfc erfinv exp exp2 expit expm1 fill floor floor_divide floordiv fmod frac gelu hardsigmoid "
-                 "hardswish hardtanh leaky_relu lgamma log log10 log1p log2 log_sigmoid "
-                 "logsigmoid logaddexp logical_and logical_or logical_xor logit masked_fill mish mod positive pow "
-                 "remainder relu relu6 rpow rsqrt round sgn sigmoid sign silu sin sinh softplus softshrink softsign "
-                 "sqrt square tan tanh threshold trunc xlogy and rand or ror xor invert logical_not bitwise_not "
-                 "isfinite isinf isnan where neg negative "
-                 "eq ne lt gt le ge less greater less_equal greater_equal not_equal "
-                 "add radd iadd sub subtract isub rsub clamp clamp_min clip clamp_max maximum minimum "
-                 "mul multiply rmul imul rdiv rtruediv reciprocal"),
+    (each_entry, "abs atan bitwise_and bitwise_or bitwise_xor ceil cos elu erf exp expit expm1 fill floor floor_divide "
+                 "floordiv gelu hardtanh leaky_relu log log10 log1p log2 log_sigmoid logsigmoid logaddexp logical_and "
+                 "logical_or logical_xor logit masked_fill mod positive pow remainder relu rpow rsqrt round sigmoid "
+                 "sign silu sin softplus sqrt square tanh xlogy and rand or ror xor invert logical_not bitwise_not "
+                 "isfinite isinf isnan where neg negative rand_like randn_like bernoulli dropout eq ne lt gt le ge "
+                 "less greater less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min "
+                 "clip clamp_max maximum minimum mul multiply rmul imul rdiv rtruediv reciprocal"),
     (divide, "div divide true_divide truediv itruediv idiv"),
-    (reduce, "sum mean nansum count_nonzero"), (along, " ".join(_ALONG)),
-    (add_up, "scatter_add"), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
+    (along, " ".join(_ALONG)),
+    (matmul, "matmul mm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)}"),
     (views.keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "
-                 "cuda alias data real one_hot rand_like randn_like bernoulli dropout view_as_real"),
+                 "cuda alias data real one_hot view_as_real"),
     (views.view, "view reshape view_as reshape_as flatten unflatten ravel t transpose swapaxes permute movedim "
                  "adjoint T mT H mH unsqueeze squeeze expand expand_as broadcast_to select narrow unbind split chunk "
                  "broadcast_tensors repeat_interleave"),

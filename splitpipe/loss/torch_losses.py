@@ -6,7 +6,7 @@ that of all others by samples or elements, whose numbers are in proportion.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from splitpipe.core.dtensor import is_dtensor
-from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import Constant, Meaning, Rows, TimeMajor
+from splitpipe.loss.ledger import Constant, Meaning, Rows
 from splitpipe.loss.numbers import product
 
 #: Losses whose means divide by targets, by samples, and by elements.
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
 _SAMPLES = frozenset(
     "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss "
-    "triplet_margin_with_distance_loss cosine_embedding_loss ctc_loss".split()
+    "triplet_margin_with_distance_loss cosine_embedding_loss".split()
 )
 _ELEMENTS = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
@@ -38,20 +37,13 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def compute(call: FunctionCall, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Computes a loss; ``call.total`` and ``call.count``: what its mean is a quotient of."""
-    call.total = call.count = None
+def set_count(call: FunctionCall) -> None:
+    """Sets what a loss's mean divides by."""
     if call.kwargs.get("reduction", "mean") not in ("none", "sum"):
-        with DisableTorchFunction():
-            try:
-                call.count = _count(call)
-            except ODD:
-                pass  # The loss may raise its own error.
-    if not isinstance(call.count, Tensor) or call.kwargs.get("weight") is None:
-        return function(*args, **kwargs)  # type: ignore[no-any-return]
-    call.total = function(*call.args, **{**call.kwargs, "reduction": "sum"})
-    out: Tensor = call.total / call.count  # If all weights are 0, gradients of torch's own mean are NaN.
-    return out.to(call.total.dtype)
+        try:
+            call.count = _count(call)
+        except ODD:
+            pass  # The loss may raise its own error.
 
 
 def loss(call: FunctionCall) -> Meaning | None:
@@ -61,8 +53,7 @@ def loss(call: FunctionCall) -> Meaning | None:
         return rows
     if how == "sum":
         return call.summed(rows)
-    total = product(call.out, call.count) if call.total is None else call.total
-    return call.ledger.mean(total, call.count, call.name, rows, call.out)
+    return call.ledger.mean(product(call.out, call.count), call.count, call.name, rows, call.out)
 
 
 def _entries(call: FunctionCall) -> Meaning | None:
@@ -76,9 +67,6 @@ def _entries(call: FunctionCall) -> Meaning | None:
         return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
     rows, others = call.of(x), [y for y in call.operands if y is not x and y is not weight]
     kinds = [call.of(y) for y in others]
-    if isinstance(rows, TimeMajor) and call.name == "ctc_loss":
-        alike = all([isinstance(each, Rows) or isinstance(each, Constant) and each.uniform for each in kinds])
-        return Rows() if alike else None
     if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
@@ -93,7 +81,7 @@ def _count(call: FunctionCall) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
     x, target, weight = call.operands[0], call.kwargs.get("target"), call.kwargs.get("weight")
     if call.name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
-        return float(x.shape[call.name == "ctc_loss"] if x.dim() else 1)
+        return float(len(x) if x.dim() else 1)
     ignored = call.kwargs.get("ignore_index")
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(

@@ -20,7 +20,7 @@ from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import map_leaves
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
-from splitpipe.loss import torch_losses
+from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Quantity, Unknown, tensors
@@ -28,14 +28,12 @@ from splitpipe.loss.rules import ANSWERS, BY_PLACE, OF_ANYTHING, OF_SHARES, RULE
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
-#: Functions of numbers whose results differ between microbatches, or that change gradients.
-_OTHER = frozenset("dropout bernoulli multinomial normal rand_like randn_like randint_like rrelu register_hook "
-                   "retain_grad".split())
 #: Functions that may multiply or divide by numbers of Python, and those that fill a tensor with one.
 _FACTORS = SCALING | DIVIDING | {"addcmul", "addcdiv", "lerp"}
 _FILLING = frozenset("where masked_fill fill __setitem__".split())
-#: Functions that repeat numbers, perhaps for each row.
-_REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
+#: Rules for functions that are linear in all numbers together, and names of those that are linear in one.
+_LINEAR = frozenset([views.keep, views.view, views.index, views.join])
+_SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
 
 
 class Trace(TorchFunctionMode):
@@ -72,7 +70,7 @@ class Trace(TorchFunctionMode):
             numbers = ledger.note_numbers(value, "" if traced else described)
             for x in tensors((value,)):
                 if traced and (x.numel() < ledger.rows or isinstance(ledger.of(x), Quantity)):
-                    ledger.put(x, ledger.of(x), ledger.counting([x]))  # Its graph may be another one now.
+                    ledger.put(x, ledger.of(x))  # Its graph may be another one now.
                     numbers = True
                 else:
                     ledger.returned(x, described)
@@ -89,40 +87,42 @@ class Trace(TorchFunctionMode):
             call = FunctionCall(ledger, name, () if is_loss else args, {**named, **kwargs})
             if in_place and Quantity in call.kinds:  # Of what it was before.
                 before, function = args[0].clone(), partial(_written, func)
-                ledger.put(before, ledger.of(args[0]), ledger.counting(args[:1]))
+                ledger.put(before, ledger.of(args[0]))
                 call = FunctionCall(ledger, name, (before, *args[1:]), kwargs)
-        out = torch_losses.compute(call, func, args, kwargs) if is_loss else func(*args, **kwargs)
+            if is_loss:
+                torch_losses.set_count(call)
+        out = func(*args, **kwargs)
         with DisableTorchFunction():
             call.out = args[0] if in_place else out
             if peek_interpreter_stack() is not None:
-                ledger.note_read("a transform of torch.func", 0.5)  # What leaves it is seen by no mode.
+                ledger.read = ledger.read or "a transform of torch.func"  # What leaves it is seen by no mode.
             results = [*tensors((call.out,))]
             found: Any = _meaning(call, function, in_place)
             for x, meaning in zip(results, found if isinstance(found, list) else [found] * len(results)):
-                counting = call.counting and not isinstance(meaning, Quantity)
-                ledger.put(x, Unknown(name) if meaning is None else meaning, counting)
+                ledger.put(x, Unknown(name) if meaning is None else meaning)
         return out
 
 
 def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Any:
     """What a result of a call is, or several of them; None: not recognised."""
-    rule, ledger, unknown = RULES.get(call.name), call.ledger, call.unknown
-    if ledger.read and rule not in BY_PLACE:
+    rule, ledger = RULES.get(call.name), call.ledger
+    unknown = next((x for x in call.meanings if isinstance(x, Unknown)), None)
+    if rule not in BY_PLACE:
         whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
         whole = whole and rule is not torch_losses.loss
-        if ledger.may_be_read(*[x for x in call.scalars if whole or type(x) is float]):
+        if ledger.may_be_read([x for x in call.scalars if whole or type(x) is float]):
             return Unknown(ledger.read)
+        call.counting = _may_count(call)
     if call.kwargs.get("out") is not None:
         return None
-    if rule not in BY_PLACE and ledger.sizes and _may_count(call):
-        if call.kinds == {Constant} and call.name in _FACTORS:
-            return MAY_COUNT
-        call.counting = True
+    if call.counting and call.kinds == {Constant} and call.name in _FACTORS | _FILLING:
+        return MAY_COUNT
     if Quantity in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
     if rule is None:
         return unknown if not call.kinds <= {Constant} else GIVEN if {*call.meanings} == {GIVEN} else VARIED
-    if call.shared and rule not in OF_SHARES and call.name not in SCALING:
+    shared = any([isinstance(x, Rows) and x.share is not None for x in call.meanings])
+    if shared and rule not in OF_SHARES and call.name not in SCALING:
         return None
     if unknown is not None and rule not in OF_ANYTHING:
         return unknown
@@ -137,24 +137,21 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
 def _may_count(call: FunctionCall) -> bool:
     """Whether a number of Python, which may be a number of rows, may be a factor of the result, or of its entries."""
     may_count, sums = call.ledger.may_count, any([isinstance(x, Quantity) and x.grows for x in call.meanings])
-    if call.name in _FACTORS:
-        return may_count(*call.scalars, size=Rows not in call.kinds and not sums)
+    if call.name in _FACTORS or "alpha" in call.kwargs:
+        return may_count(call.scalars, size=Rows not in call.kinds and not sums)
     if Quantity in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
-        added = [x for x in call.scalars if abs(x) >= 1] if call.name in ADDING and sums else []
-        return may_count(*added, call.kwargs.get("alpha"))
+        return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
     if call.name in _FILLING:
-        return may_count(*call.scalars)
-    sizes = [x for x in call.scalars if type(x) is float or call.name == "pad"]
-    return may_count(call.kwargs.get("alpha")) or may_count(*sizes, size=True)
+        return may_count(call.scalars)
+    return may_count([x for x in call.scalars if type(x) is float], size=True)
 
 
 def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Quantity | Unknown | None:
     """What the result of a function is, if it has numbers of the batch among its arguments, and no rows."""
     name, ledger, out = call.name, call.ledger, call.out
-    if name in _OTHER:
-        for x in call.operands:
-            ledger.put(x, Unknown(name))
-    if name in _OTHER or not isinstance(out, Tensor) or in_place and out.requires_grad and not torch.is_grad_enabled():
+    if name == "register_hook":
+        ledger.put(call.args[0], Unknown(name))
+    if not isinstance(out, Tensor) or in_place and out.requires_grad and not torch.is_grad_enabled():
         return None  # Several results; or the graph doesn't have what is written.
     quantities: dict[int, Any] = {}
     for x in call.operands:
@@ -163,19 +160,30 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
             quantities[id(x)] = ledger.atom("a constant", x) if x.requires_grad else x.clone()
         elif not isinstance(meaning, Quantity):
             return meaning if isinstance(meaning, Unknown) else None
-    widest = max([x.numel() for x in call.operands if isinstance(call.of(x), Quantity)])
-    made = [x for x in call.operands if getattr(call.of(x), "made", False) and x.numel() > widest]
-    repeated = not in_place and any([x.dim() and ledger.may_be_rows(len(x)) for x in made])  # By torch.ones_like(x).
-    if call.counting or repeated or name in _REPEATING:
+    entries = sum([x.numel() for x in call.operands if not getattr(call.of(x), "made", False)])
+    if call.counting or out.numel() > entries:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
         return ledger.atom("", torch.where(out.isfinite(), out, 0), nothing=True)
-    args, kwargs = map_leaves(lambda x: quantities.get(id(x), x), (call.args, call.kwargs))
     operands = [x for x in quantities.values() if isinstance(x, Quantity)]
+    live = [x for x in operands if x.live]
+    if live and out.requires_grad and not _linear(call, live, operands):
+        return None
+    args, kwargs = map_leaves(lambda x: quantities.get(id(x), x), (call.args, call.kwargs))
     nothing = all([x.nothing for x in operands]) and len(operands) == len(call.operands) and not call.scalars
     counted = name in DIVIDING and len(operands) == 2 and all([x.grows for x in operands])
     grows = any([x.grows for x in operands]) and not counted
-    return Quantity(name, function, args, kwargs, out.requires_grad, grows, nothing, operands=operands)
+    detached = any([x.detached or x.live and not out.requires_grad for x in operands])
+    return Quantity(name, function, args, kwargs, out.requires_grad, grows, nothing, operands=operands,
+                    live=bool(live) and out.requires_grad, detached=detached)
+
+
+def _linear(call: FunctionCall, live: list[Quantity], operands: list[Quantity]) -> bool:
+    """Whether a function is linear in what has the graph of a sum; its factors may depend on counts."""
+    if call.name in ADDING or RULES.get(call.name) in _LINEAR or call.name in ("sum", "mean"):
+        return True
+    below = call.name in DIVIDING and (call.of(call.args[0]) is not live[0] or call.name[0] == "r")
+    return call.name in _SCALES and len(live) == 1 and not below and not any([x.detached for x in operands])
 
 
 def _written(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.function_call import FunctionCall, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, TimeMajor
+from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows
 from splitpipe.loss.numbers import Unknown, tensors
 
 #: Functions that keep the order of entries, whether they copy or not.
@@ -22,6 +22,14 @@ def keep(call: FunctionCall) -> Meaning | None:
     return None if call.name == "one_hot" and call.argument(1, "num_classes", -1) < 0 else call.meaning
 
 
+def note_size(call: FunctionCall, rows: Rows) -> None:
+    """Records that Python has read a size along the rows of the first argument."""
+    ledger, x = call.ledger, call.args[0]
+    ledger.sizes |= {len(x), x.numel()}
+    if rows.chosen is not None:
+        ledger.read = ledger.read or "the length of a selection"
+
+
 def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
     """The same values in another shape, or some of them; or several views."""
     meaning, x = call.meaning, call.args[0]
@@ -32,7 +40,7 @@ def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
     pieces = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())  # Along the rows.
     views: list[Any] = [None if pieces else _viewed(call, x, y) for y in call.out]
     if isinstance(meaning, Rows) and (call.ledger.rows == 1 or not all([isinstance(each, Rows) for each in views])):
-        call.ledger.note_size(x, meaning)  # Python may count the pieces.
+        note_size(call, meaning)  # Python may count the pieces.
     return views
 
 
@@ -49,8 +57,7 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
         groups = call.name in ("view", "reshape") and not ledger.sizes and len(shape) > 0 and shape[0] != -1
         return meaning if plain and not groups and len(out) and not len(out) % size else None
     if call.name in _TURNING and _turns(call, out):
-        turned = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)
-        return TimeMajor() if turned and call.name != "unsqueeze" else None
+        return None
     added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
     return meaning if len(out) == len(x) and out.stride(0) == x.stride(0) and not added else None
 
@@ -81,7 +88,7 @@ def index(call: FunctionCall) -> Meaning | None:
         return None if any([isinstance(each, Tensor) for each in places]) else meaning
     if not any([isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places]):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
-        if ledger.may_be_read(*[y for y in numbers_among(bounds) if abs(y) > 1]):
+        if ledger.may_be_read([y for y in numbers_among(bounds) if abs(y) > 1]):
             return Unknown(ledger.read)
         if not all([isinstance(ledger.of(y), Constant) for y in bounds]):
             return None  # x[:, :lengths.max()]
