@@ -55,8 +55,11 @@ class BatchLoss:
         if number.nothing or not value.requires_grad:
             return value
         if self._slopes is None:
-            self._estimates = self._estimated(number, self._rows[i], None if self._by_rows else count)
+            self._estimates = self._estimated(self._numbers[i], self._rows[i], None if self._by_rows else count)
             self._slopes = _slopes(number, self._estimates)
+            if any([isinstance(x, Tensor) and not atom.grad for atom, x in zip(number.atoms, self._estimates)]):
+                other = 1 / sum(self._rows)  # From a slope of 0, nothing could be corrected.
+                self._slopes = {k: torch.where(x.isfinite() & (x != 0), x, other) for k, x in self._slopes.items()}
         if len(number.values) != len(self._estimates):
             raise self._refused("terms of different kinds in its microbatches")
         if len(number.quantities) == 1 and self._slopes:
@@ -106,9 +109,13 @@ class BatchLoss:
         return first
 
     def _refused(self, found: str) -> ValueError:
-        each = [f"{', '.join([atom.name for atom in x.atoms])}" for x in self._numbers.values()]
+        each = [
+            ", ".join([f"{atom.name} {'' if atom.grad else f'of {float(torch.as_tensor(x).sum()):g}'}".rstrip()
+                       for atom, x in zip(number.atoms, number.values)])
+            for _, number in sorted(self._numbers.items())
+        ]
         return ValueError(
-            f"the loss has {found}: {' and '.join(dict.fromkeys(each))}. A schedule runs backward before all counts "
+            f"the loss has {found}: {'; '.join(each)}. A schedule runs backward before all counts "
             f"are known, and corrects all gradients by one factor. Expected the same terms, with one count: {_WAYS}"
         )
 

@@ -73,7 +73,7 @@ class FunctionCall:
             return None
         masks = self.name in SCALING and any([each.selected for _, each in rows])
         selected = masks or first.chosen is not None or getattr(self.out, "dtype", None) is torch.bool
-        counting = self.counting or any([each.counting for _, each in rows])
+        counting = any([each.counting for _, each in rows])
         return Rows(first.chosen, shares[0].share if shares else None, selected, counting)
 
 

@@ -59,6 +59,7 @@ class Constant(Enum):
 
     GIVEN = "given"
     UNIFORM = "made, and all entries are the same"
+    COUNTS = "made of a number that may count rows"
     VARIED = "made"
     POSITIONS = "torch.arange(n)"
 

@@ -23,7 +23,7 @@ def divide(call: FunctionCall) -> Meaning | None:
         return None  # It isn't linear in what has divided that.
     if not isinstance(above, Rows) or not isinstance(below, Quantity) or call.kwargs:
         return call.joined()
-    plain = not call.args[-1].requires_grad and call.args[-1].numel() == 1 and above.share is None
+    plain = not (call.args[-1].requires_grad or below.detached) and call.args[-1].numel() == 1 and above.share is None
     return replace(above, share=(below, call.args[-1].clone())) if plain else None
 
 
@@ -99,7 +99,7 @@ def create(call: FunctionCall) -> Meaning | None:
     if ledger.read and not (isinstance(value, (int, float)) and not ledger.may_be_read([value])):
         return Unknown(ledger.read)
     if ledger.may_count(numbers_among([value]), size=not call.out.is_floating_point()):
-        return MAY_COUNT
+        return Constant.COUNTS
     return UNIFORM if numbers_among([value]) else VARIED
 
 

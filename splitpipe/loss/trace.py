@@ -8,6 +8,7 @@ other block returns is unknown.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -113,21 +114,24 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         if ledger.may_be_read([x for x in call.scalars if whole or type(x) is float]):
             return Unknown(ledger.read)
         call.counting = _may_count(call)
+    call.counting = call.counting or Constant.COUNTS in call.meanings
     if call.kwargs.get("out") is not None:
         return None
-    if call.counting and call.kinds == {Constant} and call.name in _FACTORS | _FILLING:
-        return MAY_COUNT
     if Quantity in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
     if rule is None:
-        return unknown if not call.kinds <= {Constant} else GIVEN if {*call.meanings} == {GIVEN} else VARIED
+        given = GIVEN if {*call.meanings} == {GIVEN} else Constant.COUNTS if call.counting else VARIED
+        return unknown if not call.kinds <= {Constant} else given
     shared = any([isinstance(x, Rows) and x.share is not None for x in call.meanings])
     if shared and rule not in OF_SHARES and call.name not in SCALING:
         return None
     if unknown is not None and rule not in OF_ANYTHING:
         return unknown
     try:
-        return rule(call)
+        found = rule(call)
+        if call.counting and isinstance(found, Constant):
+            return Constant.COUNTS
+        return replace(found, counting=True) if call.counting and isinstance(found, Rows) else found
     except torch.OutOfMemoryError:
         raise
     except ODD:
@@ -143,7 +147,7 @@ def _may_count(call: FunctionCall) -> bool:
         return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
     if call.name in _FILLING:
         return may_count(call.scalars)
-    return may_count([x for x in call.scalars if type(x) is float], size=True)
+    return may_count([x for x in call.scalars if type(x) is float or call.name == "pad"], size=True)
 
 
 def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Quantity | Unknown | None:
@@ -160,15 +164,15 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
             quantities[id(x)] = ledger.atom("a constant", x) if x.requires_grad else x.clone()
         elif not isinstance(meaning, Quantity):
             return meaning if isinstance(meaning, Unknown) else None
+    operands = [x for x in quantities.values() if isinstance(x, Quantity)]
+    live = [x for x in operands if x.live]
+    if live and out.requires_grad and not _linear(call, live, operands):
+        return None
     entries = sum([x.numel() for x in call.operands if not getattr(call.of(x), "made", False)])
     if call.counting or out.numel() > entries:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
         return ledger.atom("", torch.where(out.isfinite(), out, 0), nothing=True)
-    operands = [x for x in quantities.values() if isinstance(x, Quantity)]
-    live = [x for x in operands if x.live]
-    if live and out.requires_grad and not _linear(call, live, operands):
-        return None
     args, kwargs = map_leaves(lambda x: quantities.get(id(x), x), (call.args, call.kwargs))
     nothing = all([x.nothing for x in operands]) and len(operands) == len(call.operands) and not call.scalars
     counted = name in DIVIDING and len(operands) == 2 and all([x.grows for x in operands])
@@ -180,10 +184,13 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
 
 def _linear(call: FunctionCall, live: list[Quantity], operands: list[Quantity]) -> bool:
     """Whether a function is linear in what has the graph of a sum; its factors may depend on counts."""
-    if call.name in ADDING or RULES.get(call.name) in _LINEAR or call.name in ("sum", "mean"):
+    if call.name in ADDING:
         return True
+    if any([x.detached for x in operands]):
+        return False
     below = call.name in DIVIDING and (call.of(call.args[0]) is not live[0] or call.name[0] == "r")
-    return call.name in _SCALES and len(live) == 1 and not below and not any([x.detached for x in operands])
+    scales = call.name in _SCALES and len(live) == 1 and not below
+    return scales or RULES.get(call.name) in _LINEAR or call.name in ("sum", "mean")
 
 
 def _written(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
