@@ -20,6 +20,7 @@ from splitpipe.loss.numbers import Amount, Number, Unknown
 from splitpipe.loss.reduction import AS_PAIR, warn
 
 _WAYS = f"in a SplitPipe, {AS_PAIR}, pass reduction='mean' or 'sum', or use schedule=None and a loss of model(x)."
+_TERM = "a term of parameters, without rows"
 Count = Callable[[], list[Number | Unknown]]
 
 
@@ -123,7 +124,8 @@ class BatchLoss:
 def _other_graph(number: Number) -> str | None:
     """What has a graph, and isn't a sum of one real number."""
     graphs: list[Any] = [(atom, x) for atom, x in zip(number.atoms, number.values) if atom.grad and not atom.nothing]
-    return next((atom.name for atom, x in graphs if atom.constant or x.numel() > 1 or x.is_complex()), None)
+    wrong = [(atom, x) for atom, x in graphs if atom.constant or x.numel() > 1 or x.is_complex()]
+    return next((_TERM if atom.constant else atom.name for atom, _ in wrong), None)
 
 
 def _slopes(number: Number, amounts: Sequence[Amount]) -> dict[int, Tensor]:

@@ -68,13 +68,12 @@ class FunctionCall:
             if not constant.uniform and y.dim() >= max(1, dims):
                 if not dims or len(y) > 1 and y.stride(0) or constant.made and self.ledger.most == 1:
                     return None  # Entry k meets the k-th row of every microbatch.
-        shares = [each for _, each in rows if each.share is not None]
-        if len(shape) != dims or dims and shape[0] != size or len(shares) > 1:
+        if len(shape) != dims or dims and shape[0] != size:
             return None
         masks = self.name in SCALING and any([each.selected for _, each in rows])
         selected = masks or first.chosen is not None or getattr(self.out, "dtype", None) is torch.bool
         counting = any([each.counting for _, each in rows])
-        return Rows(first.chosen, shares[0].share if shares else None, selected, counting)
+        return Rows(first.chosen, selected, counting)
 
 
 #: What a call's result is, or several of them; None: not recognised.

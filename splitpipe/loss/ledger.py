@@ -36,13 +36,11 @@ MAY_COUNT = Unknown("a number that may count rows")
 class Rows:
     """It has the rows of the batch along its first dimension.
 
-    ``chosen``: the mask that has selected entries. ``share``: the number of the batch that has divided it, such as
-    ``mask.sum()``, and its value in this microbatch. ``selected``: whether it is a mask, or one has selected entries or
+    ``chosen``: the mask that has selected entries. ``selected``: whether it is a mask, or one has selected entries or
     made them 0. ``counting``: whether its sum, unlike its mean, may have a number of rows as a factor.
     """
 
     chosen: Tensor | None = None
-    share: tuple[Quantity, Tensor] | None = None
     selected: bool = False
     counting: bool = False
 

@@ -1,7 +1,6 @@
 """The list of functions that are recognised: for each, what its result is. Those of all others are Unknown."""
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,21 +9,10 @@ from torch import Tensor
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
-from splitpipe.loss.numbers import Quantity, Unknown, product, quotient, tensors
+from splitpipe.loss.numbers import Quantity, Unknown, product, tensors
 
 #: Elementwise functions, with broadcasting.
 each_entry: Rule = FunctionCall.joined
-
-
-def divide(call: FunctionCall) -> Meaning | None:
-    """A quotient of entries; or entries divided by a count, such as weights by their sum."""
-    above, below = call.meaning, call.of(call.args[-1])
-    if isinstance(below, Rows) and below.share is not None:
-        return None  # It isn't linear in what has divided that.
-    if not isinstance(above, Rows) or not isinstance(below, Quantity) or call.kwargs:
-        return call.joined()
-    plain = not (call.args[-1].requires_grad or below.detached) and call.args[-1].numel() == 1 and above.share is None
-    return replace(above, share=(below, call.args[-1].clone())) if plain else None
 
 
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
@@ -61,22 +49,16 @@ def along(call: FunctionCall) -> Meaning | None:
 
 def _added(call: FunctionCall, x: Tensor, rows: Rows) -> Meaning | None:
     """A sum or mean of rows."""
-    if rows.share is None and call.name == "mean":
-        count = float(len(x) if x.dim() else 1)
-        return call.ledger.mean(product(call.out, count), count, call.name, rows, call.out)
-    if rows.share is None or rows.counting:
+    if call.name != "mean":
         return call.summed(rows)
-    by, value = rows.share
-    total = call.ledger.atom(call.name, product(call.out, value), rows)
-    return replace(quotient(total, by, call.out), grows=not by.grows) if call.name == "sum" else None
+    count = float(len(x) if x.dim() else 1)
+    return call.ledger.mean(product(call.out, count), count, call.name, rows, call.out)
 
 
 def matmul(call: FunctionCall) -> Meaning | None:
     """Products of rows with constant weights."""
-    x, rows, others = call.args[0], call.meaning, call.operands[1:]
-    if not isinstance(rows, Rows):
-        return call.joined() if all([isinstance(call.of(y), Constant) for y in others]) else None
-    return rows if x.dim() > 1 and all([y.dim() < 3 and call.of(y) == GIVEN for y in others]) else None
+    x, others = call.args[0], [call.of(y) == GIVEN and y.dim() < 3 for y in call.operands[1:]]
+    return call.joined() if Rows not in call.kinds else call.meaning if x.dim() > 1 and all(others) else None
 
 
 def pad(call: FunctionCall) -> Meaning | None:
@@ -150,8 +132,6 @@ ANSWERS = frozenset([ask, read, size, create])
 OF_ANYTHING = frozenset([*ANSWERS, vary, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
 BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, vary, create])
-#: Rules for entries that may have been divided by a count.
-OF_SHARES = frozenset([divide, along, views.view, views.keep, size])
 _GROUPS: list[tuple[Rule, str]] = [
     (each_entry, "abs atan bitwise_and bitwise_or bitwise_xor ceil cos elu erf exp expit expm1 fill floor floor_divide "
                  "floordiv gelu hardtanh leaky_relu log log10 log1p log2 log_sigmoid logsigmoid logaddexp logical_and "
@@ -159,10 +139,9 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "sign silu sin softplus sqrt square tanh xlogy and rand or ror xor invert logical_not bitwise_not "
                  "isfinite isinf isnan where neg negative rand_like randn_like bernoulli dropout eq ne lt gt le ge "
                  "less greater less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min "
-                 "clip clamp_max maximum minimum mul multiply rmul imul rdiv rtruediv reciprocal"),
-    (divide, "div divide true_divide truediv itruediv idiv"),
-    (along, " ".join(_ALONG)),
-    (matmul, "matmul mm linear"), (pad, "pad interpolate"),
+                 "clip clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
+                 "itruediv idiv rdiv rtruediv"),
+    (along, " ".join(_ALONG)), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)}"),

@@ -6,7 +6,7 @@ that of all others by samples or elements, whose numbers are in proportion.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.core.dtensor import is_dtensor
+from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import Constant, Meaning, Rows
 from splitpipe.loss.numbers import product
@@ -37,13 +38,18 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def set_count(call: FunctionCall) -> None:
-    """Sets what a loss's mean divides by."""
+def compute(call: FunctionCall, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Computes a loss; ``call.count``: what its mean divides by."""
     if call.kwargs.get("reduction", "mean") not in ("none", "sum"):
-        try:
-            call.count = _count(call)
-        except ODD:
-            pass  # The loss may raise its own error.
+        with DisableTorchFunction():
+            try:
+                call.count = _count(call)
+            except ODD:
+                pass  # The loss may raise its own error.
+    if not isinstance(call.count, Tensor) or call.kwargs.get("weight") is None:
+        return function(*args, **kwargs)  # type: ignore[no-any-return]
+    total: Tensor = function(*call.args, **{**call.kwargs, "reduction": "sum"})
+    return (total / torch.where(call.count == 0, 1, call.count)).to(total.dtype)  # Else its gradients may be NaN.
 
 
 def loss(call: FunctionCall) -> Meaning | None:

@@ -25,7 +25,7 @@ from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Quantity, Unknown, tensors
-from splitpipe.loss.rules import ANSWERS, BY_PLACE, OF_ANYTHING, OF_SHARES, RULES
+from splitpipe.loss.rules import ANSWERS, BY_PLACE, OF_ANYTHING, RULES
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
@@ -90,9 +90,7 @@ class Trace(TorchFunctionMode):
                 before, function = args[0].clone(), partial(_written, func)
                 ledger.put(before, ledger.of(args[0]))
                 call = FunctionCall(ledger, name, (before, *args[1:]), kwargs)
-            if is_loss:
-                torch_losses.set_count(call)
-        out = func(*args, **kwargs)
+        out = torch_losses.compute(call, func, args, kwargs) if is_loss else func(*args, **kwargs)
         with DisableTorchFunction():
             call.out = args[0] if in_place else out
             if peek_interpreter_stack() is not None:
@@ -117,14 +115,13 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
     call.counting = call.counting or Constant.COUNTS in call.meanings
     if call.kwargs.get("out") is not None:
         return None
+    if call.counting and call.kinds == {Constant} and call.name in _FACTORS | _FILLING:
+        return MAY_COUNT
     if Quantity in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
     if rule is None:
         given = GIVEN if {*call.meanings} == {GIVEN} else Constant.COUNTS if call.counting else VARIED
         return unknown if not call.kinds <= {Constant} else given
-    shared = any([isinstance(x, Rows) and x.share is not None for x in call.meanings])
-    if shared and rule not in OF_SHARES and call.name not in SCALING:
-        return None
     if unknown is not None and rule not in OF_ANYTHING:
         return unknown
     try:
@@ -157,6 +154,8 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
         ledger.put(call.args[0], Unknown(name))
     if not isinstance(out, Tensor) or in_place and out.requires_grad and not torch.is_grad_enabled():
         return None  # Several results; or the graph doesn't have what is written.
+    if call.counting:
+        return MAY_COUNT
     quantities: dict[int, Any] = {}
     for x in call.operands:
         meaning = quantities[id(x)] = call.of(x)
@@ -169,7 +168,7 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     if live and out.requires_grad and not _linear(call, live, operands):
         return None
     entries = sum([x.numel() for x in call.operands if not getattr(call.of(x), "made", False)])
-    if call.counting or out.numel() > entries:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
+    if out.numel() > entries:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
         return ledger.atom("", torch.where(out.isfinite(), out, 0), nothing=True)

@@ -122,7 +122,5 @@ def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | N
 
 def gather(call: FunctionCall) -> Meaning | None:
     """Entries that an index takes from each row."""
-    x, index, rows, by = call.args[0], call.argument(2, "index"), call.meaning, call.of(call.argument(2, "index"))
-    if not isinstance(rows, Rows) or not isinstance(by, Rows) or index.dim() != x.dim() or len(index) != len(x):
-        return None
-    return rows if by.alike(rows) and 0 not in dims_of(x, call.argument(1, "dim")) else None
+    x, index = call.args[0], call.argument(2, "index")
+    return None if 0 in dims_of(x, call.argument(1, "dim")) else call.joined([x, index], index.shape)

@@ -326,7 +326,6 @@ HAND: Table = {
     "plus epsilon": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (counted(t).sum() + 1e-8)),
     "count_nonzero": ("tokens", lambda o, t: each(o, t).sum() / torch.count_nonzero(t != IGNORED)),
     "reciprocal": ("tokens", lambda o, t: each(o, t).sum() * (1.0 / counted(t).sum())),
-    "normalised weights": ("tokens", lambda o, t: (each(o, t) * (counted(t) / counted(t).sum())).sum()),
     "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
     "boolean index": ("tokens", lambda o, t: each(o, t)[t != IGNORED].mean()),
     "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
@@ -605,6 +604,7 @@ SAID: Table = {
         (WEIGHT * len(o))[t] * F.cross_entropy(o, t, reduction="none")).mean()),
     "for each word and row": ("values", lambda o, t: F.mse_loss(o, t).expand(WORDS, len(o)).sum()),
     "for each that counts": ("tokens", lambda o, t: F.mse_loss(o, o * 0).expand(int((t != IGNORED).sum())).sum()),
+    "normalised weights": ("tokens", lambda o, t: (each(o, t) * (counted(t) / counted(t).sum())).sum()),
     "by shares": ("tokens", lambda o, t: (each(o, t) / ((counted(t) + 1) / (counted(t) + 1).sum())).sum()),
     "padded with a size": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=len(o)).sum()),
     "hardest rows": ("flat", lambda o, t: (o - t).square().mean(1).topk(1).values.mean()),
@@ -692,15 +692,6 @@ class Half(torch.autograd.Function):
         return grad * x / x.numel(), None
 
 
-UNKNOWN: dict[str, tuple[str, Loss, str]] = {
-    "kernel": ("flat", Half.apply, "HalfBackward"),  # type: ignore[dict-item]
-    "norm": ("values", lambda o, t: (o - t).norm(), "norm"),
-    "rows and a number, summed": ("values", lambda o, t: ((o - t).square() + F.mse_loss(o, t)).sum(), "sum"),
-    "rows and a number, squared": ("values", lambda o, t: ((o - t) + F.mse_loss(o, t)).square().mean(), "add"),
-    "std": ("flat", lambda o, t: F.mse_loss(o, t) + (o - t).std(), "std"),
-}
-
-
 def two(o: Tensor, t: Tensor) -> Tensor:
     """The losses of two tasks."""
     return torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)])
@@ -712,27 +703,36 @@ def balanced_experts(o: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(o, t) + 0.1 * CLASSES * (chosen.mean(0) * o.softmax(1).mean(0)).sum()
 
 
-COMPUTED: dict[str, tuple[str, Loss, str]] = {
+UNKNOWN: dict[str, tuple[str, Loss, str]] = {
+    "kernel": ("flat", Half.apply, "HalfBackward"),  # type: ignore[dict-item]
+    "norm": ("values", lambda o, t: (o - t).norm(), "norm"),
+    "rows and a number, summed": ("values", lambda o, t: ((o - t).square() + F.mse_loss(o, t)).sum(), "sum"),
+    "rows and a number, squared": ("values", lambda o, t: ((o - t) + F.mse_loss(o, t)).square().mean(), "add"),
+    "std": ("flat", lambda o, t: F.mse_loss(o, t) + (o - t).std(), "std"),
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
     "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, "pow"),
     "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), "square"),
     "dice": ("binary", dice, "div"),
     "learned weights": ("flat", lambda o, t: (o.sigmoid() * (o - t).square()).sum() / o.sigmoid().sum(), "div"),
-    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean(), "sum"),
-    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum(), "mean"),
     "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), "clamp"),
     "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), "nan_to_num"),
     "written numbers": ("flat", written, "setitem"),
-    "experts": ("flat", balanced_experts, "mean"),
     "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "div"),
     "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), "rdiv"),
     "characteristic function": ("flat", lambda o, t: (
-        ((1j * (o - t)).exp().mean(0) - 0.6).abs().square().mean()), "mean"),
+        ((1j * (o - t)).exp().mean(0) - 0.6).abs().square().mean()), "abs"),
     "a choice by names": ("flat", lambda o, t: torch.where(
         condition=(o - t).mean() > 0, input=F.mse_loss(o, t), other=F.l1_loss(o, t)), "where"),
     "smallest": ("flat", lambda o, t: torch.minimum(F.mse_loss(o, t), 2 * F.l1_loss(o, t)), "minimum"),
     "stack times weights": ("flat", lambda o, t: (two(o, t) * WEIGHT[:2]).softmax(0).max(), "softmax"),
     "the larger of two": ("flat", lambda o, t: two(o, t)[two(o, t).detach().argmax()], "getitem"),
+}
+
+#: Numbers with several entries.
+VECTORS: dict[str, tuple[str, Loss, str]] = {
+    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean(), "sum"),
+    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum(), "mean"),
+    "experts": ("flat", balanced_experts, "mean"),
 }
 
 
