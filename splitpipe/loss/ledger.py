@@ -2,6 +2,7 @@
 
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
+    TimeMajor       it has them along its second one
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
     Quantity        its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
@@ -52,11 +53,16 @@ class Rows:
         return x is y or x.shape == y.shape and x.device == y.device and torch.equal(x, y)
 
 
+class TimeMajor:
+    """It has the rows along its second dimension, as ctc_loss wants."""
+
+
 class Constant(Enum):
     """It is the same for every microbatch; or the code has made it, so that its size may be that of the rows."""
 
     GIVEN = "given"
     UNIFORM = "made, and all entries are the same"
+    ZEROS = "made of zeros"
     COUNTS = "made of a number that may count rows"
     VARIED = "made"
     POSITIONS = "torch.arange(n)"
@@ -69,11 +75,11 @@ class Constant(Enum):
     @property
     def uniform(self) -> bool:
         """Whether all entries are the same."""
-        return self is Constant.UNIFORM
+        return self in (Constant.UNIFORM, Constant.ZEROS)
 
 
 GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED
-Meaning = Rows | Constant | Quantity | Unknown
+Meaning = Rows | TimeMajor | Constant | Quantity | Unknown
 
 
 class Ledger:

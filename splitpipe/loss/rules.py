@@ -55,6 +55,13 @@ def _added(call: FunctionCall, x: Tensor, rows: Rows) -> Meaning | None:
     return call.ledger.mean(product(call.out, count), count, call.name, rows, call.out)
 
 
+def add_up(call: FunctionCall) -> Meaning | None:
+    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
+    _, dim, places, entries = call.args
+    rows, zeros = call.joined([entries, places], places.shape), call.meaning is Constant.ZEROS
+    return call.summed(rows) if isinstance(rows, Rows) and zeros and not dim and places.dim() == 1 else None
+
+
 def matmul(call: FunctionCall) -> Meaning | None:
     """Products of rows with constant weights."""
     x, others = call.args[0], [call.of(y) == GIVEN and y.dim() < 3 for y in call.operands[1:]]
@@ -73,7 +80,7 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning
     if "zeros" in name or "ones" in name or "empty" in name:
-        return UNIFORM
+        return Constant.ZEROS if "zeros" in name else UNIFORM
     value: Any = args[-1] if args else None
     value = call.kwargs.get("fill_value", value[0] if type(value) in (list, tuple) and len(value) == 1 else value)
     if isinstance(value, Tensor) or any([not isinstance(call.of(x), Constant) for x in tensors((value,))]):
@@ -141,7 +148,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "less greater less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min "
                  "clip clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
                  "itruediv idiv rdiv rtruediv"),
-    (along, " ".join(_ALONG)), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
+    (along, " ".join(_ALONG)), (add_up, "scatter_add"), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)}"),

@@ -16,14 +16,14 @@ from torch import Tensor
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import Constant, Meaning, Rows
+from splitpipe.loss.ledger import Constant, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import product
 
 #: Losses whose means divide by targets, by samples, and by elements.
 _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
 _SAMPLES = frozenset(
     "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss "
-    "triplet_margin_with_distance_loss cosine_embedding_loss".split()
+    "triplet_margin_with_distance_loss cosine_embedding_loss ctc_loss".split()
 )
 _ELEMENTS = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
@@ -73,6 +73,9 @@ def _entries(call: FunctionCall) -> Meaning | None:
         return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
     rows, others = call.of(x), [y for y in call.operands if y is not x and y is not weight]
     kinds = [call.of(y) for y in others]
+    if isinstance(rows, TimeMajor) and call.name == "ctc_loss":
+        alike = all([isinstance(each, Rows) or isinstance(each, Constant) and each.uniform for each in kinds])
+        return Rows() if alike else None
     if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
@@ -87,7 +90,7 @@ def _count(call: FunctionCall) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
     x, target, weight = call.operands[0], call.kwargs.get("target"), call.kwargs.get("weight")
     if call.name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
-        return float(len(x) if x.dim() else 1)
+        return float(x.shape[call.name == "ctc_loss"] if x.dim() else 1)
     ignored = call.kwargs.get("ignore_index")
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(

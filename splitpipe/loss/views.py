@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.function_call import FunctionCall, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Unknown, tensors
 
 #: Functions that keep the order of entries, whether they copy or not.
@@ -57,7 +57,8 @@ def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
         groups = call.name in ("view", "reshape") and not ledger.sizes and len(shape) > 0 and shape[0] != -1
         return meaning if plain and not groups and len(out) and not len(out) % size else None
     if call.name in _TURNING and _turns(call, out):
-        return None
+        turned = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)
+        return TimeMajor() if turned and call.name != "unsqueeze" else None
     added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
     return meaning if len(out) == len(x) and out.stride(0) == x.stride(0) and not added else None
 
