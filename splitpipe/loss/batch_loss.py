@@ -4,7 +4,8 @@
     correction              the true slope by the estimated one; in the end, it multiplies all gradients
 
 The loss is linear in its sums (numbers), so slopes depend on counts alone. There is one correction, so several sums
-must have proportional counts. Losses in which anything else has a graph, such as a penalty, are averaged over rows.
+must have proportional counts. What else has a graph, such as a penalty or a learned weight, is in the part of the last
+microbatch, when all is known.
 """
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from splitpipe.loss.numbers import Amount, Number, Unknown
 from splitpipe.loss.reduction import AS_PAIR, warn
 
 _WAYS = f"in a SplitPipe, {AS_PAIR}, pass reduction='mean' or 'sum', or use schedule=None and a loss of model(x)."
-_TERM = "a term of parameters, without rows"
 Count = Callable[[], list[Number | Unknown]]
 
 
@@ -37,6 +37,7 @@ class BatchLoss:
         self._by_rows: bool | None = None  #: Whether all are means over rows, since the first one isn't recognised.
         self._slopes: dict[int, Tensor] | None = None  #: The estimated slopes, by the place of the sum.
         self._estimates: list[Amount] = []  #: Those of the batch's atoms.
+        self._last: int | None = None  #: The microbatch with which all are known.
 
     def part(self, i: int, value: Tensor, number: Number | Unknown, count: Count | None = None) -> Tensor:
         """The part of a microbatch with this loss. Called in each F, and again in a recomputation.
@@ -45,7 +46,7 @@ class BatchLoss:
         """
         if isinstance(number, Unknown) and self._reduction == "sum":
             number = numbers.total(value)
-        wrong = number.function if isinstance(number, Unknown) else _other_graph(number)
+        wrong = number.function if isinstance(number, Unknown) else _vector(number)
         if wrong is not None and self._reduction is None and len(self._rows) > 1:
             warn(self._said, wrong, self._ways)
         if self._by_rows is None and not getattr(number, "nothing", False):
@@ -53,7 +54,11 @@ class BatchLoss:
         if isinstance(number, Unknown) or wrong is not None or self._by_rows:
             number = numbers.mean(value, float(self._rows[i]))
         self._numbers[i] = number.mapped(Tensor.detach)
+        if self._last is None and len(self._numbers) == len(self._rows):
+            self._last = i
         if number.nothing or not value.requires_grad:
+            if i == self._last and number.nothing and any(map(_adds_graph, self._numbers.values())):
+                raise self._refused("terms of different kinds in its microbatches")
             return value
         if self._slopes is None:
             self._estimates = self._estimated(self._numbers[i], self._rows[i], None if self._by_rows else count)
@@ -65,8 +70,15 @@ class BatchLoss:
             raise self._refused("terms of different kinds in its microbatches")
         if len(number.quantities) == 1 and self._slopes:
             return value  # A factor of 1 would be saved for backward.
-        parts = [number.values[k] * slope for k, slope in self._slopes.items()]
-        return sum(parts).reshape(()) if parts else value * 0  # type: ignore[union-attr]
+        part: Any = sum([number.values[k] * slope for k, slope in self._slopes.items()])
+        if i == self._last and _adds_graph(number):
+            totals = self._batch([*self._numbers.values()])[1]
+            rest = number.evaluate([
+                x if atom.constant else total for atom, x, total in zip(number.atoms, number.values, totals)
+            ])
+            correction = self._correction(number, totals)  # Which multiplies this part's gradients, too.
+            part = part + (rest if correction is None else rest / correction)
+        return part.reshape(()) if isinstance(part, Tensor) else value * 0
 
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the correction of gradients from B that started with this scale (None: 1)."""
@@ -121,11 +133,15 @@ class BatchLoss:
         )
 
 
-def _other_graph(number: Number) -> str | None:
-    """What has a graph, and isn't a sum of one real number."""
-    graphs: list[Any] = [(atom, x) for atom, x in zip(number.atoms, number.values) if atom.grad and not atom.nothing]
-    wrong = [(atom, x) for atom, x in graphs if atom.constant or x.numel() > 1 or x.is_complex()]
-    return next((_TERM if atom.constant else atom.name for atom, _ in wrong), None)
+def _vector(number: Number) -> str | None:
+    """The function that has made a sum with a graph that isn't a single real number."""
+    sums: list[Any] = [(atom, x) for atom, x in zip(number.atoms, number.values) if atom.live]
+    return next((atom.name for atom, x in sums if x.numel() > 1 or x.is_complex()), None)
+
+
+def _adds_graph(number: Number) -> bool:
+    """Whether a constant has a graph, which has to be in the last microbatch's part."""
+    return any([atom.constant and atom.grad and not atom.nothing for atom in number.atoms])
 
 
 def _slopes(number: Number, amounts: Sequence[Amount]) -> dict[int, Tensor]:

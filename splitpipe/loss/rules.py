@@ -126,13 +126,17 @@ def size(call: FunctionCall) -> Meaning:
     x, meaning, dim = call.args[0], call.meaning, 0 if call.name == "len" else call.argument(1, "dim")
     if isinstance(meaning, Rows) and (dim is None or not dim % max(1, x.dim())):
         views.note_size(call, meaning)
-    elif isinstance(meaning, Unknown):
+    elif isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
         call.ledger.read = call.ledger.read or meaning.function
-    elif isinstance(meaning, Constant) and meaning.made:  # ones_like(x)
-        call.ledger.sizes |= {each for each in call.out} if isinstance(call.out, tuple) else {call.out}
+    elif isinstance(meaning, Unknown) or isinstance(meaning, Constant) and meaning.made:  # x.T, ones_like(x)
+        sizes = call.out if isinstance(call.out, tuple) else [call.out]
+        call.ledger.sizes |= {each for each in sizes if each and not each % call.ledger.rows}
     return GIVEN
 
 
+#: Where recognition ended at values whose number depends on the batch.
+_RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique",
+                     "unique_consecutive", "where", "index_select", "masked_select", "bincount"])
 #: Rules that answer Python, or make a tensor, also of numbers.
 ANSWERS = frozenset([ask, read, size, create])
 #: Rules that say themselves what Unknown arguments mean.

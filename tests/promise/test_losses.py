@@ -218,21 +218,24 @@ def test_what_is_no_mean_over_rows_is_said(name: str, loss: losses.Loss, rows: i
         found(*batch(name, rows))
 
 
+@ways
 @pytest.mark.parametrize("loss", losses.PENALTIES)
-def test_drop_in_a_penalty_of_parameters_counts_once_a_batch(loss: str) -> None:
+def test_a_penalty_of_parameters_counts_once_a_batch(loss: str, way: str) -> None:
     name, function = losses.PENALTIES[loss]
-    sides = made("own", function, penalised=True)
-    for rows in (UNEVEN, EVEN):
+    sides = made(way, function, penalised=True)
+    for rows in ORDER[way]:
         verify(name, rows, *sides)
 
 
-@pytest.mark.parametrize(("loss", "way"), [*zip(losses.PENALTIES, cycle(SCHEDULED))])
-def test_scheduled_a_loss_with_a_penalty_is_a_mean_over_rows_and_is_said(loss: str, way: str) -> None:
-    name, function = losses.PENALTIES[loss]
-    plain, model, expected, found = made(way, function, penalised=True)
-    x, y = batch(name, EVEN)
-    with pytest.warns(UserWarning, match="a term of parameters"):
-        assert_close(backward(model, found(x, y)), by_rows(plain, expected, x, y))
+@pytest.mark.parametrize("way", SCHEDULED)
+def test_scheduled_a_penalty_that_the_last_microbatch_lacks_is_an_error(way: str) -> None:
+    name, function = losses.PENALTIES["if anything counts"]
+    plain, model, expected, found = sides = made(way, function, penalised=True)
+    x, y = batch(name, UNEVEN)
+    y[6] = -100
+    with pytest.raises(ValueError, match="terms of different kinds"):
+        found(x, y)
+    verify(name, EVEN, *sides)
 
 
 FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
