@@ -46,6 +46,8 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
         return type(value)([map_leaves(change, x) for x in value])
     if type(value) is dict:
         return {key: map_leaves(change, x) for key, x in value.items()}
+    if isinstance(value, (Tensor, int, float)):
+        return change(value)
     leaves, structure = tree_flatten(value)
     return tree_unflatten([*map(change, leaves)], structure)
 

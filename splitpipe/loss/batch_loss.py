@@ -45,7 +45,7 @@ class BatchLoss:
         ``count`` returns a number for each microbatch, with its true counts. Default: they are estimated.
         """
         if isinstance(number, Unknown) and self._reduction == "sum":
-            number = numbers.total(value)
+            number = numbers.atom("loss_fn", value)
         wrong = number.function if isinstance(number, Unknown) else _vector(number)
         if wrong is not None and self._reduction is None and len(self._rows) > 1:
             warn(self._said, wrong, self._ways)
@@ -68,7 +68,7 @@ class BatchLoss:
                 self._slopes = {k: torch.where(x.isfinite() & (x != 0), x, other) for k, x in self._slopes.items()}
         if len(number.values) != len(self._estimates):
             raise self._refused("terms of different kinds in its microbatches")
-        if len(number.quantities) == 1 and self._slopes:
+        if number.function is None and self._slopes:
             return value  # A factor of 1 would be saved for backward.
         part: Any = sum([number.values[k] * slope for k, slope in self._slopes.items()])
         if i == self._last and _adds_graph(number):
@@ -135,7 +135,7 @@ class BatchLoss:
 
 def _vector(number: Number) -> str | None:
     """The function that has made a sum with a graph that isn't a single real number."""
-    sums: list[Any] = [(atom, x) for atom, x in zip(number.atoms, number.values) if atom.live]
+    sums: list[Any] = [(atom, x) for atom, x in zip(number.atoms, number.values) if atom.grad and not atom.constant]
     return next((atom.name for atom, x in sums if x.numel() > 1 or x.is_complex()), None)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import SCALING, Quantity, Unknown, tensors
+from splitpipe.loss.numbers import SCALING, Number, Unknown, tensors
 
 
 class FunctionCall:
@@ -42,9 +42,9 @@ class FunctionCall:
         """An argument by its position or name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    def summed(self, rows: Rows) -> Quantity | Unknown:
+    def summed(self, rows: Rows) -> Number | Unknown:
         """The result, as a sum of these rows."""
-        return MAY_COUNT if rows.counting else self.ledger.atom(self.name, self.out.clone(), rows)
+        return MAY_COUNT if rows.counting else self.ledger.sum(self.name, self.out.clone(), rows)
 
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None

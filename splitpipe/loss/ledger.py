@@ -4,7 +4,7 @@
     Rows            it has the rows of the batch, in order, along its first dimension
     TimeMajor       it has them along its second one
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
-    Quantity        its rows were added up, or it is computed of such numbers
+    Number          its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
 
 Numbers of Python don't show where they come from. One is a constant unless Python had read
@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import DisableTorchFunction, tree_flatten
-from splitpipe.loss.numbers import Amount, Number, Quantity, Unknown, quotient, tensors
+from splitpipe.loss.numbers import Amount, Number, Unknown, atom, quotient, tensors
 
 MAY_COUNT = Unknown("a number that may count rows")
 
@@ -79,7 +79,7 @@ class Constant(Enum):
 
 
 GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED
-Meaning = Rows | TimeMajor | Constant | Quantity | Unknown
+Meaning = Rows | TimeMajor | Constant | Number | Unknown
 
 
 class Ledger:
@@ -93,7 +93,6 @@ class Ledger:
     def __init__(self, rows: int, most: int, dim: int = 0, given: Iterable[float] = ()) -> None:
         self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
-        self._quantities: dict[Quantity, Amount | None] = {}  #: Each after its operands, with the values of atoms.
         self.read = ""  #: The function by which Python has read values of the batch.
         self.sizes: set[int] = set()  #: What it has read of tensors with rows: lengths, and numbers of elements.
         self.asked, self.empty = 0, False  #: As in a Number.
@@ -101,8 +100,6 @@ class Ledger:
     def put(self, x: Tensor, meaning: Meaning) -> None:
         """Records what a tensor is."""
         self._entries[id(x)] = weakref.ref(x), meaning, x.grad_fn is not None, version_of(x)
-        if isinstance(meaning, Quantity):
-            self._quantities.setdefault(meaning)
 
     def of(self, x: Any) -> Meaning:
         """What a value is."""
@@ -129,7 +126,7 @@ class Ledger:
     def begin(self, value: Any, dim: int) -> None:
         """Records an argument, or an output, of a batch along this dimension."""
         for x in tensors((value,)):
-            if x.dim() and not isinstance(self.of(x), (Rows, Quantity)):
+            if x.dim() and not isinstance(self.of(x), (Rows, Number)):
                 other = 0 < dim < x.dim() and x.shape[dim] == self.rows
                 rows = Rows(selected=x.dtype is torch.bool)
                 self.put(x, Unknown(f"a batch along dimension {dim}") if other else rows)
@@ -156,7 +153,7 @@ class Ledger:
     def has_number(self, values: Iterable[Tensor]) -> bool:
         """True if a number of the batch is among the values."""
         with DisableTorchFunction():
-            return any([isinstance(self.of(x), Quantity) for x in values])
+            return any([isinstance(self.of(x), Number) for x in values])
 
     def numbers(self, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:
         """What the numbers among the leaves of an output consist of, by position; those with rows are none."""
@@ -168,29 +165,21 @@ class Ledger:
         with DisableTorchFunction():
             meaning = self.of(x)
             if isinstance(meaning, Constant) and not x.dim():
-                meaning = self.atom("a constant", x, nothing=meaning.made and not x.requires_grad)
-        if not isinstance(meaning, Quantity):
+                nothing = meaning.made and not x.requires_grad
+                meaning = atom("a constant", x, constant=True, nothing=nothing, asked=self.asked)
+        if not isinstance(meaning, Number):
             return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
-        needed = {meaning}
-        for q in reversed(self._quantities):
-            needed.update(q.operands if q in needed else [])
-        quantities = tuple([q for q in self._quantities if q in needed])
-        values = tuple([self._quantities[q] for q in quantities if q.function is None])
-        return Number(quantities, values, self.asked, self.empty)  # type: ignore[arg-type]
+        return replace(meaning, asked=self.asked, empty=self.empty)
 
-    def atom(self, name: str, value: Amount, rows: Rows | None = None, nothing: bool = False) -> Quantity:
-        """A new atom: a sum of these rows, or a constant."""
-        grad = isinstance(value, Tensor) and value.requires_grad
-        q = Quantity(name, grad=grad, grows=rows is not None, nothing=nothing, constant=rows is None,
-                     selected=bool(rows and rows.selected), live=grad and rows is not None, asked=self.asked)
-        self._quantities[q] = value
-        return q
+    def sum(self, name: str, value: Amount, rows: Rows) -> Number:
+        """A new sum of these rows."""
+        return atom(name, value, asked=self.asked, selected=rows.selected)
 
-    def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Quantity:
+    def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Number:
         """A new mean of these rows, a total by a count, with the type of the tensor ``like``."""
         # It counts entries that a mask has made 0, too; but not targets that are ignored.
         rows = replace(rows, selected=isinstance(count, Tensor) or rows.chosen is not None)
-        return quotient(self.atom(name, total, rows), self.atom(name, count, rows), like)
+        return quotient(self.sum(name, total, rows), self.sum(name, count, rows), like)
 
     def note_numbers(self, value: Any, block: str) -> bool:
         """Records the Python numbers that a block has returned; true if there are any."""

@@ -1,14 +1,15 @@
 """Numbers of the batch: sums over its rows, and what is computed of these.
 
-What code computes of sums is recorded, and computed again of those of the batch. So any function of them is exact. A
-mean is a quotient: of a sum, and of what it counts.
+What code computes of sums is recorded, and computed again of those of the batch. A mean is a quotient: of a sum, and of
+what it counts. What has the graph of a sum is linear in sums; what has none, such as a count, may be any function.
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,73 +24,59 @@ DIVIDING = frozenset("div divide true_divide truediv itruediv idiv rdiv rtruediv
 Amount = Tensor | float
 
 
-@dataclass(eq=False)
-class Quantity:
-    """A call of a function with other quantities among its arguments; or, without a function, an atom.
+class Atom(NamedTuple):
+    """A sum over rows; or a constant, which is the same in each microbatch, such as a penalty on weights."""
 
-    An atom is a sum over rows; or a constant, which is the same in each microbatch, such as a penalty on weights. What
-    has the graph of a sum is linear in sums.
+    name: str  #: Of the function that has made it.
+    grad: bool  #: Whether it has a graph.
+    constant: bool = False
+    asked: int = 0  #: How many conditions Python had asked before.
+    selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
+    nothing: bool = False  #: Whether it is 0 whatever the rows are.
+
+
+@dataclass(eq=False, slots=True)
+class Number:
+    """A number of a microbatch: a call of a function with other numbers among its arguments, or an atom.
+
+    ``asked``: how many conditions Python had asked in the end; ``empty``: if one of them was that nothing counts.
     """
 
-    name: str  #: Of the function; or of the one that has made an atom.
+    atoms: tuple[Atom, ...]  #: Those of its arguments, in their order.
+    values: tuple[Amount, ...]  #: Theirs.
+    name: str = ""  #: Of the function.
     function: Callable[..., Any] | None = None
     args: Sequence[Any] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     grad: bool = False  #: Whether it has a graph.
     grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
-    nothing: bool = False  #: Whether it is 0 whatever the rows are.
-    constant: bool = False
-    asked: int = 0  #: Of an atom: how many conditions Python had asked before.
-    selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
-    operands: Sequence[Quantity] = ()  #: The quantities among its arguments.
+    nothing: bool = False
     live: bool = False  #: Whether it has the graph of a sum.
     detached: bool = False  #: Whether it depends on such sums without their graph.
-
-
-@dataclass(frozen=True, eq=False)
-class Number:
-    """How a number of a microbatch was computed: its quantities, each after its operands; the ``values`` of atoms.
-
-    ``asked``: how many conditions Python had asked in the end; ``empty``: if one of them was that nothing counts.
-    """
-
-    quantities: tuple[Quantity, ...]
-    values: tuple[Amount, ...]
     asked: int = 0
     empty: bool = False
-
-    @property
-    def atoms(self) -> list[Quantity]:
-        """The sums and constants."""
-        return [q for q in self.quantities if q.function is None]
-
-    @property
-    def nothing(self) -> bool:
-        """Whether it is 0 whatever the rows are."""
-        return self.quantities[-1].nothing
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
         """The number with other tensors as the values of its atoms."""
         return replace(self, values=tuple([change(x) if isinstance(x, Tensor) else x for x in self.values]))
 
-    def evaluate(self, values: Sequence[Amount]) -> Tensor:
+    def evaluate(self, values: Sequence[Amount]) -> Any:
         """The number for other values of its atoms."""
-        found: dict[Any, Any] = dict(zip(self.atoms, values))
+        if self.function is None:
+            return values[0]
+        rest = iter(values)
+        args, kwargs = map_leaves(
+            lambda x: x.evaluate([*islice(rest, len(x.atoms))]) if isinstance(x, Number) else x,
+            (self.args, self.kwargs))
         with DisableTorchFunction():
-            for q in self.quantities:
-                if q.function is not None:
-                    args, kwargs = map_leaves(lambda x: found[x] if isinstance(x, Quantity) else x, (
-                        q.args, q.kwargs))
-                    out = q.function(*args, **kwargs)
-                    found[q] = out.detach() if isinstance(out, Tensor) and not q.grad else out
-        return found[self.quantities[-1]]  # type: ignore[no-any-return]
+            out = self.function(*args, **kwargs)
+            return out.detach() if isinstance(out, Tensor) and not self.grad else out
 
-    def facts(self, asked: bool) -> list[tuple[Any, ...]]:
-        """What has to be the same in all microbatches; ``asked``: also how many conditions came before each atom."""
-        places: dict[Any, int] = {q: place for place, q in enumerate(self.quantities)}
-        return [(q.name, q.constant, q.grad, q.selected, q.asked * asked, repr(map_leaves(
-            lambda x: places.get(x) if isinstance(x, (Quantity, Tensor)) else x, (q.args, q.kwargs))))
-            for q in self.quantities]
+    def described(self) -> str:
+        """How it is computed of its atoms, which has to be the same in all microbatches."""
+        return repr((self.name, self.grad, map_leaves(
+            lambda x: x.described() if isinstance(x, Number) else None if isinstance(x, Tensor) else x,
+            (self.args, self.kwargs))))
 
 
 @dataclass(frozen=True)
@@ -99,15 +86,17 @@ class Unknown:
     function: str
 
 
-def total(value: Tensor) -> Number:
-    """A number that is a sum."""
-    return Number((Quantity("loss_fn", grad=True),), (value,))
+def atom(name: str, value: Amount, constant: bool = False, nothing: bool = False, **facts: Any) -> Number:
+    """An atom, as a number."""
+    grad = isinstance(value, Tensor) and value.requires_grad
+    own = Atom(name, grad, constant, nothing=nothing, **facts)
+    return Number((own,), (value,), grad=grad, grows=not constant, nothing=nothing, live=grad and not constant)
 
 
 def pair(above: Tensor, count: Amount, like: Tensor) -> Number:
     """A total by a count: the batch's number is the sum of all totals divided by that of all counts."""
-    atoms = Quantity("loss_fn", grad=True), Quantity("loss_fn")
-    return Number((*atoms, replace(quotient(*atoms, like), grad=True)), (above, count))
+    sums = Number((Atom("loss_fn", True),), (above,), grad=True), Number((Atom("loss_fn", False),), (count,))
+    return replace(quotient(*sums, like), grad=True)  # Alike in all microbatches, whether they have a graph or not.
 
 
 def mean(value: Tensor, count: float) -> Number:
@@ -123,10 +112,19 @@ def product(mean: Tensor, count: Amount) -> Tensor:
     return torch.where(torch.as_tensor(count == 0), 0, total)
 
 
-def quotient(above: Quantity, count: Quantity, like: Tensor) -> Quantity:
+def applied(
+    name: str, function: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Number], grad: bool,
+    **facts: Any
+) -> Number:
+    """The result of a call of a function; ``operands``: the numbers among its arguments, in their order."""
+    atoms, values = [y for x in operands for y in x.atoms], [y for x in operands for y in x.values]
+    return Number(tuple(atoms), tuple(values), name, function, args, kwargs, grad, **facts)
+
+
+def quotient(above: Number, count: Number, like: Tensor) -> Number:
     """A mean, with the type of a tensor."""
     args = above, count, like.dtype
-    return Quantity("div", _divide, args, grad=like.requires_grad, operands=(above, count), live=above.live)
+    return applied("div", _divide, args, {}, args[:2], like.requires_grad, live=above.live)
 
 
 def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
@@ -147,8 +145,8 @@ def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | Non
         if not all([x.selected or x.constant or not x.grad for x in some[0].atoms]) or not all([x.empty for x in rest]):
             return None
     asked = len({x.asked for x in some}) == 1  # Else they have run other code.
-    facts = some[0].facts(asked)
-    if any([x.facts(asked) != facts for x in some[1:]]):
+    facts = [(x.described(), [atom if asked else atom._replace(asked=0) for atom in x.atoms]) for x in some]
+    if any([each != facts[0] for each in facts]):
         return None
     columns = zip(some[0].atoms, *[number.values for number in some])
     return some[0], [each[-1] if atom.constant else _added(each) for atom, *each in columns]

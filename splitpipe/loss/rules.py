@@ -9,7 +9,7 @@ from torch import Tensor
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
-from splitpipe.loss.numbers import Quantity, Unknown, product, tensors
+from splitpipe.loss.numbers import Number, Unknown, product, tensors
 
 #: Elementwise functions, with broadcasting.
 each_entry: Rule = FunctionCall.joined
@@ -106,8 +106,8 @@ def ask(call: FunctionCall) -> Meaning:
     ledger, meaning = call.ledger, call.meaning
     ledger.asked += not isinstance(meaning, Constant)
     some, none = meaning == Unknown("any"), meaning == Unknown("all")  # if used.any(): or if ignored.all():
-    if isinstance(meaning, Quantity):
-        zero = len(meaning.args) > 1 and not isinstance(meaning.args[1], (Tensor, Quantity)) and meaning.args[1] == 0
+    if isinstance(meaning, Number):
+        zero = len(meaning.args) > 1 and not isinstance(meaning.args[1], (Tensor, Number)) and meaning.args[1] == 0
         none = zero and meaning.name in ("eq", "le")
         some = zero and meaning.name in ("gt", "ne") or meaning.function is None  # if mask.sum():
     ledger.empty |= some and not call.out or none and bool(call.out)

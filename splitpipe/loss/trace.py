@@ -24,7 +24,7 @@ from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows
-from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Quantity, Unknown, tensors
+from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, applied, atom, tensors
 from splitpipe.loss.rules import ANSWERS, BY_PLACE, OF_ANYTHING, RULES
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
@@ -35,6 +35,7 @@ _FILLING = frozenset("where masked_fill fill __setitem__".split())
 #: Rules for functions that are linear in all numbers together, and names of those that are linear in one.
 _LINEAR = frozenset([views.keep, views.view, views.index, views.join])
 _SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
+_MOST = 1000  #: Atoms of a number.
 
 
 class Trace(TorchFunctionMode):
@@ -70,7 +71,7 @@ class Trace(TorchFunctionMode):
         with DisableTorchFunction():
             numbers = ledger.note_numbers(value, "" if traced else described)
             for x in tensors((value,)):
-                if traced and (x.numel() < ledger.rows or isinstance(ledger.of(x), Quantity)):
+                if traced and (x.numel() < ledger.rows or isinstance(ledger.of(x), Number)):
                     ledger.put(x, ledger.of(x))  # Its graph may be another one now.
                     numbers = True
                 else:
@@ -86,7 +87,7 @@ class Trace(TorchFunctionMode):
         with DisableTorchFunction():
             named = dict(zip(torch_losses.parameters(func), args)) if is_loss else {}
             call = FunctionCall(ledger, name, () if is_loss else args, {**named, **kwargs})
-            if in_place and Quantity in call.kinds:  # Of what it was before.
+            if in_place and Number in call.kinds:  # Of what it was before.
                 before, function = args[0].clone(), partial(_written, func)
                 ledger.put(before, ledger.of(args[0]))
                 call = FunctionCall(ledger, name, (before, *args[1:]), kwargs)
@@ -117,7 +118,7 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         return None
     if call.counting and call.kinds == {Constant} and call.name in _FACTORS | _FILLING:
         return MAY_COUNT
-    if Quantity in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
+    if Number in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
     if rule is None:
         given = GIVEN if {*call.meanings} == {GIVEN} else Constant.COUNTS if call.counting else VARIED
@@ -137,17 +138,17 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
 
 def _may_count(call: FunctionCall) -> bool:
     """Whether a number of Python, which may be a number of rows, may be a factor of the result, or of its entries."""
-    may_count, sums = call.ledger.may_count, any([isinstance(x, Quantity) and x.grows for x in call.meanings])
+    may_count, sums = call.ledger.may_count, any([isinstance(x, Number) and x.grows for x in call.meanings])
     if call.name in _FACTORS or "alpha" in call.kwargs:
         return may_count(call.scalars, size=Rows not in call.kinds and not sums)
-    if Quantity in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
+    if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
     if call.name in _FILLING:
         return may_count(call.scalars)
     return may_count([x for x in call.scalars if type(x) is float or call.name == "pad"], size=True)
 
 
-def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Quantity | Unknown | None:
+def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Number | Unknown | None:
     """What the result of a function is, if it has numbers of the batch among its arguments, and no rows."""
     name, ledger, out = call.name, call.ledger, call.out
     if name == "register_hook":
@@ -156,32 +157,35 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
         return None  # Several results; or the graph doesn't have what is written.
     if call.counting:
         return MAY_COUNT
-    quantities: dict[int, Any] = {}
+    numbers: dict[int, Any] = {}
     for x in call.operands:
-        meaning = quantities[id(x)] = call.of(x)
+        meaning = numbers[id(x)] = call.of(x)
         if isinstance(meaning, Constant) and (meaning is GIVEN or meaning.uniform):
-            quantities[id(x)] = ledger.atom("a constant", x) if x.requires_grad else x.clone()
-        elif not isinstance(meaning, Quantity):
+            constant = atom("a constant", x, constant=True, asked=ledger.asked) if x.requires_grad else x.clone()
+            numbers[id(x)] = constant
+        elif not isinstance(meaning, Number):
             return meaning if isinstance(meaning, Unknown) else None
-    operands = [x for x in quantities.values() if isinstance(x, Quantity)]
+    operands = [x for x in [numbers[id(x)] for x in call.operands] if isinstance(x, Number)]
     live = [x for x in operands if x.live]
     if live and out.requires_grad and not _linear(call, live, operands):
+        return None
+    if sum([len(x.atoms) for x in operands]) > _MOST:  # Numbers that are used again and again.
         return None
     entries = sum([x.numel() for x in call.operands if not getattr(call.of(x), "made", False)])
     if out.numel() > entries:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
-        return ledger.atom("", torch.where(out.isfinite(), out, 0), nothing=True)
-    args, kwargs = map_leaves(lambda x: quantities.get(id(x), x), (call.args, call.kwargs))
+        return atom("", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
+    args, kwargs = map_leaves(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
     nothing = all([x.nothing for x in operands]) and len(operands) == len(call.operands) and not call.scalars
     counted = name in DIVIDING and len(operands) == 2 and all([x.grows for x in operands])
     grows = any([x.grows for x in operands]) and not counted
     detached = any([x.detached or x.live and not out.requires_grad for x in operands])
-    return Quantity(name, function, args, kwargs, out.requires_grad, grows, nothing, operands=operands,
-                    live=bool(live) and out.requires_grad, detached=detached)
+    return applied(name, function, args, kwargs, operands, out.requires_grad, grows=grows, nothing=nothing,
+                   live=bool(live) and out.requires_grad, detached=detached)
 
 
-def _linear(call: FunctionCall, live: list[Quantity], operands: list[Quantity]) -> bool:
+def _linear(call: FunctionCall, live: list[Number], operands: list[Number]) -> bool:
     """Whether a function is linear in what has the graph of a sum; its factors may depend on counts."""
     if call.name in ADDING:
         return True

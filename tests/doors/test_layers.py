@@ -34,12 +34,12 @@ DOORS = {"", "skip", "balance", "distributed", "schedule"}
 #: The lines that a room has; "": the files next to the rooms. Behind each is what it may have at most in the end: a
 #: number falls with its room, and is only raised with the reason in the change.
 BUDGETS = {
-    "core": 1046,  # 1,050
+    "core": 1048,  # 1,050
     "schedule": 2747,  # 3,500
     "microbatch": 945,  # 950
     "skip": 330,  # 340
     "backward": 1239,  # 1,250
-    "loss": 1472,  # 1,100
+    "loss": 1463,  # 1,100
     "partition": 843,  # 850
     "stage": 650,  # 650
     "engine": 2179,  # 2,200

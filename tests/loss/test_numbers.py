@@ -1,19 +1,19 @@
 """Numbers of microbatches, put together: which are computed in the same way, and what counts nothing."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.loss.numbers import Amount, Number, Quantity, Unknown, batch, mean, quotient, total
+from splitpipe.loss.numbers import Amount, Number, Unknown, applied, atom, batch, mean, quotient
 
 
 def number(above: float, count: Amount = 1.0, factor: float | None = None, grad: bool = False) -> Number:
     """A mean, times a factor if one is given; ``grad``: of entries that nothing has selected."""
-    atoms = Quantity("mean", grad=grad), Quantity("mean")
-    of = quotient(*atoms, torch.tensor(above))
-    times = [Quantity("mul", Tensor.mul, (of, factor))] if factor is not None else []
-    return Number((*atoms, of, *times), (torch.tensor(above), count))
+    of = quotient(atom("mean", torch.tensor(above, requires_grad=grad)), atom("mean", count), torch.tensor(above))
+    return of if factor is None else applied("mul", Tensor.mul, (of, factor), {}, [of], grad)
 
 
 def combined(each: list[Number | Unknown]) -> Tensor | None:
@@ -22,7 +22,7 @@ def combined(each: list[Number | Unknown]) -> Tensor | None:
 
 
 def nothing(empty: bool) -> Number:
-    return Number((Quantity("", constant=True, nothing=True),), (torch.tensor(0.0),), empty=empty)
+    return replace(atom("", torch.tensor(0.0), constant=True, nothing=True), empty=empty)
 
 
 def test_means_are_weighted_by_their_counts() -> None:
@@ -33,7 +33,7 @@ def test_means_are_weighted_by_their_counts() -> None:
 def test_numbers_that_were_computed_in_different_ways_are_not_combined() -> None:
     one = number(1.0, factor=2.0)
     assert combined([one, one]) == 2
-    for other in (number(1.0), number(1.0, factor=3.0), total(torch.tensor(1.0)), Unknown("sqrt")):
+    for other in (number(1.0), number(1.0, factor=3.0), atom("sum", torch.tensor(1.0)), Unknown("sqrt")):
         assert combined([one, other]) is None
 
 
@@ -46,7 +46,7 @@ def test_a_microbatch_counts_nothing_if_masks_decide_what_counts_in_the_others()
 
 
 def test_sums_of_whole_numbers_are_whole_numbers() -> None:
-    found = combined([total(torch.tensor(2**40 + k)) for k in range(3)])
+    found = combined([atom("sum", torch.tensor(2**40 + k)) for k in range(3)])
     assert found is not None and found.dtype == torch.int64 and int(found) == 3 * 2**40 + 3
-    small = combined([total(torch.tensor(2, dtype=torch.int32))] * 3)
+    small = combined([atom("sum", torch.tensor(2, dtype=torch.int32))] * 3)
     assert small is not None and small.dtype == torch.int32

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -710,6 +710,8 @@ UNKNOWN: dict[str, tuple[str, Loss, str]] = {
     "rows and a number, squared": ("values", lambda o, t: ((o - t) + F.mse_loss(o, t)).square().mean(), "add"),
     "std": ("flat", lambda o, t: F.mse_loss(o, t) + (o - t).std(), "std"),
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
+    "product with itself": ("flat", lambda o, t: (lambda x: x * x)(F.mse_loss(o, t)), "mul"),
+    "doubled often": ("flat", lambda o, t: reduce(lambda x, _: x + x, range(20), F.mse_loss(o, t)) / 2**20, "add"),
     "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, "pow"),
     "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), "square"),
     "dice": ("binary", dice, "div"),
