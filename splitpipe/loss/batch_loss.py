@@ -68,12 +68,12 @@ class BatchLoss:
                 self._slopes = {k: torch.where(x.isfinite() & (x != 0), x, other) for k, x in self._slopes.items()}
         if len(number.values) != len(self._estimates):
             raise self._refused("terms of different kinds in its microbatches")
-        if number.function is None and self._slopes:
+        if number.formula.function is None and self._slopes:
             return value  # A factor of 1 would be saved for backward.
         part: Any = sum([number.values[k] * slope for k, slope in self._slopes.items()])
         if i == self._last and _adds_graph(number):
             totals = self._batch([*self._numbers.values()])[1]
-            rest = number.evaluate([
+            rest = number.formula.evaluate([
                 x if atom.constant else total for atom, x, total in zip(number.atoms, number.values, totals)
             ])
             correction = self._correction(number, totals)  # Which multiplies this part's gradients, too.
@@ -83,7 +83,7 @@ class BatchLoss:
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the correction of gradients from B that started with this scale (None: 1)."""
         number, totals = self._batch([self._numbers[i] for i in sorted(self._numbers)])
-        loss, correction = number.evaluate(totals).reshape(()), self._correction(number, totals)
+        loss, correction = number.formula.evaluate(totals).reshape(()), self._correction(number, totals)
         if correction is not None:
             correction = correction.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
         if scale is not None:
@@ -152,7 +152,7 @@ def _slopes(number: Number, amounts: Sequence[Amount]) -> dict[int, Tensor]:
             for atom, x in zip(number.atoms, amounts)
         ]
         live = [k for k, x in enumerate(each) if isinstance(x, Tensor) and x.requires_grad]
-        out = number.evaluate(each)
+        out = number.formula.evaluate(each)
         if not live or not out.requires_grad:
             return {}
         slopes = torch.autograd.grad(out, [each[k] for k in live], allow_unused=True)

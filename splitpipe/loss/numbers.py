@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -35,22 +35,50 @@ class Atom(NamedTuple):
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
+class Formula:
+    """How a number is computed of its atoms: by a function, with other formulas among its arguments, or not at all."""
+
+    name: str  #: Of the function.
+    function: Callable[..., Any] | None
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    grad: bool  #: Whether the result has a graph.
+    atoms: int  #: The number of its atoms.
+
+    def evaluate(self, values: Sequence[Amount]) -> Any:
+        """The number for these values of its atoms."""
+        if self.function is None:
+            return values[0]
+        rest = iter(values)
+        args, kwargs = map_leaves(
+            lambda x: x.evaluate([*islice(rest, x.atoms)]) if isinstance(x, Formula) else x, (self.args, self.kwargs))
+        with DisableTorchFunction():
+            out = self.function(*args, **kwargs)
+            return out.detach() if isinstance(out, Tensor) and not self.grad else out
+
+    def described(self) -> str:
+        """What has to be the same in all microbatches."""
+        return repr((self.name, self.grad, map_leaves(
+            lambda x: x.described() if isinstance(x, Formula) else None if isinstance(x, Tensor) else x,
+            (self.args, self.kwargs))))
+
+
+_ATOM = Formula("", None, (), {}, False, 1)
+
+
+@dataclass(eq=False)
 class Number:
-    """A number of a microbatch: a call of a function with other numbers among its arguments, or an atom.
+    """A number of a microbatch.
 
     ``asked``: how many conditions Python had asked in the end; ``empty``: if one of them was that nothing counts.
     """
 
-    atoms: tuple[Atom, ...]  #: Those of its arguments, in their order.
-    values: tuple[Amount, ...]  #: Theirs.
-    name: str = ""  #: Of the function.
-    function: Callable[..., Any] | None = None
-    args: Sequence[Any] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    grad: bool = False  #: Whether it has a graph.
+    atoms: tuple[Atom, ...]
+    values: tuple[Amount, ...]  #: Of its atoms.
+    formula: Formula = _ATOM
     grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
-    nothing: bool = False
+    nothing: bool = False  #: Whether it is 0 whatever the rows are.
     live: bool = False  #: Whether it has the graph of a sum.
     detached: bool = False  #: Whether it depends on such sums without their graph.
     asked: int = 0
@@ -59,24 +87,6 @@ class Number:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
         """The number with other tensors as the values of its atoms."""
         return replace(self, values=tuple([change(x) if isinstance(x, Tensor) else x for x in self.values]))
-
-    def evaluate(self, values: Sequence[Amount]) -> Any:
-        """The number for other values of its atoms."""
-        if self.function is None:
-            return values[0]
-        rest = iter(values)
-        args, kwargs = map_leaves(
-            lambda x: x.evaluate([*islice(rest, len(x.atoms))]) if isinstance(x, Number) else x,
-            (self.args, self.kwargs))
-        with DisableTorchFunction():
-            out = self.function(*args, **kwargs)
-            return out.detach() if isinstance(out, Tensor) and not self.grad else out
-
-    def described(self) -> str:
-        """How it is computed of its atoms, which has to be the same in all microbatches."""
-        return repr((self.name, self.grad, map_leaves(
-            lambda x: x.described() if isinstance(x, Number) else None if isinstance(x, Tensor) else x,
-            (self.args, self.kwargs))))
 
 
 @dataclass(frozen=True)
@@ -90,13 +100,14 @@ def atom(name: str, value: Amount, constant: bool = False, nothing: bool = False
     """An atom, as a number."""
     grad = isinstance(value, Tensor) and value.requires_grad
     own = Atom(name, grad, constant, nothing=nothing, **facts)
-    return Number((own,), (value,), grad=grad, grows=not constant, nothing=nothing, live=grad and not constant)
+    return Number((own,), (value,), grows=not constant, nothing=nothing, live=grad and not constant)
 
 
 def pair(above: Tensor, count: Amount, like: Tensor) -> Number:
     """A total by a count: the batch's number is the sum of all totals divided by that of all counts."""
-    sums = Number((Atom("loss_fn", True),), (above,), grad=True), Number((Atom("loss_fn", False),), (count,))
-    return replace(quotient(*sums, like), grad=True)  # Alike in all microbatches, whether they have a graph or not.
+    number = quotient(Number((Atom("loss_fn", True),), (above,)), Number((Atom("loss_fn", False),), (count,)), like)
+    number.formula.grad = True  # Alike in all microbatches, whether they have a graph or not.
+    return number
 
 
 def mean(value: Tensor, count: float) -> Number:
@@ -116,15 +127,15 @@ def applied(
     name: str, function: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Number], grad: bool,
     **facts: Any
 ) -> Number:
-    """The result of a call of a function; ``operands``: the numbers among its arguments, in their order."""
+    """The result of a call with the formulas of numbers, its operands, among its arguments, in their order."""
     atoms, values = [y for x in operands for y in x.atoms], [y for x in operands for y in x.values]
-    return Number(tuple(atoms), tuple(values), name, function, args, kwargs, grad, **facts)
+    return Number(tuple(atoms), tuple(values), Formula(name, function, args, kwargs, grad, len(atoms)), **facts)
 
 
 def quotient(above: Number, count: Number, like: Tensor) -> Number:
     """A mean, with the type of a tensor."""
-    args = above, count, like.dtype
-    return applied("div", _divide, args, {}, args[:2], like.requires_grad, live=above.live)
+    args = above.formula, count.formula, like.dtype
+    return applied("div", _divide, args, {}, (above, count), like.requires_grad, live=above.live)
 
 
 def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
@@ -145,7 +156,7 @@ def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | Non
         if not all([x.selected or x.constant or not x.grad for x in some[0].atoms]) or not all([x.empty for x in rest]):
             return None
     asked = len({x.asked for x in some}) == 1  # Else they have run other code.
-    facts = [(x.described(), [atom if asked else atom._replace(asked=0) for atom in x.atoms]) for x in some]
+    facts = [(x.formula.described(), [atom if asked else atom._replace(asked=0) for atom in x.atoms]) for x in some]
     if any([each != facts[0] for each in facts]):
         return None
     columns = zip(some[0].atoms, *[number.values for number in some])

@@ -9,7 +9,7 @@ from torch import Tensor
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
-from splitpipe.loss.numbers import Number, Unknown, product, tensors
+from splitpipe.loss.numbers import Formula, Number, Unknown, product, tensors
 
 #: Elementwise functions, with broadcasting.
 each_entry: Rule = FunctionCall.joined
@@ -107,9 +107,10 @@ def ask(call: FunctionCall) -> Meaning:
     ledger.asked += not isinstance(meaning, Constant)
     some, none = meaning == Unknown("any"), meaning == Unknown("all")  # if used.any(): or if ignored.all():
     if isinstance(meaning, Number):
-        zero = len(meaning.args) > 1 and not isinstance(meaning.args[1], (Tensor, Number)) and meaning.args[1] == 0
-        none = zero and meaning.name in ("eq", "le")
-        some = zero and meaning.name in ("gt", "ne") or meaning.function is None  # if mask.sum():
+        of = meaning.formula
+        zero = len(of.args) > 1 and not isinstance(of.args[1], (Tensor, Formula)) and of.args[1] == 0
+        none = zero and of.name in ("eq", "le")
+        some = zero and of.name in ("gt", "ne") or of.function is None  # if mask.sum():
     ledger.empty |= some and not call.out or none and bool(call.out)
     return GIVEN
 

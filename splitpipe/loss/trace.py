@@ -176,7 +176,8 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
         return atom("", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
-    args, kwargs = map_leaves(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
+    inside = {key: x.formula if isinstance(x, Number) else x for key, x in numbers.items()}
+    args, kwargs = map_leaves(lambda x: inside.get(id(x), x), (call.args, call.kwargs))
     nothing = all([x.nothing for x in operands]) and len(operands) == len(call.operands) and not call.scalars
     counted = name in DIVIDING and len(operands) == 2 and all([x.grows for x in operands])
     grows = any([x.grows for x in operands]) and not counted

@@ -13,12 +13,12 @@ from splitpipe.loss.numbers import Amount, Number, Unknown, applied, atom, batch
 def number(above: float, count: Amount = 1.0, factor: float | None = None, grad: bool = False) -> Number:
     """A mean, times a factor if one is given; ``grad``: of entries that nothing has selected."""
     of = quotient(atom("mean", torch.tensor(above, requires_grad=grad)), atom("mean", count), torch.tensor(above))
-    return of if factor is None else applied("mul", Tensor.mul, (of, factor), {}, [of], grad)
+    return of if factor is None else applied("mul", Tensor.mul, (of.formula, factor), {}, [of], grad)
 
 
 def combined(each: list[Number | Unknown]) -> Tensor | None:
     found = batch(each)
-    return None if found is None else found[0].evaluate(found[1])
+    return None if found is None else found[0].formula.evaluate(found[1])
 
 
 def nothing(empty: bool) -> Number:
