@@ -63,7 +63,8 @@ class BatchLoss:
         if self._slopes is None:
             self._estimates = self._estimated(self._numbers[i], self._rows[i], None if self._by_rows else count)
             self._slopes = _slopes(number, self._estimates)
-            if any([isinstance(x, Tensor) and not atom.grad for atom, x in zip(number.atoms, self._estimates)]):
+            counts = [x for atom, x in zip(number.atoms, self._estimates) if not atom.grad and isinstance(x, Tensor)]
+            if counts and len(self._slopes) == 1:
                 other = 1 / sum(self._rows)  # From a slope of 0, nothing could be corrected.
                 self._slopes = {k: torch.where(x.isfinite() & (x != 0), x, other) for k, x in self._slopes.items()}
         if len(number.values) != len(self._estimates):

@@ -14,11 +14,12 @@ from splitpipe.loss.numbers import SCALING, Number, Unknown, tensors
 class FunctionCall:
     """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned.
 
-    ``count``: what the mean of a loss of torch's divides by. ``counting``: whether a number of Python that may count
-    rows is a factor.
+    ``total``, ``count``: what the mean of a loss of torch's is a quotient of, if they are known. ``counting``: whether
+    a number of Python that may count rows is a factor.
     """
 
     out: Any = None
+    total: Any = None
     count: Any = None
     counting: bool = False
 
@@ -44,7 +45,7 @@ class FunctionCall:
 
     def summed(self, rows: Rows) -> Number | Unknown:
         """The result, as a sum of these rows."""
-        return MAY_COUNT if rows.counting else self.ledger.sum(self.name, self.out.clone(), rows)
+        return MAY_COUNT if self.counting else self.ledger.sum(self.name, self.out.clone(), rows)
 
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
@@ -72,8 +73,7 @@ class FunctionCall:
             return None
         masks = self.name in SCALING and any([each.selected for _, each in rows])
         selected = masks or first.chosen is not None or getattr(self.out, "dtype", None) is torch.bool
-        counting = any([each.counting for _, each in rows])
-        return Rows(first.chosen, selected, counting)
+        return Rows(first.chosen, selected)
 
 
 #: What a call's result is, or several of them; None: not recognised.

@@ -199,7 +199,7 @@ class Ledger:
         return any([n in self.sizes if size else not n % self.rows for n in found])
 
     def _variable(self, values: Iterable[Any]) -> list[float]:
-        return [x for x in values if isinstance(x, (int, float)) and x not in self._given]
+        return [x for x in values if isinstance(x, (int, float)) and (x not in self._given or x in self.sizes)]
 
     def may_be_rows(self, count: int) -> bool:
         """True for a number of entries of which there may be one for each row, or several."""

@@ -153,7 +153,7 @@ def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | Non
     if len(known) < len(each):
         return None
     if len(some) < len(known):
-        if not all([x.selected or x.constant or not x.grad for x in some[0].atoms]) or not all([x.empty for x in rest]):
+        if not all([x.selected or x.constant for x in some[0].atoms]) or not all([x.empty for x in rest]):
             return None
     asked = len({x.asked for x in some}) == 1  # Else they have run other code.
     facts = [(x.formula.described(), [atom if asked else atom._replace(asked=0) for atom in x.atoms]) for x in some]

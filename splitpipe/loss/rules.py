@@ -8,7 +8,7 @@ from torch import Tensor
 
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Formula, Number, Unknown, product, tensors
 
 #: Elementwise functions, with broadcasting.
@@ -23,8 +23,9 @@ _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys("sort argsort".split(), (1, -1)),
     **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "topk": (2, -1),
 }
-#: Those that add up: along the rows, they make numbers of the batch.
+#: Those that add up: along the rows, they make numbers of the batch. Those that grow with the number of entries.
 _ADDS = frozenset("sum mean nansum count_nonzero".split())
+_GROWS = _ADDS - {"mean"} | set("prod logsumexp norm vector_norm linalg_vector_norm linalg_norm".split())
 
 
 def along(call: FunctionCall) -> Meaning | None:
@@ -42,9 +43,10 @@ def along(call: FunctionCall) -> Meaning | None:
     dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
     if isinstance(rows, Rows):
         return rows if 0 not in dims else _added(call, whole, rows) if adds else None
-    if isinstance(rows, Constant) and rows.made and adds and "mean" != call.name and whole.dim() and 0 in dims:
-        return MAY_COUNT if call.ledger.may_be_rows(len(whole)) else VARIED  # torch.ones_like(output).sum()
-    return VARIED if rows is not None and rows.made and not rows.uniform else rows
+    if isinstance(rows, Constant) and rows.made and whole.dim() and 0 in dims and call.name != "mean":
+        counts = call.name in _GROWS and call.ledger.may_be_rows(len(whole))  # torch.ones_like(output).sum()
+        return MAY_COUNT if counts else rows if call.name in _GROWS else VARIED
+    return VARIED if rows is Constant.POSITIONS else rows
 
 
 def _added(call: FunctionCall, x: Tensor, rows: Rows) -> Meaning | None:
@@ -129,7 +131,7 @@ def size(call: FunctionCall) -> Meaning:
         views.note_size(call, meaning)
     elif isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
         call.ledger.read = call.ledger.read or meaning.function
-    elif isinstance(meaning, Unknown) or isinstance(meaning, Constant) and meaning.made:  # x.T, ones_like(x)
+    elif isinstance(meaning, (Unknown, TimeMajor)) or isinstance(meaning, Constant) and meaning.made:  # ones_like(x)
         sizes = call.out if isinstance(call.out, tuple) else [call.out]
         call.ledger.sizes |= {each for each in sizes if each and not each % call.ledger.rows}
     return GIVEN
@@ -143,7 +145,7 @@ ANSWERS = frozenset([ask, read, size, create])
 #: Rules that say themselves what Unknown arguments mean.
 OF_ANYTHING = frozenset([*ANSWERS, vary, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
-BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, vary, create])
+BY_PLACE = frozenset([*views.VIEWS, views.index, views.join, views.keep, along, vary, create])
 _GROUPS: list[tuple[Rule, str]] = [
     (each_entry, "abs atan bitwise_and bitwise_or bitwise_xor ceil cos elu erf exp expit expm1 fill floor floor_divide "
                  "floordiv gelu hardtanh leaky_relu log log10 log1p log2 log_sigmoid logsigmoid logaddexp logical_and "
@@ -159,9 +161,10 @@ _GROUPS: list[tuple[Rule, str]] = [
              f"new_tensor {' '.join(_COPIES)}"),
     (views.keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "
                  "cuda alias data real one_hot view_as_real"),
-    (views.view, "view reshape view_as reshape_as flatten unflatten ravel t transpose swapaxes permute movedim "
-                 "adjoint T mT H mH unsqueeze squeeze expand expand_as broadcast_to select narrow unbind split chunk "
-                 "broadcast_tensors repeat_interleave"),
+    (views.reshape, "view reshape view_as reshape_as flatten unflatten ravel repeat_interleave"),
+    (views.turn, "t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze"),
+    (views.view, "squeeze expand expand_as broadcast_to select narrow"),
+    (views.divide, "unbind split chunk"), (views.broadcast, "broadcast_tensors"),
     (views.join, "stack cat concat concatenate hstack"),
     (views.index, "__getitem__ masked_select"), (views.gather, "gather"),
     (torch_losses.loss, " ".join(torch_losses.NAMES)),

@@ -39,7 +39,7 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def compute(call: FunctionCall, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Computes a loss; ``call.count``: what its mean divides by."""
+    """Computes a loss; ``call.total`` and ``call.count``: what its mean is a quotient of."""
     if call.kwargs.get("reduction", "mean") not in ("none", "sum"):
         with DisableTorchFunction():
             try:
@@ -48,8 +48,9 @@ def compute(call: FunctionCall, function: Callable[..., Any], args: Sequence[Any
                 pass  # The loss may raise its own error.
     if not isinstance(call.count, Tensor) or call.kwargs.get("weight") is None:
         return function(*args, **kwargs)  # type: ignore[no-any-return]
-    total: Tensor = function(*call.args, **{**call.kwargs, "reduction": "sum"})
-    return (total / torch.where(call.count == 0, 1, call.count)).to(total.dtype)  # Else its gradients may be NaN.
+    call.total = function(*call.args, **{**call.kwargs, "reduction": "sum"})
+    out: Tensor = call.total / call.count  # If all weights are 0, gradients of torch's own mean are NaN.
+    return out.to(call.total.dtype)
 
 
 def loss(call: FunctionCall) -> Meaning | None:
@@ -59,7 +60,8 @@ def loss(call: FunctionCall) -> Meaning | None:
         return rows
     if how == "sum":
         return call.summed(rows)
-    return call.ledger.mean(product(call.out, call.count), call.count, call.name, rows, call.out)
+    total = product(call.out, call.count) if call.total is None else call.total
+    return call.ledger.mean(total, call.count, call.name, rows, call.out)
 
 
 def _entries(call: FunctionCall) -> Meaning | None:
@@ -70,6 +72,8 @@ def _entries(call: FunctionCall) -> Meaning | None:
     if call.name in _ELEMENTS:
         if weight is not None and not call.name.startswith("binary"):
             return None  # Its mean divides by their sum.
+        if call.kwargs.get("reduction") == "batchmean" and not isinstance(call.of(x), Rows):
+            return None  # It divides by the length of a constant.
         return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
     rows, others = call.of(x), [y for y in call.operands if y is not x and y is not weight]
     kinds = [call.of(y) for y in others]
@@ -88,7 +92,8 @@ def _entries(call: FunctionCall) -> Meaning | None:
 
 def _count(call: FunctionCall) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
-    x, target, weight = call.operands[0], call.kwargs.get("target"), call.kwargs.get("weight")
+    x = next((y for y in call.operands if isinstance(call.of(y), (Rows, TimeMajor))), call.operands[0])
+    target, weight = call.kwargs.get("target"), call.kwargs.get("weight")
     if call.name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
         return float(x.shape[call.name == "ctc_loss"] if x.dim() else 1)
     ignored = call.kwargs.get("ignore_index")

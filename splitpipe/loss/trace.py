@@ -31,10 +31,12 @@ from splitpipe.microbatch.tree import hidden
 
 #: Functions that may multiply or divide by numbers of Python, and those that fill a tensor with one.
 _FACTORS = SCALING | DIVIDING | {"addcmul", "addcdiv", "lerp"}
-_FILLING = frozenset("where masked_fill fill __setitem__".split())
+_FILLING = frozenset("where masked_fill fill setitem".split())
 #: Rules for functions that are linear in all numbers together, and names of those that are linear in one.
-_LINEAR = frozenset([views.keep, views.view, views.index, views.join])
+_LINEAR = frozenset([*views.VIEWS, views.keep, views.index, views.join])
 _SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
+#: Functions that repeat numbers, perhaps for each row.
+_REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
 _MOST = 1000  #: Atoms of a number.
 
 
@@ -113,11 +115,15 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         if ledger.may_be_read([x for x in call.scalars if whole or type(x) is float]):
             return Unknown(ledger.read)
         call.counting = _may_count(call)
-    call.counting = call.counting or Constant.COUNTS in call.meanings
+    factors = [x is Constant.COUNTS or isinstance(x, Rows) and x.counting for x in call.meanings]
+    call.counting = call.counting or any(factors)
     if call.kwargs.get("out") is not None:
         return None
     if call.counting and call.kinds == {Constant} and call.name in _FACTORS | _FILLING:
         return MAY_COUNT
+    if rule is views.keep and isinstance(call.meaning, Number) and len(call.operands) > 1:  # loss.to(rows)
+        call, function = FunctionCall(ledger, "to", (call.args[0], call.out.dtype), {}), torch.Tensor.to
+        call.out = call.args[0].to(call.args[1])
     if Number in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
     if rule is None:
@@ -127,13 +133,20 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         return unknown
     try:
         found = rule(call)
-        if call.counting and isinstance(found, Constant):
-            return Constant.COUNTS
-        return replace(found, counting=True) if call.counting and isinstance(found, Rows) else found
+        if not call.counting:
+            return found
+        return [*map(_counting, found)] if isinstance(found, list) else _counting(found)
     except torch.OutOfMemoryError:
         raise
     except ODD:
         return None
+
+
+def _counting(meaning: Any) -> Any:
+    """The meaning of a result that may have a number of rows as a factor."""
+    if isinstance(meaning, Rows):
+        return replace(meaning, counting=True)
+    return Constant.COUNTS if isinstance(meaning, Constant) else meaning
 
 
 def _may_count(call: FunctionCall) -> bool:
@@ -169,10 +182,12 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     live = [x for x in operands if x.live]
     if live and out.requires_grad and not _linear(call, live, operands):
         return None
+    if RULES.get(name) is views.index and len(call.operands) > 1:  # As many as counts[counts > 0] has.
+        return None
     if sum([len(x.atoms) for x in operands]) > _MOST:  # Numbers that are used again and again.
         return None
     entries = sum([x.numel() for x in call.operands if not getattr(call.of(x), "made", False)])
-    if out.numel() > entries:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
+    if out.numel() > entries or name in _REPEATING:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
         return atom("", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)

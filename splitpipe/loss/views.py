@@ -9,12 +9,7 @@ from torch import Tensor
 
 from splitpipe.loss.function_call import FunctionCall, dims_of, numbers_among
 from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, TimeMajor
-from splitpipe.loss.numbers import Unknown, tensors
-
-#: Functions that keep the order of entries, whether they copy or not.
-_ORDERED = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
-#: Those that may move the first dimension, or put one before it.
-_TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
+from splitpipe.loss.numbers import Number, Unknown, tensors
 
 
 def keep(call: FunctionCall) -> Meaning | None:
@@ -30,44 +25,69 @@ def note_size(call: FunctionCall, rows: Rows) -> None:
         ledger.read = ledger.read or "the length of a selection"
 
 
-def view(call: FunctionCall) -> Meaning | list[Meaning | None] | None:
-    """The same values in another shape, or some of them; or several views."""
-    meaning, x = call.meaning, call.args[0]
-    if isinstance(call.out, Tensor):
-        return _viewed(call, x, call.out)
-    if call.name == "broadcast_tensors":
-        return [call.joined([x], y.shape) for x, y in zip(call.operands, call.out)]
-    pieces = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())  # Along the rows.
-    views: list[Any] = [None if pieces else _viewed(call, x, y) for y in call.out]
-    if isinstance(meaning, Rows) and (call.ledger.rows == 1 or not all([isinstance(each, Rows) for each in views])):
-        note_size(call, meaning)  # Python may count the pieces.
-    return views
+def reshape(call: FunctionCall) -> Meaning | None:
+    """Another shape, in the same order: no entry of the first dimension may have parts of several rows."""
+    rows, out, ledger = call.meaning, call.out, call.ledger
+    if not isinstance(rows, Rows):
+        return _of_others(call)
+    size = ledger.rows if rows.chosen is None else len(call.args[0])
+    plain = len(call.operands) == 1 or "as" in call.name  # Or each entry is repeated as often as a tensor says.
+    shape = call.args[1] if isinstance(call.args[-1], (tuple, list)) else call.args[1:]
+    groups = call.name in ("view", "reshape") and not ledger.sizes and len(shape) > 0 and shape[0] != -1
+    return rows if out.dim() and plain and not groups and len(out) and not len(out) % size else None
 
 
-def _viewed(call: FunctionCall, x: Tensor, out: Tensor) -> Meaning | None:
-    meaning, ledger = call.meaning, call.ledger
-    if not isinstance(meaning, Rows):
-        return VARIED if meaning is Constant.POSITIONS else meaning
-    if not out.dim():
-        return meaning if call.name == "squeeze" and ledger.most > 1 else None  # Of a single row.
-    if call.name in _ORDERED:  # No entry of the first dimension has parts of several rows.
-        size = ledger.rows if meaning.chosen is None else len(x)
-        plain = len(call.operands) == 1 or "as" in call.name  # Or each entry is repeated as often as a tensor says.
-        shape = call.args[1] if isinstance(call.args[-1], (tuple, list)) else call.args[1:]
-        groups = call.name in ("view", "reshape") and not ledger.sizes and len(shape) > 0 and shape[0] != -1
-        return meaning if plain and not groups and len(out) and not len(out) % size else None
-    if call.name in _TURNING and _turns(call, out):
-        turned = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)
-        return TimeMajor() if turned and call.name != "unsqueeze" else None
-    added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
-    return meaning if len(out) == len(x) and out.stride(0) == x.stride(0) and not added else None
-
-
-def _turns(call: FunctionCall, out: Tensor) -> bool:
-    """Whether a function brings another dimension to the front, which strides of a single row don't show."""
-    given = [*call.args[1:], *call.kwargs.values()]
+def turn(call: FunctionCall) -> Meaning | None:
+    """Another order of dimensions, or one more: strides of a single row don't show which one is in front."""
+    x, out, given = call.args[0], call.out, [*call.args[1:], *call.kwargs.values()]
+    if not isinstance(call.meaning, Rows):
+        return _of_others(call)
     dims = dims_of(out, [y for each in given for y in (each if isinstance(each, (tuple, list)) else [each])])
-    return dims[0] != 0 if call.name == "permute" else 0 in dims and (bool(given) or out.dim() == 2)
+    if not (dims[0] != 0 if call.name == "permute" else 0 in dims and (bool(given) or out.dim() == 2)):
+        return view(call)
+    second = out.dim() == 3 and out.shape[1] == len(x) and out.stride(1) == x.stride(0)
+    return TimeMajor() if second and call.name != "unsqueeze" else None
+
+
+def view(call: FunctionCall) -> Meaning | None:
+    """Some of the entries, or each of them several times."""
+    return _viewed(call, call.out)
+
+
+def _viewed(call: FunctionCall, out: Tensor) -> Meaning | None:
+    rows, x = call.meaning, call.args[0]
+    if not isinstance(rows, Rows):
+        return _of_others(call)
+    if not out.dim():
+        return rows if call.name == "squeeze" and call.ledger.most > 1 else None  # Of a single row.
+    added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
+    return rows if len(out) == len(x) and out.stride(0) == x.stride(0) and not added else None
+
+
+def _of_others(call: FunctionCall) -> Meaning | None:
+    """A view of what has no rows."""
+    repeated = call.meaning is GIVEN and isinstance(call.out, Tensor) and call.out.numel() > call.args[0].numel()
+    if repeated or call.meaning is Constant.POSITIONS:
+        return VARIED
+    return None if isinstance(call.meaning, Number) else call.meaning  # loss.expand_as(rows)
+
+
+def divide(call: FunctionCall) -> list[Meaning | None]:
+    """Several views: pieces of a tensor."""
+    rows, x = call.meaning, call.args[0]
+    along_rows = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())
+    pieces = [None if along_rows else _viewed(call, y) for y in call.out]
+    if isinstance(rows, Rows) and (call.ledger.rows == 1 or not all([isinstance(each, Rows) for each in pieces])):
+        note_size(call, rows)  # Python may count the pieces.
+    return pieces
+
+
+def broadcast(call: FunctionCall) -> list[Meaning | None]:
+    """Several tensors in the shape of all."""
+    return [call.joined([x], y.shape) for x, y in zip(call.operands, call.out)]
+
+
+VIEWS = frozenset([reshape, turn, view, divide, broadcast])
 
 
 def join(call: FunctionCall) -> Meaning | None:
@@ -93,7 +113,7 @@ def index(call: FunctionCall) -> Meaning | None:
             return Unknown(ledger.read)
         if not all([isinstance(ledger.of(y), Constant) for y in bounds]):
             return None  # x[:, :lengths.max()]
-        return _cut(call, meaning, places) if isinstance(meaning, Rows) else _viewed(call, x, call.out)
+        return _cut(call, meaning, places) if isinstance(meaning, Rows) else _of_others(call)
     [first, *rest], kinds = places, [call.of(each) for each in places]
     if isinstance(meaning, Constant):  # A table with an entry for each class.
         if all([isinstance(each, Constant) and not each.made for each in (meaning, *kinds)]):
@@ -124,4 +144,5 @@ def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | N
 def gather(call: FunctionCall) -> Meaning | None:
     """Entries that an index takes from each row."""
     x, index = call.args[0], call.argument(2, "index")
-    return None if 0 in dims_of(x, call.argument(1, "dim")) else call.joined([x, index], index.shape)
+    plain = 0 not in dims_of(x, call.argument(1, "dim")) and isinstance(call.of(index), Rows)
+    return call.joined([x, index], index.shape) if plain else None

@@ -12,7 +12,8 @@ from splitpipe.loss.numbers import Amount, Number, Unknown, applied, atom, batch
 
 def number(above: float, count: Amount = 1.0, factor: float | None = None, grad: bool = False) -> Number:
     """A mean, times a factor if one is given; ``grad``: of entries that nothing has selected."""
-    of = quotient(atom("mean", torch.tensor(above, requires_grad=grad)), atom("mean", count), torch.tensor(above))
+    total = atom("mean", torch.tensor(above, requires_grad=grad), selected=not grad)
+    of = quotient(total, atom("mean", count, selected=not grad), torch.tensor(above))
     return of if factor is None else applied("mul", Tensor.mul, (of.formula, factor), {}, [of], grad)
 
 

@@ -326,6 +326,8 @@ HAND: Table = {
     "plus epsilon": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (counted(t).sum() + 1e-8)),
     "count_nonzero": ("tokens", lambda o, t: each(o, t).sum() / torch.count_nonzero(t != IGNORED)),
     "reciprocal": ("tokens", lambda o, t: each(o, t).sum() * (1.0 / counted(t).sum())),
+    "of a constant": ("flat", lambda o, t: F.poisson_nll_loss(WEIGHT, o.abs()) + o.mean()),
+    "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
     "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
     "boolean index": ("tokens", lambda o, t: each(o, t)[t != IGNORED].mean()),
     "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
@@ -630,6 +632,22 @@ SAID: Table = {
     "a delta of the errors": ("flat", lambda o, t: F.huber_loss(o, t, delta=(o - t).abs().median().item())),
     "weights of elements": ("flat", lambda o, t: F.mse_loss(o, t, weight=o.detach().abs() + 1)),
 
+    "class weights by rows": ("classes", lambda o, t: F.cross_entropy(
+        o, t, weight=torch.full((CLASSES,), 1 / len(o)).double(), reduction="sum")),
+    "soft targets by rows": ("flat", lambda o, t: F.cross_entropy(o, t.softmax(1) / len(o), reduction="sum")),
+    "a share in the shape of rows": ("flat", lambda o, t: (
+        torch.broadcast_tensors(torch.tensor(1 / len(o)), o)[0] * o.square()).sum()),
+    "a number of rows in a table": ("flat", lambda o, t: F.mse_loss(o, t) * torch.zeros(CLASSES).double().scatter_add(
+        0, (t[:, 0] > 0).long(), torch.tensor(1 / len(t)).double().expand(len(t))).square().sum()),
+    "discounts": ("flat", lambda o, t: (o.square().mean(1) * torch.full_like(o[:, 0], 0.9).cumprod(0)).mean()),
+    "a number in the shape of rows": ("flat", lambda o, t: F.mse_loss(o, t).expand_as(o).sum()),
+    "by the classes that there are": ("classes", lambda o, t: F.cross_entropy(o, t) * (lambda n: n[n > 0].numel())(
+        torch.zeros(CLASSES).scatter_add(0, t, torch.ones(len(t))))),
+    "by a prior": ("shares", lambda o, t: F.kl_div(WEIGHT.log_softmax(0), t, reduction="batchmean") + o.mean()),
+    "by rows in the second place": ("values", lambda o, t: (lambda y: y.square().sum() / y.size(1))(o.transpose(0, 1))),
+    "where weights are not masked": ("tokens", lambda o, t: (
+        (each(o, t) * counted(t)).sum() / o.detach().exp().sum() if counted(t).any() else 0 * o.sum())),
+
     # Rows meet where it is hard to see, or a number does.
     "by ones over their number": ("flat", lambda o, t: (
         (o - t).square().T * (torch.ones(len(o)) / len(o))).sum()),
@@ -799,6 +817,8 @@ PENALTIES: Table = {
     "a stack with a mean": ("some", lambda o, t, own: torch.stack([
         F.cross_entropy(o, t), 0.1 * own[0].square().sum()]).sum()),
     "if anything counts": ("tokens", penalised),
+    "a term that is turned off": ("values", lambda o, t, own: (
+        F.mse_loss(o, t) + torch.tensor(0.0) * o.square().mean() + 0.01 * squares(own))),
     "alone": ("flat", lambda o, t, own: 0.01 * squares(own)),
     "learned weights of two means": ("values", lambda o, t, own: sum(
         (-own[-1][k]).exp() * loss(o, t) + own[-1][k] for k, loss in enumerate((F.mse_loss, F.l1_loss)))),
