@@ -817,8 +817,8 @@ PENALTIES: Table = {
     "a stack with a mean": ("some", lambda o, t, own: torch.stack([
         F.cross_entropy(o, t), 0.1 * own[0].square().sum()]).sum()),
     "if anything counts": ("tokens", penalised),
-    "a term that is turned off": ("values", lambda o, t, own: (
-        F.mse_loss(o, t) + torch.tensor(0.0) * o.square().mean() + 0.01 * squares(own))),
+    "a term that is turned off": ("tokens", lambda o, t, own: (
+        F.cross_entropy(o.transpose(1, 2), t) + torch.tensor(0.0) * o.square().mean() + 0.01 * squares(own))),
     "alone": ("flat", lambda o, t, own: 0.01 * squares(own)),
     "learned weights of two means": ("values", lambda o, t, own: sum(
         (-own[-1][k]).exp() * loss(o, t) + own[-1][k] for k, loss in enumerate((F.mse_loss, F.l1_loss)))),
