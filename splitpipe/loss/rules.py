@@ -147,13 +147,15 @@ OF_ANYTHING = frozenset([*ANSWERS, vary, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
 BY_PLACE = frozenset([*views.VIEWS, views.index, views.join, views.keep, along, vary, create])
 _GROUPS: list[tuple[Rule, str]] = [
-    (each_entry, "abs atan bitwise_and bitwise_or bitwise_xor ceil cos elu erf exp expit expm1 fill floor floor_divide "
-                 "floordiv gelu hardtanh leaky_relu log log10 log1p log2 log_sigmoid logsigmoid logaddexp logical_and "
-                 "logical_or logical_xor logit masked_fill mod positive pow remainder relu rpow rsqrt round sigmoid "
-                 "sign silu sin softplus sqrt square tanh xlogy and rand or ror xor invert logical_not bitwise_not "
-                 "isfinite isinf isnan where neg negative rand_like randn_like bernoulli dropout eq ne lt gt le ge "
-                 "less greater less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min "
-                 "clip clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
+    (each_entry, "abs absolute acos and asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu cos "
+                 "cosh digamma elu erf erfc erfinv exp exp2 expit expm1 fill floor floor_divide floordiv fmod frac "
+                 "gelu hardsigmoid hardswish hardtanh invert leaky_relu lgamma log log10 log1p log2 log_sigmoid "
+                 "logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid masked_fill mish mod or "
+                 "positive pow rand relu relu6 remainder ror round rpow rsqrt sgn sigmoid sign silu sin sinh "
+                 "softplus softshrink softsign sqrt square tan tanh threshold trunc xlogy xor isfinite isinf isnan "
+                 "where neg negative rand_like randn_like bernoulli dropout eq ne lt gt le ge less greater "
+                 "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
+                 "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
                  "itruediv idiv rdiv rtruediv"),
     (along, " ".join(_ALONG)), (add_up, "scatter_add"), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
