@@ -555,7 +555,6 @@ SAID: Table = {
     "by a list": ("tokens", lambda o, t: each(o, t).sum() / len([x for x in t.flatten().tolist() if x != IGNORED])),
     "by what NumPy counts": ("tokens", lambda o, t: each(o, t).sum() / (t.numpy() != IGNORED).sum()),
     "by what is not zero": ("tokens", lambda o, t: each(o, t).sum() / (t != IGNORED).nonzero().shape[0]),
-    "by lengths of rows": ("tokens", lambda o, t: each(o, t).sum() / sum(len(row[row != IGNORED]) for row in t)),
     "by a tensor of a count": ("tokens", lambda o, t: (each(o, t).sum() / torch.tensor([counted(t).sum()])).sum()),
     "weights by rows": ("classes", lambda o, t: ((WEIGHT / len(o))[t] * F.cross_entropy(o, t, reduction="none")).sum()),
     "where of a share": ("flat", lambda o, t: (torch.where(t > 0, 1 / len(o), 0.0) * o.square()).sum()),
@@ -592,14 +591,11 @@ SAID: Table = {
     "dot": ("flat", lambda o, t: torch.dot(o.flatten(), t.flatten()) / len(o)),
     "if more than a tensor": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
         counted(t).sum() if counted(t).sum() > torch.tensor(0.0) else 1.0)),
-    "by shape": ("values", lambda o, t: (o - t).square().sum() / (o.shape[0] * o.shape[1])),
     "loop over rows": ("values", looped),
     "words in the order of their losses": ("labels", by_order),
     "ppo in one mean": ("flat", lambda o, t: (
         -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t) + 0.5 * F.mse_loss(o, t) - 0.01 * o.softmax(1)).mean()),
     "a weight from a count": ("binary", balanced),
-    "plus one": ("tokens", lambda o, t: each(o, t).sum() / (counted(t).sum() + 1)),
-    "largest": ("flat", lambda o, t: (o - t).square().max()),
     "both of a stack": ("flat", lambda o, t: sum(torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).unbind())),
     "mask by index": ("tokens", masked_by_index),
     "weights times a size": ("classes", lambda o, t: (
@@ -610,12 +606,9 @@ SAID: Table = {
     "by shares": ("tokens", lambda o, t: (each(o, t) / ((counted(t) + 1) / (counted(t) + 1).sum())).sum()),
     "padded with a size": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=len(o)).sum()),
     "hardest rows": ("flat", lambda o, t: (o - t).square().mean(1).topk(1).values.mean()),
-    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / F.mse_loss(o, t).detach()),
     "if": ("flat", lambda o, t: F.mse_loss(o, t) if F.mse_loss(o, t) < 2 else F.l1_loss(o, t)),
     "divided by the batch's sum": ("flat", lambda o, t: ((o - t).square() / (o - t).square().sum().detach()).sum()),
     "nothing is 0": ("flat", lambda o, t: o[t > 0].square().mean().nan_to_num() * 2),
-    "a fraction": ("flat", lambda o, t: o[t > 0].square().mean() * ((t > 0).sum().item() / t.numel())),
-    "a size and an item": ("flat", lambda o, t: o.abs().sum() / (o.shape[0] + int((t > 0).sum()))),
 
     "keywords alone": ("flat", lambda o, t: torch.mean(input=torch.stack(tensors=[(o - t).square(), o.abs()]))),
     "an alpha of entries": ("flat", lambda o, t: torch.add(o.abs(), (o - t).square(), alpha=1 / len(o)).sum()),
@@ -623,12 +616,10 @@ SAID: Table = {
     "padded with a share": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=1 / o.numel()).sum()),
     "at most a share": ("values", lambda o, t: (o - t).square().clamp(max=1 / o.numel()).sum()),
     "an alpha": ("flat", lambda o, t: torch.add(o.abs().sum(), (o - t).square().sum(), alpha=1 / o.shape[0])),
-    "a size less an item": ("flat", lambda o, t: o[t <= 0].square().sum() / (t.numel() - (t > 0).sum().item())),
     "a size less a count": ("flat", lambda o, t: o[t <= 0].square().sum() / (t.numel() - (t > 0).sum())),
     "a share of two terms": ("tokens", lambda o, t: (1.0 / counted(t).sum()) * (each(o, t).sum() + o.mean())),
     "sums by a count": ("tokens", lambda o, t: (each(o, t).sum() + 0.1 * o.square().sum()) / counted(t).sum()),
     "rows and a penalty": ("flat", lambda o, t: (o.square() - (o * t).sum() / len(o) / 7).mean()),
-    "stack reshaped": ("flat", lambda o, t: torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).reshape(2, 1).sum()),
     "a delta of the errors": ("flat", lambda o, t: F.huber_loss(o, t, delta=(o - t).abs().median().item())),
     "weights of elements": ("flat", lambda o, t: F.mse_loss(o, t, weight=o.detach().abs() + 1)),
 
@@ -655,7 +646,6 @@ SAID: Table = {
     "masks of equal lengths": ("flat", lambda o, t: (o[t > -9] - t.flip(1)[t.flip(1) > -9]).square().mean()),
     "gathered rows": ("flat", lambda o, t: o.gather(0, torch.zeros(1, 5).long()).sum()),
     "gram by linear": ("flat", lambda o, t: F.linear(o, t).square().mean()),
-    "gram by inner": ("flat", lambda o, t: torch.inner(o, t).square().mean()),
     "pdist": ("flat", lambda o, t: F.pdist(o).sum()),
     "softmax over all": ("flat", lambda o, t: (o.flatten().softmax(0) * t.flatten()).sum()),
     "attention over rows": ("flat", attended),
@@ -730,21 +720,12 @@ UNKNOWN: dict[str, tuple[str, Loss, str]] = {
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
     "product with itself": ("flat", lambda o, t: (lambda x: x * x)(F.mse_loss(o, t)), "mul"),
     "doubled often": ("flat", lambda o, t: reduce(lambda x, _: x + x, range(20), F.mse_loss(o, t)) / 2**20, "add"),
-    "power": ("values", lambda o, t: F.mse_loss(o, t) ** 0.5, "pow"),
-    "square of a mean": ("flat", lambda o, t: (o - t).mean().square(), "square"),
     "dice": ("binary", dice, "div"),
-    "learned weights": ("flat", lambda o, t: (o.sigmoid() * (o - t).square()).sum() / o.sigmoid().sum(), "div"),
     "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), "clamp"),
     "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), "nan_to_num"),
     "written numbers": ("flat", written, "setitem"),
     "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "div"),
     "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), "rdiv"),
-    "characteristic function": ("flat", lambda o, t: (
-        ((1j * (o - t)).exp().mean(0) - 0.6).abs().square().mean()), "abs"),
-    "a choice by names": ("flat", lambda o, t: torch.where(
-        condition=(o - t).mean() > 0, input=F.mse_loss(o, t), other=F.l1_loss(o, t)), "where"),
-    "smallest": ("flat", lambda o, t: torch.minimum(F.mse_loss(o, t), 2 * F.l1_loss(o, t)), "minimum"),
-    "stack times weights": ("flat", lambda o, t: (two(o, t) * WEIGHT[:2]).softmax(0).max(), "softmax"),
     "the larger of two": ("flat", lambda o, t: two(o, t)[two(o, t).detach().argmax()], "getitem"),
 }
 
@@ -789,8 +770,6 @@ COUPLED: Table = {
     "rows in an order that NumPy finds": ("flat", lambda o, t: F.mse_loss(
         o, t[torch.as_tensor(np.argsort(-np.asarray(t[:, 0])))])),
     "the first of a mask": ("flat", lambda o, t: (o - t).square()[torch.arange(len(o)) < 2].sum()),
-    "expanded differences": ("flat", lambda o, t: (
-        o.unsqueeze(1).expand(len(o), len(o), -1) - o[None].expand(len(o), len(o), -1)).square().sum(-1).mean()),
     "a deviation that Python reads": ("flat", lambda o, t: ((o - t) / t.std().item()).square().mean()),
     # Numbers of rows begin again in each microbatch.
     "weights that rise": ("flat", lambda o, t: (torch.linspace(0, 1, len(o))[:, None] * (o - t).square()).mean()),
