@@ -60,7 +60,9 @@ class FunctionCall:
         if not rows:
             if constants and all([each.uniform for _, each in constants]):
                 return UNIFORM
-            return GIVEN if all([each is GIVEN or each.uniform for _, each in constants]) else VARIED
+            most = max([x.numel() for x, each in constants if each is GIVEN], default=0)
+            plain = all([each is GIVEN or each.uniform for _, each in constants])
+            return GIVEN if plain and torch.Size(shape).numel() <= most else VARIED
         x, first = rows[0]
         dims, size = x.dim(), len(x) if x.dim() else 0  # Of a single row.
         if any([y.dim() != dims or dims and len(y) != size or not each.alike(first) for y, each in rows[1:]]):

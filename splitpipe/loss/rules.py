@@ -61,7 +61,8 @@ def add_up(call: FunctionCall) -> Meaning | None:
     """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
     _, dim, places, entries = call.args
     rows, zeros = call.joined([entries, places], places.shape), call.meaning is Constant.ZEROS
-    return call.summed(rows) if isinstance(rows, Rows) and zeros and not dim and places.dim() == 1 else None
+    plain = zeros and not dim and places.dim() == 1 and len(call.out) != call.ledger.rows
+    return call.summed(rows) if isinstance(rows, Rows) and plain else None
 
 
 def matmul(call: FunctionCall) -> Meaning | None:
@@ -80,7 +81,7 @@ def create(call: FunctionCall) -> Meaning | None:
     """A new tensor: of a single number, of several, or a copy."""
     name, args, ledger = call.name, call.args, call.ledger
     if name in _COPIES and isinstance(args[0], Tensor):
-        return call.meaning
+        return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
         return Constant.ZEROS if "zeros" in name else UNIFORM
     value: Any = args[-1] if args else None
@@ -89,7 +90,8 @@ def create(call: FunctionCall) -> Meaning | None:
         return None  # torch.tensor([mask.sum()])
     if ledger.read and not (isinstance(value, (int, float)) and not ledger.may_be_read([value])):
         return Unknown(ledger.read)
-    if ledger.may_count(numbers_among([value]), size=not call.out.is_floating_point()):
+    each = value if isinstance(value, (list, tuple)) else [value]
+    if ledger.may_count(numbers_among(each), size=each is value or not call.out.is_floating_point()):
         return Constant.COUNTS
     return UNIFORM if numbers_among([value]) else VARIED
 

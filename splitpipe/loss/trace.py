@@ -23,7 +23,7 @@ from splitpipe.core.tensors import map_leaves
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows, TimeMajor
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, applied, atom, tensors
 from splitpipe.loss.rules import ANSWERS, BY_PLACE, OF_ANYTHING, RULES
 from splitpipe.microbatch.division import Division
@@ -35,8 +35,7 @@ _FILLING = frozenset("where masked_fill fill setitem".split())
 #: Rules for functions that are linear in all numbers together, and names of those that are linear in one.
 _LINEAR = frozenset([*views.VIEWS, views.keep, views.index, views.join])
 _SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
-#: Functions that repeat numbers, perhaps for each row.
-_REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
+_RAGGED = frozenset("nonzero argwhere unique unique_consecutive bincount".split())
 _MOST = 1000  #: Atoms of a number.
 
 
@@ -122,12 +121,14 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
     if call.counting and call.kinds == {Constant} and call.name in _FACTORS | _FILLING:
         return MAY_COUNT
     if rule is views.keep and isinstance(call.meaning, Number) and len(call.operands) > 1:  # loss.to(rows)
-        call, function = FunctionCall(ledger, "to", (call.args[0], call.out.dtype), {}), torch.Tensor.to
-        call.out = call.args[0].to(call.args[1])
+        out, function = call.out, torch.Tensor.to
+        call = FunctionCall(ledger, "to", (call.args[0], out.dtype), {})
+        call.out = out
     if Number in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
     if rule is None:
-        given = GIVEN if {*call.meanings} == {GIVEN} else Constant.COUNTS if call.counting else VARIED
+        plain = {*call.meanings} == {GIVEN} and call.name not in views.REPEATING
+        given = GIVEN if plain else Constant.COUNTS if call.counting else VARIED
         return unknown if not call.kinds <= {Constant} else given
     if unknown is not None and rule not in OF_ANYTHING:
         return unknown
@@ -146,6 +147,8 @@ def _counting(meaning: Any) -> Any:
     """The meaning of a result that may have a number of rows as a factor."""
     if isinstance(meaning, Rows):
         return replace(meaning, counting=True)
+    if isinstance(meaning, TimeMajor):
+        return MAY_COUNT
     return Constant.COUNTS if isinstance(meaning, Constant) else meaning
 
 
@@ -182,12 +185,13 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     live = [x for x in operands if x.live]
     if live and out.requires_grad and not _linear(call, live, operands):
         return None
-    if RULES.get(name) is views.index and len(call.operands) > 1:  # As many as counts[counts > 0] has.
+    if RULES.get(name) is views.index and len(call.operands) > 1 or name in _RAGGED:  # As many as n[n > 0] has.
         return None
     if sum([len(x.atoms) for x in operands]) > _MOST:  # Numbers that are used again and again.
         return None
-    entries = sum([x.numel() for x in call.operands if not getattr(call.of(x), "made", False)])
-    if out.numel() > entries or name in _REPEATING:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
+    widest = max([x.numel() for x in call.operands if isinstance(call.of(x), Number)])
+    made = any([x.numel() > widest for x in call.operands if getattr(call.of(x), "made", False)])
+    if made or name in views.REPEATING:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
         return atom("", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)

@@ -11,6 +11,9 @@ from splitpipe.loss.function_call import FunctionCall, dims_of, numbers_among
 from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Number, Unknown, tensors
 
+#: Functions that repeat entries, perhaps for each row.
+REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
+
 
 def keep(call: FunctionCall) -> Meaning | None:
     """The same values in another dtype or place."""
@@ -66,8 +69,7 @@ def _viewed(call: FunctionCall, out: Tensor) -> Meaning | None:
 
 def _of_others(call: FunctionCall) -> Meaning | None:
     """A view of what has no rows."""
-    repeated = call.meaning is GIVEN and isinstance(call.out, Tensor) and call.out.numel() > call.args[0].numel()
-    if repeated or call.meaning is Constant.POSITIONS:
+    if call.meaning is GIVEN and call.name in REPEATING or call.meaning is Constant.POSITIONS:
         return VARIED
     return None if isinstance(call.meaning, Number) else call.meaning  # loss.expand_as(rows)
 

@@ -14,7 +14,6 @@ Outputs are [rows, 5] for batches in ``FLAT``, else [rows, WORDS, 5]; all is flo
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
@@ -587,7 +586,6 @@ SAID: Table = {
     "nonzero index": ("tokens", lambda o, t: each(o, t)[(t != IGNORED).nonzero(as_tuple=True)].mean()),
     "stack of negated rows": ("classes", lambda o, t: torch.stack([
         -a.log_softmax(0)[b] for a, b in zip(o, t)]).mean()),
-    "mean of numbers": ("flat", lambda o, t: torch.where(t > 0, (o - t).square(), math.nan).nanmean()),
     "dot": ("flat", lambda o, t: torch.dot(o.flatten(), t.flatten()) / len(o)),
     "if more than a tensor": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
         counted(t).sum() if counted(t).sum() > torch.tensor(0.0) else 1.0)),
@@ -596,16 +594,13 @@ SAID: Table = {
     "ppo in one mean": ("flat", lambda o, t: (
         -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t) + 0.5 * F.mse_loss(o, t) - 0.01 * o.softmax(1)).mean()),
     "a weight from a count": ("binary", balanced),
-    "both of a stack": ("flat", lambda o, t: sum(torch.stack([F.mse_loss(o, t), F.l1_loss(o, t)]).unbind())),
     "mask by index": ("tokens", masked_by_index),
     "weights times a size": ("classes", lambda o, t: (
         (WEIGHT * len(o))[t] * F.cross_entropy(o, t, reduction="none")).mean()),
     "for each word and row": ("values", lambda o, t: F.mse_loss(o, t).expand(WORDS, len(o)).sum()),
-    "for each that counts": ("tokens", lambda o, t: F.mse_loss(o, o * 0).expand(int((t != IGNORED).sum())).sum()),
     "normalised weights": ("tokens", lambda o, t: (each(o, t) * (counted(t) / counted(t).sum())).sum()),
     "by shares": ("tokens", lambda o, t: (each(o, t) / ((counted(t) + 1) / (counted(t) + 1).sum())).sum()),
     "padded with a size": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=len(o)).sum()),
-    "hardest rows": ("flat", lambda o, t: (o - t).square().mean(1).topk(1).values.mean()),
     "if": ("flat", lambda o, t: F.mse_loss(o, t) if F.mse_loss(o, t) < 2 else F.l1_loss(o, t)),
     "divided by the batch's sum": ("flat", lambda o, t: ((o - t).square() / (o - t).square().sum().detach()).sum()),
     "nothing is 0": ("flat", lambda o, t: o[t > 0].square().mean().nan_to_num() * 2),
@@ -615,7 +610,6 @@ SAID: Table = {
     "entries and a share": ("values", lambda o, t: ((o - t).square() + 1 / o.numel()).sum()),
     "padded with a share": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=1 / o.numel()).sum()),
     "at most a share": ("values", lambda o, t: (o - t).square().clamp(max=1 / o.numel()).sum()),
-    "an alpha": ("flat", lambda o, t: torch.add(o.abs().sum(), (o - t).square().sum(), alpha=1 / o.shape[0])),
     "a size less a count": ("flat", lambda o, t: o[t <= 0].square().sum() / (t.numel() - (t > 0).sum())),
     "a share of two terms": ("tokens", lambda o, t: (1.0 / counted(t).sum()) * (each(o, t).sum() + o.mean())),
     "sums by a count": ("tokens", lambda o, t: (each(o, t).sum() + 0.1 * o.square().sum()) / counted(t).sum()),
@@ -639,6 +633,12 @@ SAID: Table = {
     "where weights are not masked": ("tokens", lambda o, t: (
         (each(o, t) * counted(t)).sum() / o.detach().exp().sum() if counted(t).any() else 0 * o.sum())),
 
+    "as many places as rows": ("classes", lambda o, t: F.cross_entropy(o, t) * torch.zeros(len(t)).scatter_add(
+        0, t * 0, torch.ones(len(t))).mean()),
+    "weights with rows": ("flat", lambda o, t: o.square().sum() + (WEIGHT + torch.zeros_like(o)).square().sum()),
+    "weights for each row": ("flat", lambda o, t: o.square().sum() / WEIGHT.repeat(len(o), 1).sum()),
+    "by places that aren't 0": ("classes", lambda o, t: F.cross_entropy(o, t) / len(
+        F.one_hot(t, CLASSES).sum(0).nonzero())),
     # Rows meet where it is hard to see, or a number does.
     "by ones over their number": ("flat", lambda o, t: (
         (o - t).square().T * (torch.ones(len(o)) / len(o))).sum()),
@@ -758,7 +758,6 @@ COUPLED: Table = {
     "a chosen mean": ("flat", lambda o, t: torch.where(
         o.std() > 100, (o - t).square().mean(), torch.tensor(0.0).double() * o.sum())),
     "a part of joined rows": ("flat", lambda o, t: torch.cat([o, t])[: o.shape[0] // 2 + 1].square().sum()),
-    "narrowed": ("flat", lambda o, t: o.narrow(0, 0, 1).square().sum()),
     "pairs of rows": ("flat", ranked),
     "rows as classes": ("flat", lambda o, t: F.cross_entropy(o[None, :, 0], torch.tensor([0]))),
     "columns as samples": ("flat", lambda o, t: F.cross_entropy(o.T, torch.zeros(CLASSES).long())),
