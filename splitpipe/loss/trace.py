@@ -108,7 +108,7 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
     """What a result of a call is, or several of them; None: not recognised."""
     rule, ledger = RULES.get(call.name), call.ledger
     unknown = next((x for x in call.meanings if isinstance(x, Unknown)), None)
-    if rule not in BY_PLACE:
+    if rule not in BY_PLACE and (ledger.read or ledger.sizes):
         whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
         whole = whole and rule is not torch_losses.loss
         if ledger.may_be_read([x for x in call.scalars if whole or type(x) is float]):
