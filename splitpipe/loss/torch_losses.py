@@ -16,7 +16,7 @@ from torch import Tensor
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import Constant, Meaning, Rows, TimeMajor
+from splitpipe.loss.ledger import UNIFORM, Constant, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import product
 
 #: Losses whose means divide by targets, by samples, and by elements.
@@ -78,8 +78,9 @@ def _entries(call: FunctionCall) -> Meaning | None:
     rows, others = call.of(x), [y for y in call.operands if y is not x and y is not weight]
     kinds = [call.of(y) for y in others]
     if isinstance(rows, TimeMajor) and call.name == "ctc_loss":
-        alike = all([isinstance(each, Rows) or isinstance(each, Constant) and each.uniform for each in kinds])
-        return Rows() if alike else None
+        same = UNIFORM, Constant.ZEROS, Constant.COUNTS
+        call.counting = False  # Lengths are no factors.
+        return Rows() if all([isinstance(each, Rows) or each in same for each in kinds]) else None
     if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.

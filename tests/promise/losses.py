@@ -92,7 +92,7 @@ def counted(t: Tensor) -> Tensor:
 # torch's own, with each of their reductions. What a module has as its name, its function has, too.
 
 def _ctc(o: Tensor, t: Tensor, **how: Any) -> Tensor:
-    lengths = torch.ones(len(o), 2 * WORDS).long().sum(1) // 2
+    lengths = torch.full((len(o),), WORDS)
     return F.ctc_loss(o.log_softmax(-1).transpose(0, 1), t, lengths, (t > 0).sum(1), **how)
 
 
@@ -327,6 +327,7 @@ HAND: Table = {
     "reciprocal": ("tokens", lambda o, t: each(o, t).sum() * (1.0 / counted(t).sum())),
     "of a constant": ("flat", lambda o, t: F.poisson_nll_loss(WEIGHT, o.abs()) + o.mean()),
     "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
+    "ctc": ("letters", _ctc),
     "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
     "boolean index": ("tokens", lambda o, t: each(o, t)[t != IGNORED].mean()),
     "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
@@ -563,7 +564,6 @@ SAID: Table = {
     "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
     "tasks": ("tokens", tasks),
     "rows, and tokens if there are any": ("tokens", guarded),
-    "ctc": ("letters", _ctc),
     "words first": ("values", lambda o, t: (o - t).square().transpose(0, 1).sum(0).mean()),
     "where guard": ("some", lambda o, t: torch.where((t != IGNORED).any(), F.cross_entropy(o, t), o.sum() * 0)),
     "masked_select": ("tokens", lambda o, t: each(o, t).masked_select(t != IGNORED).mean()),
