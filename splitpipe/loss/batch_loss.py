@@ -129,8 +129,8 @@ class BatchLoss:
             for _, number in sorted(self._numbers.items())
         ]
         return ValueError(
-            f"the loss has {found}: {'; '.join(each)}. A schedule runs backward before all counts "
-            f"are known, and corrects all gradients by one factor. Expected the same terms, with one count: {_WAYS}"
+            f"the loss has {found} (by microbatch: {'; '.join(each)}). A schedule runs backward before all counts are "
+            f"known, and corrects all gradients by one factor. Expected the same terms, with one count: {_WAYS}"
         )
 
 

@@ -139,9 +139,10 @@ def size(call: FunctionCall) -> Meaning:
     return GIVEN
 
 
+#: Functions whose results have as many entries as values say.
+COUNTED = frozenset("nonzero argwhere unique unique_consecutive bincount".split())
 #: Where recognition ended at values whose number depends on the batch.
-_RAGGED = frozenset(["an entry of a list with one per row", "__getitem__", "nonzero", "argwhere", "unique",
-                     "unique_consecutive", "where", "index_select", "masked_select", "bincount"])
+_RAGGED = COUNTED | {"an entry of a list with one per row", "__getitem__", "where", "index_select", "masked_select"}
 #: Rules that answer Python, or make a tensor, also of numbers.
 ANSWERS = frozenset([ask, read, size, create])
 #: Rules that say themselves what Unknown arguments mean.

@@ -25,7 +25,7 @@ from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows, TimeMajor
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, applied, atom, tensors
-from splitpipe.loss.rules import ANSWERS, BY_PLACE, OF_ANYTHING, RULES
+from splitpipe.loss.rules import ANSWERS, BY_PLACE, COUNTED, OF_ANYTHING, RULES
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
@@ -35,7 +35,6 @@ _FILLING = frozenset("where masked_fill fill setitem".split())
 #: Rules for functions that are linear in all numbers together, and names of those that are linear in one.
 _LINEAR = frozenset([*views.VIEWS, views.keep, views.index, views.join])
 _SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
-_RAGGED = frozenset("nonzero argwhere unique unique_consecutive bincount".split())
 _MOST = 1000  #: Atoms of a number.
 
 
@@ -185,7 +184,7 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     live = [x for x in operands if x.live]
     if live and out.requires_grad and not _linear(call, live, operands):
         return None
-    if RULES.get(name) is views.index and len(call.operands) > 1 or name in _RAGGED:  # As many as n[n > 0] has.
+    if RULES.get(name) is views.index and len(call.operands) > 1 or name in COUNTED:  # As many as n[n > 0] has.
         return None
     if sum([len(x.atoms) for x in operands]) > _MOST:  # Numbers that are used again and again.
         return None
@@ -194,7 +193,7 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     if made or name in views.REPEATING:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
-        return atom("", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
+        return atom("0", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
     inside = {key: x.formula if isinstance(x, Number) else x for key, x in numbers.items()}
     args, kwargs = map_leaves(lambda x: inside.get(id(x), x), (call.args, call.kwargs))
     nothing = all([x.nothing for x in operands]) and len(operands) == len(call.operands) and not call.scalars
