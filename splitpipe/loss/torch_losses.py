@@ -79,7 +79,7 @@ def _entries(call: FunctionCall) -> Meaning | None:
     kinds = [call.of(y) for y in others]
     if isinstance(rows, TimeMajor) and call.name == "ctc_loss":
         same = UNIFORM, Constant.ZEROS, Constant.COUNTS
-        call.counting = False  # Lengths are no factors.
+        call.counting = False  # Lengths aren't factors.
         return Rows() if all([isinstance(each, Rows) or each in same for each in kinds]) else None
     if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None
