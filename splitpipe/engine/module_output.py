@@ -50,7 +50,7 @@ def keep_output(forward: Any, output: Any) -> None:
     """Drop-in: keeps what the caller's backward can start from: the output, and the terms of its numbers."""
     kept, step, i = kept_output(forward, output, forward.crossing.leave), forward.step, forward.i
     numbers = [number for number in kept.numbers.values() if isinstance(number, Number)]
-    for x in (*kept.leaves, *[x for number in numbers for x in number.values]):
+    for x in (*kept.leaves, *[x for number in numbers for x in number.amounts.values()]):
         if isinstance(x, Tensor) and x.grad_fn is not None and step.call.state.grad and id(x) not in kept.tensors:
             j = forward.crossing.stage_of(x)
             kept.tensors[id(x)] = OutputTensor(x.detach(), i, j, step.stages[j].fwd_cache[i].leave(x))

@@ -36,7 +36,7 @@ class BatchLoss:
         self._numbers: dict[int, Number] = {}
         self._by_rows: bool | None = None  #: Whether all are means over rows, since the first one isn't recognised.
         self._slopes: dict[int, Tensor] | None = None  #: The estimated slopes, by the place of the sum.
-        self._estimates: list[Amount] = []  #: Those of the batch's atoms.
+        self._estimates: list[Amount] = []  #: Those of the batch's sums and constants.
         self._last: int | None = None  #: The microbatch with which all are known.
 
     def part(self, i: int, value: Tensor, number: Number | Unknown, count: Count | None = None) -> Tensor:
@@ -45,38 +45,38 @@ class BatchLoss:
         ``count`` returns a number for each microbatch, with its true counts. Default: they are estimated.
         """
         if isinstance(number, Unknown) and self._reduction == "sum":
-            number = numbers.atom("loss_fn", value)
+            number = numbers.amount("loss_fn", value)
         wrong = number.function if isinstance(number, Unknown) else _vector(number)
         if wrong is not None and self._reduction is None and len(self._rows) > 1:
             warn(self._said, wrong, self._ways)
-        if self._by_rows is None and not getattr(number, "nothing", False):
+        if self._by_rows is None and not (isinstance(number, Number) and number.formula.nothing):
             self._by_rows = wrong is not None
         if isinstance(number, Unknown) or wrong is not None or self._by_rows:
             number = numbers.mean(value, float(self._rows[i]))
         self._numbers[i] = number.mapped(Tensor.detach)
         if self._last is None and len(self._numbers) == len(self._rows):
             self._last = i
-        if number.nothing or not value.requires_grad:
-            if i == self._last and number.nothing and any(map(_adds_graph, self._numbers.values())):
+        if number.formula.nothing or not value.requires_grad:
+            if i == self._last and number.formula.nothing and any(map(_adds_graph, self._numbers.values())):
                 raise self._refused("terms of different kinds in its microbatches")
             return value
         if self._slopes is None:
             self._estimates = self._estimated(self._numbers[i], self._rows[i], None if self._by_rows else count)
             self._slopes = _slopes(number, self._estimates)
-            counts = [x for atom, x in zip(number.atoms, self._estimates) if not atom.grad and isinstance(x, Tensor)]
+            counts = [x for one, x in zip(number.amounts, self._estimates) if not one.grad and isinstance(x, Tensor)]
             if counts and len(self._slopes) == 1:
                 other = 1 / sum(self._rows)  # From a slope of 0, nothing could be corrected.
                 self._slopes = {k: torch.where(x.isfinite() & (x != 0), x, other) for k, x in self._slopes.items()}
-        if len(number.values) != len(self._estimates):
+        if len(number.amounts) != len(self._estimates):
             raise self._refused("terms of different kinds in its microbatches")
-        if number.formula.function is None and self._slopes:
+        if len(number.steps) == 1 and self._slopes:
             return value  # A factor of 1 would be saved for backward.
-        part: Any = sum([number.values[k] * slope for k, slope in self._slopes.items()])
+        values = [*number.amounts.values()]
+        part: Any = sum([values[k] * slope for k, slope in self._slopes.items()])
         if i == self._last and _adds_graph(number):
             totals = self._batch([*self._numbers.values()])[1]
-            rest = number.formula.evaluate([
-                x if atom.constant else total for atom, x, total in zip(number.atoms, number.values, totals)
-            ])
+            rest = number.evaluate([
+                x if one.constant else total for (one, x), total in zip(number.amounts.items(), totals)])
             correction = self._correction(number, totals)  # Which multiplies this part's gradients, too.
             part = part + (rest if correction is None else rest / correction)
         return part.reshape(()) if isinstance(part, Tensor) else value * 0
@@ -84,7 +84,7 @@ class BatchLoss:
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the correction of gradients from B that started with this scale (None: 1)."""
         number, totals = self._batch([self._numbers[i] for i in sorted(self._numbers)])
-        loss, correction = number.formula.evaluate(totals).reshape(()), self._correction(number, totals)
+        loss, correction = number.evaluate(totals).reshape(()), self._correction(number, totals)
         if correction is not None:
             correction = correction.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
         if scale is not None:
@@ -92,7 +92,7 @@ class BatchLoss:
         return loss, correction
 
     def _estimated(self, number: Number, rows: int, count: Count | None) -> list[Amount]:
-        """The batch's atoms, from those of one of its microbatches, or from what is counted."""
+        """The batch's sums and constants, from those of one of its microbatches, or from what is counted."""
         if count is not None:
             return self._batch(count())[1]
         whole, factor = sum(self._rows), sum(self._rows) / max(1, rows)
@@ -100,7 +100,7 @@ class BatchLoss:
         def scaled(x: Any) -> Any:
             return torch.where(x == 0, whole, x * factor) if isinstance(x, Tensor) else x * factor or whole
 
-        return [x if atom.constant else scaled(x) for atom, x in zip(number.atoms, number.values)]
+        return [x if one.constant else scaled(x) for one, x in number.amounts.items()]
 
     def _batch(self, each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]]:
         found = numbers.batch(each)
@@ -110,7 +110,7 @@ class BatchLoss:
 
     def _correction(self, number: Number, totals: Sequence[Amount]) -> Tensor | None:
         """What gradients are to be multiplied by; None: 1."""
-        counts: list[Any] = [(x, y) for atom, x, y in zip(number.atoms, totals, self._estimates) if not atom.grad]
+        counts: list[Any] = [(x, y) for one, x, y in zip(number.amounts, totals, self._estimates) if not one.grad]
         if not self._slopes or all([not isinstance(x, Tensor) and math.isclose(x, y) for x, y in counts]):
             return None  # All are sums, or means of all rows.
         slopes = [(x.reshape(()), self._slopes[k].reshape(())) for k, x in _slopes(number, totals).items()]
@@ -124,8 +124,8 @@ class BatchLoss:
 
     def _refused(self, found: str) -> ValueError:
         each = [
-            ", ".join([f"{atom.name} {'' if atom.grad else f'of {float(torch.as_tensor(x).sum()):g}'}".rstrip()
-                       for atom, x in zip(number.atoms, number.values)])
+            ", ".join([f"{one.name} {'' if one.grad else f'of {float(torch.as_tensor(x).sum()):g}'}".rstrip()
+                       for one, x in number.amounts.items()])
             for _, number in sorted(self._numbers.items())
         ]
         return ValueError(
@@ -136,24 +136,24 @@ class BatchLoss:
 
 def _vector(number: Number) -> str | None:
     """The function that has made a sum with a graph that isn't a single real number."""
-    sums: list[Any] = [(atom, x) for atom, x in zip(number.atoms, number.values) if atom.grad and not atom.constant]
-    return next((atom.name for atom, x in sums if x.numel() > 1 or x.is_complex()), None)
+    sums: list[Any] = [(one, x) for one, x in number.amounts.items() if one.grad and not one.constant]
+    return next((one.name for one, x in sums if x.numel() > 1 or x.is_complex()), None)
 
 
 def _adds_graph(number: Number) -> bool:
     """Whether a constant has a graph, which has to be in the last microbatch's part."""
-    return any([atom.constant and atom.grad and not atom.nothing for atom in number.atoms])
+    return any([one.constant and one.grad and not one.nothing for one in number.amounts])
 
 
 def _slopes(number: Number, amounts: Sequence[Amount]) -> dict[int, Tensor]:
     """The number's derivatives by each sum that has a graph."""
     with torch.inference_mode(False), torch.enable_grad():
         each: list[Any] = [
-            x.detach().clone().requires_grad_(atom.grad and not atom.constant) if isinstance(x, Tensor) else x
-            for atom, x in zip(number.atoms, amounts)
+            x.detach().clone().requires_grad_(one.grad and not one.constant) if isinstance(x, Tensor) else x
+            for one, x in zip(number.amounts, amounts)
         ]
         live = [k for k, x in enumerate(each) if isinstance(x, Tensor) and x.requires_grad]
-        out = number.formula.evaluate(each)
+        out = number.evaluate(each)
         if not live or not out.requires_grad:
             return {}
         slopes = torch.autograd.grad(out, [each[k] for k in live], allow_unused=True)

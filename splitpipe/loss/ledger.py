@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import DisableTorchFunction, tree_flatten
-from splitpipe.loss.numbers import Amount, Number, Unknown, atom, quotient, tensors
+from splitpipe.loss.numbers import Amount, Number, Unknown, amount, quotient, tensors
 
 MAY_COUNT = Unknown("a number that may count rows")
 
@@ -166,14 +166,14 @@ class Ledger:
             meaning = self.of(x)
             if isinstance(meaning, Constant) and not x.dim():
                 nothing = meaning.made and not x.requires_grad
-                meaning = atom("a constant", x, constant=True, nothing=nothing, asked=self.asked)
+                meaning = amount("a constant", x, constant=True, nothing=nothing, asked=self.asked)
         if not isinstance(meaning, Number):
             return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
         return replace(meaning, asked=self.asked, empty=self.empty)
 
     def sum(self, name: str, value: Amount, rows: Rows) -> Number:
         """A new sum of these rows."""
-        return atom(name, value, asked=self.asked, selected=rows.selected)
+        return amount(name, value, selected=rows.selected, asked=self.asked)
 
     def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Number:
         """A new mean of these rows, a total by a count, with the type of the tensor ``like``."""

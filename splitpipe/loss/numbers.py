@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,69 +23,69 @@ DIVIDING = frozenset("div divide true_divide truediv itruediv idiv rdiv rtruediv
 Amount = Tensor | float
 
 
-class Atom(NamedTuple):
-    """A sum over rows; or a constant, which is the same in each microbatch, such as a penalty on weights."""
+@dataclass(eq=False)
+class Formula:
+    """A sum over rows; a constant, such as a penalty on weights; or a function of other formulas. Holds no graph."""
 
     name: str  #: Of the function that has made it.
     grad: bool  #: Whether it has a graph.
-    constant: bool = False
-    asked: int = 0  #: How many conditions Python had asked before.
+    function: Callable[..., Any] | None = None  #: None: it is a sum or a constant.
+    args: Sequence[Any] = ()  #: With other formulas among them.
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    constant: bool = False  #: Whether it is the same in each microbatch.
+    asked: int = 0  #: Of a sum or constant: how many conditions Python had asked before.
     selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
-
-
-@dataclass(eq=False)
-class Formula:
-    """How a number is computed of its atoms: by a function, with other formulas among its arguments, or not at all."""
-
-    name: str  #: Of the function.
-    function: Callable[..., Any] | None
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    grad: bool  #: Whether the result has a graph.
-    atoms: int  #: The number of its atoms.
-
-    def evaluate(self, values: Sequence[Amount]) -> Any:
-        """The number for these values of its atoms."""
-        if self.function is None:
-            return values[0]
-        rest = iter(values)
-        args, kwargs = map_leaves(
-            lambda x: x.evaluate([*islice(rest, x.atoms)]) if isinstance(x, Formula) else x, (self.args, self.kwargs))
-        with DisableTorchFunction():
-            out = self.function(*args, **kwargs)
-            return out.detach() if isinstance(out, Tensor) and not self.grad else out
-
-    def described(self) -> str:
-        """What has to be the same in all microbatches."""
-        return repr((self.name, self.grad, map_leaves(
-            lambda x: x.described() if isinstance(x, Formula) else None if isinstance(x, Tensor) else x,
-            (self.args, self.kwargs))))
-
-
-_ATOM = Formula("", None, (), {}, False, 1)
+    grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
+    live: bool = False  #: Whether it has the graph of a sum.
+    detached: bool = False  #: Whether it depends on such sums without their graph.
 
 
 @dataclass(eq=False)
 class Number:
     """A number of a microbatch.
 
+    ``steps``: the formulas by which it is computed, in order, with the values of sums and constants.
     ``asked``: how many conditions Python had asked in the end; ``empty``: if one of them was that nothing counts.
     """
 
-    atoms: tuple[Atom, ...]
-    values: tuple[Amount, ...]  #: Of its atoms.
-    formula: Formula = _ATOM
-    grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
-    nothing: bool = False  #: Whether it is 0 whatever the rows are.
-    live: bool = False  #: Whether it has the graph of a sum.
-    detached: bool = False  #: Whether it depends on such sums without their graph.
+    steps: dict[Formula, Amount | None]
     asked: int = 0
     empty: bool = False
 
+    @property
+    def formula(self) -> Formula:
+        """The last step."""
+        return next(reversed(self.steps))
+
+    @property
+    def amounts(self) -> dict[Formula, Any]:
+        """Its sums and constants."""
+        return {x: value for x, value in self.steps.items() if x.function is None}
+
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
-        """The number with other tensors as the values of its atoms."""
-        return replace(self, values=tuple([change(x) if isinstance(x, Tensor) else x for x in self.values]))
+        """The number with other tensors as its sums and constants."""
+        return replace(self, steps={x: change(y) if isinstance(y, Tensor) else y for x, y in self.steps.items()})
+
+    def evaluate(self, amounts: Sequence[Amount]) -> Any:
+        """The number for other sums and constants."""
+        rest, found = iter(amounts), dict[Formula, Any]()
+        for step in self.steps:
+            if step.function is None:
+                found[step] = next(rest)
+                continue
+            args, kwargs = map_leaves(lambda x: found[x] if isinstance(x, Formula) else x, (step.args, step.kwargs))
+            with DisableTorchFunction():
+                out = step.function(*args, **kwargs)
+                found[step] = out.detach() if isinstance(out, Tensor) and not step.grad else out
+        return found[self.formula]
+
+    def described(self, asked: bool) -> list[str]:
+        """What has to be the same in all microbatches."""
+        at = {step: k for k, step in enumerate(self.steps)}
+        return [repr((x.name, x.grad, x.constant, asked and x.asked, x.selected, x.nothing, map_leaves(
+            lambda y: f"step {at[y]}" if isinstance(y, Formula) else None if isinstance(y, Tensor) else y,
+            (x.args, x.kwargs)))) for x in self.steps]
 
 
 @dataclass(frozen=True)
@@ -96,17 +95,39 @@ class Unknown:
     function: str
 
 
-def atom(name: str, value: Amount, constant: bool = False, nothing: bool = False, **facts: Any) -> Number:
-    """An atom, as a number."""
+def amount(name: str, value: Amount, constant: bool = False, **facts: Any) -> Number:
+    """A sum or a constant."""
     grad = isinstance(value, Tensor) and value.requires_grad
-    own = Atom(name, grad, constant, nothing=nothing, **facts)
-    return Number((own,), (value,), grows=not constant, nothing=nothing, live=grad and not constant)
+    facts = {"grows": not constant, "live": grad and not constant, **facts}
+    return Number({Formula(name, grad, constant=constant, **facts): value})
+
+
+def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, grad: bool, **facts: Any) -> Number:
+    """The result of a function with numbers among its arguments."""
+    steps: dict[Formula, Amount | None] = {}
+
+    def formula(x: Any) -> Any:
+        steps.update(x.steps if isinstance(x, Number) else {})
+        return x.formula if isinstance(x, Number) else x
+
+    args, kwargs = map_leaves(formula, (args, kwargs))
+    return Number({**steps, Formula(name, grad, function, args, kwargs, **facts): None})
+
+
+def quotient(above: Number, count: Number, like: Tensor) -> Number:
+    """A mean, with the type of a tensor."""
+    return applied("div", _divide, (above, count, like.dtype), {}, like.requires_grad, live=above.formula.live)
+
+
+def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
+    return (above / (count if isinstance(count, Tensor) or count else math.nan)).to(dtype)
 
 
 def pair(above: Tensor, count: Amount, like: Tensor) -> Number:
     """A total by a count: the batch's number is the sum of all totals divided by that of all counts."""
-    number = quotient(Number((Atom("loss_fn", True),), (above,)), Number((Atom("loss_fn", False),), (count,)), like)
-    number.formula.grad = True  # Alike in all microbatches, whether they have a graph or not.
+    total = Formula("loss_fn", True)  # Alike in all microbatches, whether they have a graph or not.
+    number = quotient(Number({total: above}), amount("loss_fn", count), like)
+    number.formula.grad = True
     return number
 
 
@@ -123,44 +144,26 @@ def product(mean: Tensor, count: Amount) -> Tensor:
     return torch.where(torch.as_tensor(count == 0), 0, total)
 
 
-def applied(
-    name: str, function: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Number], grad: bool,
-    **facts: Any
-) -> Number:
-    """The result of a call with the formulas of numbers, its operands, among its arguments, in their order."""
-    atoms, values = [y for x in operands for y in x.atoms], [y for x in operands for y in x.values]
-    return Number(tuple(atoms), tuple(values), Formula(name, function, args, kwargs, grad, len(atoms)), **facts)
-
-
-def quotient(above: Number, count: Number, like: Tensor) -> Number:
-    """A mean, with the type of a tensor."""
-    args = above.formula, count.formula, like.dtype
-    return applied("div", _divide, args, {}, (above, count), like.requires_grad, live=above.live)
-
-
-def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
-    return (above / (count if isinstance(count, Tensor) or count else math.nan)).to(dtype)
-
-
 def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | None:
-    """The number of the batch, with the graphs of the microbatches': how it is computed, and its values of atoms.
+    """The number of the batch, with the graphs of the microbatches': how it is computed, and its sums and constants.
 
     None if one is Unknown, or if they were computed in different ways. A microbatch where nothing counts
     (``if mask.any():``) may have 0, if masks decide what counts in the others.
     """
     known = [number for number in each if isinstance(number, Number)]
-    some, rest = [x for x in known if not x.nothing] or known, [x for x in known if x.nothing]
+    rest = [x for x in known if x.formula.nothing]
+    some = [x for x in known if not x.formula.nothing] or known
     if len(known) < len(each):
         return None
     if len(some) < len(known):
-        if not all([x.selected or x.constant for x in some[0].atoms]) or not all([x.empty for x in rest]):
+        if not all([x.selected or x.constant for x in some[0].amounts]) or not all([x.empty for x in rest]):
             return None
     asked = len({x.asked for x in some}) == 1  # Else they have run other code.
-    facts = [(x.formula.described(), [atom if asked else atom._replace(asked=0) for atom in x.atoms]) for x in some]
-    if any([each != facts[0] for each in facts]):
+    described = some[0].described(asked)
+    if any([number.described(asked) != described for number in some]):
         return None
-    columns = zip(some[0].atoms, *[number.values for number in some])
-    return some[0], [each[-1] if atom.constant else _added(each) for atom, *each in columns]
+    columns = zip(some[0].amounts, *[number.amounts.values() for number in some])
+    return some[0], [each[-1] if step.constant else _added(each) for step, *each in columns]
 
 
 def _added(values: Sequence[Any]) -> Any:

@@ -78,7 +78,7 @@ class Reducer:
                 f"floating-point number, a sum, or {AS_FUNCTION}."
             )
         number, totals = found or batch([mean(x, float(count)) for x, count in zip(values, rows)])  # type: ignore[misc]
-        whole: Tensor = number.formula.evaluate(totals).to(like.dtype)
+        whole: Tensor = number.evaluate(totals).to(like.dtype)
         return whole if any([x.requires_grad for x in values]) else whole.detach()
 
 

@@ -24,7 +24,7 @@ from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows, TimeMajor
-from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, applied, atom, tensors
+from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, tensors
 from splitpipe.loss.rules import ANSWERS, BY_PLACE, COUNTED, OF_ANYTHING, RULES
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
@@ -35,7 +35,6 @@ _FILLING = frozenset("where masked_fill fill setitem".split())
 #: Rules for functions that are linear in all numbers together, and names of those that are linear in one.
 _LINEAR = frozenset([*views.VIEWS, views.keep, views.index, views.join])
 _SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
-_MOST = 1000  #: Atoms of a number.
 
 
 class Trace(TorchFunctionMode):
@@ -153,7 +152,7 @@ def _counting(meaning: Any) -> Any:
 
 def _may_count(call: FunctionCall) -> bool:
     """Whether a number of Python, which may be a number of rows, may be a factor of the result, or of its entries."""
-    may_count, sums = call.ledger.may_count, any([isinstance(x, Number) and x.grows for x in call.meanings])
+    may_count, sums = call.ledger.may_count, any([isinstance(x, Number) and x.formula.grows for x in call.meanings])
     if call.name in _FACTORS or "alpha" in call.kwargs:
         return may_count(call.scalars, size=Rows not in call.kinds and not sums)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
@@ -176,41 +175,40 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     for x in call.operands:
         meaning = numbers[id(x)] = call.of(x)
         if isinstance(meaning, Constant) and (meaning is GIVEN or meaning.uniform):
-            constant = atom("a constant", x, constant=True, asked=ledger.asked) if x.requires_grad else x.clone()
-            numbers[id(x)] = constant
+            learned = x.requires_grad
+            numbers[id(x)] = amount("a constant", x, constant=True, asked=ledger.asked) if learned else x.clone()
         elif not isinstance(meaning, Number):
             return meaning if isinstance(meaning, Unknown) else None
-    operands = [x for x in [numbers[id(x)] for x in call.operands] if isinstance(x, Number)]
-    live = [x for x in operands if x.live]
-    if live and out.requires_grad and not _linear(call, live, operands):
+    operands = [x for x in numbers.values() if isinstance(x, Number)]
+    formulas = [x.formula for x in operands]
+    live = [x for x in formulas if x.live]
+    if live and out.requires_grad and not _linear(call, operands):
         return None
     if RULES.get(name) is views.index and len(call.operands) > 1 or name in COUNTED:  # As many as n[n > 0] has.
-        return None
-    if sum([len(x.atoms) for x in operands]) > _MOST:  # Numbers that are used again and again.
         return None
     widest = max([x.numel() for x in call.operands if isinstance(call.of(x), Number)])
     made = any([x.numel() > widest for x in call.operands if getattr(call.of(x), "made", False)])
     if made or name in views.REPEATING:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
-        return atom("0", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
-    inside = {key: x.formula if isinstance(x, Number) else x for key, x in numbers.items()}
-    args, kwargs = map_leaves(lambda x: inside.get(id(x), x), (call.args, call.kwargs))
-    nothing = all([x.nothing for x in operands]) and len(operands) == len(call.operands) and not call.scalars
-    counted = name in DIVIDING and len(operands) == 2 and all([x.grows for x in operands])
-    grows = any([x.grows for x in operands]) and not counted
-    detached = any([x.detached or x.live and not out.requires_grad for x in operands])
-    return applied(name, function, args, kwargs, operands, out.requires_grad, grows=grows, nothing=nothing,
+        return amount("0", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
+    args, kwargs = map_leaves(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
+    nothing = all([x.nothing for x in formulas]) and len(operands) == len(numbers) and not call.scalars
+    counted = name in DIVIDING and len(operands) == 2 and all([x.grows for x in formulas])
+    grows = any([x.grows for x in formulas]) and not counted
+    detached = any([x.detached or x.live and not out.requires_grad for x in formulas])
+    return applied(name, function, args, kwargs, out.requires_grad, grows=grows, nothing=nothing,
                    live=bool(live) and out.requires_grad, detached=detached)
 
 
-def _linear(call: FunctionCall, live: list[Number], operands: list[Number]) -> bool:
+def _linear(call: FunctionCall, operands: list[Number]) -> bool:
     """Whether a function is linear in what has the graph of a sum; its factors may depend on counts."""
     if call.name in ADDING:
         return True
-    if any([x.detached for x in operands]):
+    live = [x for x in call.operands if isinstance(each := call.of(x), Number) and each.formula.live]
+    if any([x.formula.detached for x in operands]):
         return False
-    below = call.name in DIVIDING and (call.of(call.args[0]) is not live[0] or call.name[0] == "r")
+    below = call.name in DIVIDING and (call.args[0] is not live[0] or call.name[0] == "r")
     scales = call.name in _SCALES and len(live) == 1 and not below
     return scales or RULES.get(call.name) in _LINEAR or call.name in ("sum", "mean")
 

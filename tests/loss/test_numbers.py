@@ -7,23 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.loss.numbers import Amount, Number, Unknown, applied, atom, batch, mean, quotient
+from splitpipe.loss.numbers import Amount, Number, Unknown, amount, applied, batch, mean, quotient
 
 
 def number(above: float, count: Amount = 1.0, factor: float | None = None, grad: bool = False) -> Number:
     """A mean, times a factor if one is given; ``grad``: of entries that nothing has selected."""
-    total = atom("mean", torch.tensor(above, requires_grad=grad), selected=not grad)
-    of = quotient(total, atom("mean", count, selected=not grad), torch.tensor(above))
-    return of if factor is None else applied("mul", Tensor.mul, (of.formula, factor), {}, [of], grad)
+    total = amount("mean", torch.tensor(above, requires_grad=grad), selected=not grad)
+    of = quotient(total, amount("mean", count, selected=not grad), torch.tensor(above))
+    return of if factor is None else applied("mul", Tensor.mul, (of, factor), {}, grad)
 
 
 def combined(each: list[Number | Unknown]) -> Tensor | None:
     found = batch(each)
-    return None if found is None else found[0].formula.evaluate(found[1])
+    return None if found is None else found[0].evaluate(found[1])
 
 
 def nothing(empty: bool) -> Number:
-    return replace(atom("", torch.tensor(0.0), constant=True, nothing=True), empty=empty)
+    return replace(amount("", torch.tensor(0.0), constant=True, nothing=True), empty=empty)
 
 
 def test_means_are_weighted_by_their_counts() -> None:
@@ -34,7 +34,7 @@ def test_means_are_weighted_by_their_counts() -> None:
 def test_numbers_that_were_computed_in_different_ways_are_not_combined() -> None:
     one = number(1.0, factor=2.0)
     assert combined([one, one]) == 2
-    for other in (number(1.0), number(1.0, factor=3.0), atom("sum", torch.tensor(1.0)), Unknown("sqrt")):
+    for other in (number(1.0), number(1.0, factor=3.0), amount("sum", torch.tensor(1.0)), Unknown("sqrt")):
         assert combined([one, other]) is None
 
 
@@ -47,7 +47,7 @@ def test_a_microbatch_counts_nothing_if_masks_decide_what_counts_in_the_others()
 
 
 def test_sums_of_whole_numbers_are_whole_numbers() -> None:
-    found = combined([atom("sum", torch.tensor(2**40 + k)) for k in range(3)])
+    found = combined([amount("sum", torch.tensor(2**40 + k)) for k in range(3)])
     assert found is not None and found.dtype == torch.int64 and int(found) == 3 * 2**40 + 3
-    small = combined([atom("sum", torch.tensor(2, dtype=torch.int32))] * 3)
+    small = combined([amount("sum", torch.tensor(2, dtype=torch.int32))] * 3)
     assert small is not None and small.dtype == torch.int32

@@ -191,6 +191,7 @@ AROUND: Table = {
     "1 minus": ("some", lambda o, t: 1 - F.cross_entropy(o, t)),
     "plus a number": ("some", lambda o, t: F.cross_entropy(o, t) + 2.5),
     "from 0": ("tokens", accumulated(lambda: 0)),
+    "doubled often": ("flat", lambda o, t: reduce(lambda x, _: x + x, range(20), F.mse_loss(o, t)) / 2**20),
     "sum of a list": ("tokens", lambda o, t: sum([F.cross_entropy(k * o.transpose(1, 2), t) for k in (1, 2, 3)])),
     "mean of a stack of terms": ("tokens", lambda o, t: torch.stack(
         [F.cross_entropy(k * o.transpose(1, 2), t) for k in (1, 2)]).mean()),
@@ -719,7 +720,6 @@ UNKNOWN: dict[str, tuple[str, Loss, str]] = {
     "std": ("flat", lambda o, t: F.mse_loss(o, t) + (o - t).std(), "std"),
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
     "product with itself": ("flat", lambda o, t: (lambda x: x * x)(F.mse_loss(o, t)), "mul"),
-    "doubled often": ("flat", lambda o, t: reduce(lambda x, _: x + x, range(20), F.mse_loss(o, t)) / 2**20, "add"),
     "dice": ("binary", dice, "div"),
     "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), "clamp"),
     "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), "nan_to_num"),
