@@ -40,18 +40,13 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
     return frozenset([k for k, storage in enumerate(storages) if storage and counts[storage] > 1])
 
 
-def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of a nesting, with its leaves changed."""
-    if type(value) in (tuple, list):  # Without pytree, which takes as long as some functions do.
-        return type(value)([map_leaves(change, x) for x in value])
-    if type(value) is dict:
-        return {key: map_leaves(change, x) for key, x in value.items()}
-    if isinstance(value, (Tensor, int, float)):
-        return change(value)
-    leaves, structure = tree_flatten(value)
-    return tree_unflatten([*map(change, leaves)], structure)
-
-
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """A copy of a nesting, with its tensors changed."""
-    return map_leaves(lambda x: change(x) if isinstance(x, Tensor) else x, value)
+    if type(value) in (tuple, list):  # Without pytree, which takes as long as some functions do.
+        return type(value)([map_tensors(change, x) for x in value])
+    if type(value) is dict:
+        return {key: map_tensors(change, x) for key, x in value.items()}
+    if isinstance(value, (Tensor, int, float)):
+        return change(value) if isinstance(value, Tensor) else value
+    leaves, structure = tree_flatten(value)
+    return tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)

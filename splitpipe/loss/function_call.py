@@ -28,7 +28,7 @@ class FunctionCall:
             if key in kwargs and (key == "other" or not args) and name != "where":  # Its condition comes first.
                 args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
         self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
-        self.operands = list(tensors([args, kwargs]))  #: The tensors among the arguments.
+        self.operands = tensors([args, kwargs])  #: The tensors among the arguments.
         self._of = {id(x): ledger.of(x) for x in self.operands}
         self.meanings = [*self._of.values()]  #: What they are.
         self.meaning = self.of(args[0]) if args else Unknown(name)  #: What the first argument is.
@@ -61,7 +61,8 @@ class FunctionCall:
             if constants and all([each.uniform for _, each in constants]):
                 return UNIFORM
             most = max([x.numel() for x, each in constants if each is GIVEN], default=0)
-            plain = all([each is GIVEN or each.uniform for _, each in constants])
+            single = self.ledger.most == 1  # Whose entries may be one for each row.
+            plain = all([each is GIVEN or each.uniform and not (single and x.dim()) for x, each in constants])
             return GIVEN if plain and torch.Size(shape).numel() <= most else VARIED
         x, first = rows[0]
         dims, size = x.dim(), len(x) if x.dim() else 0  # Of a single row.

@@ -6,14 +6,13 @@ what it counts. What has the graph of a sum is linear in sums; what has none, su
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from splitpipe.core.tensors import map_leaves
 from splitpipe.core.torch_private import DisableTorchFunction
 
 #: Names of functions.
@@ -74,7 +73,7 @@ class Number:
             if step.function is None:
                 found[step] = next(rest)
                 continue
-            args, kwargs = map_leaves(lambda x: found[x] if isinstance(x, Formula) else x, (step.args, step.kwargs))
+            args, kwargs = mapped(lambda x: found[x] if isinstance(x, Formula) else x, (step.args, step.kwargs))
             with DisableTorchFunction():
                 out = step.function(*args, **kwargs)
                 found[step] = out.detach() if isinstance(out, Tensor) and not step.grad else out
@@ -83,7 +82,7 @@ class Number:
     def described(self, asked: bool) -> list[str]:
         """What has to be the same in all microbatches."""
         at = {step: k for k, step in enumerate(self.steps)}
-        return [repr((x.name, x.grad, x.constant, asked and x.asked, x.selected, x.nothing, map_leaves(
+        return [repr((x.name, x.grad, x.constant, asked and x.asked, x.selected, x.nothing, mapped(
             lambda y: f"step {at[y]}" if isinstance(y, Formula) else None if isinstance(y, Tensor) else y,
             (x.args, x.kwargs)))) for x in self.steps]
 
@@ -110,7 +109,7 @@ def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, gra
         steps.update(x.steps if isinstance(x, Number) else {})
         return x.formula if isinstance(x, Number) else x
 
-    args, kwargs = map_leaves(formula, (args, kwargs))
+    args, kwargs = mapped(formula, (args, kwargs))
     return Number({**steps, Formula(name, grad, function, args, kwargs, **facts): None})
 
 
@@ -175,12 +174,19 @@ def _added(values: Sequence[Any]) -> Any:
     return torch.as_tensor(sum([x.to(like.device, wide) for x in values])).to(like.dtype)
 
 
-def tensors(values: Any) -> Iterator[Tensor]:
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of the arguments of a function, which are nested in tuples, lists and dicts only, with them changed."""
+    if type(value) in (tuple, list):
+        return type(value)([mapped(change, x) for x in value])
+    return {key: mapped(change, x) for key, x in value.items()} if type(value) is dict else change(value)
+
+
+def tensors(values: Any) -> list[Tensor]:
     """The tensors in nestings of tuples, lists and dicts."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors(value)
-        elif isinstance(value, dict):
-            yield from tensors(value.values())
+            found.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            found += tensors(value.values() if isinstance(value, dict) else value)
+    return found

@@ -19,12 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.note import uncompiled
-from splitpipe.core.tensors import map_leaves
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows, TimeMajor
-from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, tensors
+from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, mapped, tensors
 from splitpipe.loss.rules import ANSWERS, BY_PLACE, COUNTED, OF_ANYTHING, RULES
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
@@ -95,7 +94,7 @@ class Trace(TorchFunctionMode):
             call.out = args[0] if in_place else out
             if peek_interpreter_stack() is not None:
                 ledger.read = ledger.read or "a transform of torch.func"  # What leaves it is seen by no mode.
-            results = [*tensors((call.out,))]
+            results = tensors((call.out,))
             found: Any = _meaning(call, function, in_place)
             for x, meaning in zip(results, found if isinstance(found, list) else [found] * len(results)):
                 ledger.put(x, Unknown(name) if meaning is None else meaning)
@@ -192,7 +191,7 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
         return amount("0", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
-    args, kwargs = map_leaves(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
+    args, kwargs = mapped(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
     nothing = all([x.nothing for x in formulas]) and len(operands) == len(numbers) and not call.scalars
     counted = name in DIVIDING and len(operands) == 2 and all([x.grows for x in formulas])
     grows = any([x.grows for x in formulas]) and not counted

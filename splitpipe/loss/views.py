@@ -94,7 +94,7 @@ VIEWS = frozenset([reshape, turn, view, divide, broadcast])
 
 def join(call: FunctionCall) -> Meaning | None:
     """Rows that are joined along another dimension."""
-    parts = list(tensors(call.args[:1]))
+    parts = tensors(call.args[:1])
     like = next((x for x in parts if isinstance(call.of(x), Rows)), parts[0])
     joined = call.joined(parts, like.shape) if len({x.dim() for x in parts}) < 2 else None
     if not isinstance(joined, Rows):

@@ -151,11 +151,12 @@ def test_a_sum_by_a_number_of_rows_is_averaged_over_rows_which_is_right_and_said
 
 
 @ways
-@pytest.mark.parametrize("loss", ["for each row", "times ones of rows"])
-def test_a_number_for_each_row_is_said(loss: str, way: str) -> None:
+@pytest.mark.parametrize(("loss", "rows"), [
+    ("for each row", EVEN), ("times ones of rows", EVEN), ("weights with rows", EVEN), ("weights with rows", CHUNKS)])
+def test_a_number_for_each_row_is_said(loss: str, rows: int, way: str) -> None:
     *_, found = made(way, losses.SAID[loss][1])
     with pytest.warns(UserWarning, match="a number that may count rows"):
-        found(*batch("flat", EVEN))
+        found(*batch("flat", rows))
 
 
 class Logged(Own):
