@@ -48,9 +48,9 @@ class SplitPipe(Resident):
         backward: ``"split"`` computes the input gradient of a stage first and its weight gradients later, for several
             microbatches together (2BP, arXiv 2405.18047); a schedule that separates W from B decides when.
             ``"autograd"`` leaves both to autograd.
-        stash_limit: how many bytes of layer inputs and output gradients a stage may keep for its weight gradients.
-            Above this limit, they are computed at once. Default: the bytes of the stage's weights, or a quarter of
-            that with checkpointing.
+        stash_limit: without a schedule, how many bytes of layer inputs and output gradients a stage may keep for its
+            weight gradients. Above this limit, they are computed at once. Default: the bytes of the stage's weights,
+            or a quarter of that with checkpointing.
         schedule: None (drop-in): ``loss.backward()`` runs backward, after all forwards. Otherwise, a name from
             ``splitpipe.schedule.names()``, or a ``splitpipe.schedule.Schedule``: forward and backward both run inside
             the call, which needs ``loss_fn`` or, with ``cuts``, the field ``loss`` of the module's output.

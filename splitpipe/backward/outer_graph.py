@@ -8,8 +8,8 @@
     1. _Output keeps the gradients of what has left the call: the outputs, or the loss of a schedule.
     2. start computes the call's gradients: drop-in, it runs the second half, B and W; scheduled, it scales what is
        there already.
-    3. Each release hands its gradients over; the last stage's comes first, since it is the last in the graph. It
-       doesn't run if they aren't wanted, as in torch.autograd.grad(loss, x).
+    3. Each release hands its gradients over; the last stage's comes first, since it is the last in the graph. A
+       release doesn't run if its gradients aren't wanted, as in torch.autograd.grad(loss, x).
 
 Phonies are CPU tensors, so start runs in the thread that called backward. In a device thread of autograd's, it would
 wait for workers whose B needs that thread: a deadlock. While a B in the calling thread waits for a device, this thread

@@ -63,7 +63,7 @@ def survey(module: object, sample: object, whose: str = "sample") -> Subject:
         batch, _ = divider.divide(*arguments_of(sample))
     else:
         raise no_blocks(module)
-    rows = sum(count for _, count in batch.rows)
+    rows = sum(batch.counts)
     if not rows:
         raise ValueError(f"{whose} has no rows: expected a whole batch.")
     home = next((x.device for x in module.parameters()), torch.device("cpu"))

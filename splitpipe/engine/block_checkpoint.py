@@ -181,7 +181,7 @@ class BlockChain:
         segment = Segment()
         stage.store.finish()
         with torch.enable_grad():
-            made = self._recompute(step, stage, segment)
+            made = self._recompute(stage, segment)
         self._attributes.withdraw(stage.index)
         for number, grad in grads.items():
             y = made[number]
@@ -198,7 +198,7 @@ class BlockChain:
             stage.store.add(self._i, graph, gradients, keep=False)
         return list(gradients.entries)
 
-    def _recompute(self, step: StepRun, stage: RunningStage, segment: Segment) -> list[Tensor]:
+    def _recompute(self, stage: RunningStage, segment: Segment) -> list[Tensor]:
         if any([version_of(x) != version for (_, version), (_, x) in self._inputs.items()]):
             raise RuntimeError(
                 "an input of a checkpointed block was written to in place after its forward, which is recomputed: "

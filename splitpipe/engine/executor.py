@@ -1,9 +1,9 @@
-"""The threads of one call: each does what is ready, and keeps a forward that it has begun.
+"""The threads of one call: each does what is ready, and a forward stays on the thread that began it.
 
     row of stage 0    F0 F1 F2 B0 F3 B1 ...    the ops of a row in their order, one at a time
     row of stage 1    F0 B0 F1 B1 ...
 
-    a thread          F0 of stage 0 ── border ── F0 of stage 1 ── end of the forward ── B0 of stage 0 ── F4 ...
+    a thread          F0 of stage 0 ── cut ── F0 of stage 1 ── end of the forward ── B0 of stage 0 ── F4 ...
 
 If a forward is one call of the module's own code, its frames stay on its thread's stack between two stages, where the
 thread waits for the next F. Any other op is done by a free thread, preferably one that has just ended an op, since a
@@ -13,9 +13,9 @@ Guarantees, and what would break them:
 
 * No thread waits for an op that never comes. Who ends an op hands out all that is ready then, or, if nothing is running
 any more, ends the call for all: both under one lock.
-* An op that needs a free thread finds one. There is one per microbatch and, with B or W, one for each row but one: if
-all of these work, at least one forward has ended, and its thread is free.
-* When ``run`` ends, no frame of a forward is left: one that must not continue has Stopped raised at its border. After
+* With a pool, an op that needs a free thread finds one. There is one per microbatch and, with B or W, one for each row
+but one: if all of these work, at least one forward has ended, and its thread is free.
+* When ``run`` ends, no frame of a forward is left: one that must not continue has Stopped raised at its cut. After
 an error, ops that run are ended, and no other begins.
 """
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Executor:
         self._hand_out()
         try:
             if pool is None:
-                self._belong(0)
+                self._work(0)
             else:
-                pool.run([(number, partial(self._belong, number)) for number in range(self.size)], self._stop)
+                pool.run([(number, partial(self._work, number)) for number in range(self.size)], self._stop)
             if self._errors:
                 raise self._errors.pop(0)
             if any(self._rows):
@@ -80,7 +80,7 @@ class Executor:
         finally:
             self._errors = []  # A traceback refers to this frame.
 
-    def _belong(self, number: int) -> None:
+    def _work(self, number: int) -> None:
         """What a thread does, from start to end: ops, and forwards to their ends."""
         with thread_state.use(self._around):
             while not self._over and (run := self._queues[number].get()) is not None:
@@ -100,11 +100,11 @@ class Executor:
         """Ends F of a stage, and returns when that of the next one is ready. Called by the forward."""
         if self._over:
             raise Stopped
-        self._after(number, border=True)
+        self._after(number, at_cut=True)
         if self._queues[number].get() is None:
             raise Stopped
 
-    def _after(self, number: int, border: bool = False) -> None:
+    def _after(self, number: int, at_cut: bool = False) -> None:
         """Ends a thread's op, and hands out what is ready then; after an error, nothing is."""
         with self._lock:
             if self._over:
@@ -112,7 +112,7 @@ class Executor:
             row, run = self._at_work.pop(number)
             self._rows[row].popleft()
             self._ended.update([(run.kind[0], run.stage, i) for i in run.microbatches])
-            if self._free is not None and not border:
+            if self._free is not None and not at_cut:
                 self._free.append(number)
             self._hand_out()
 

@@ -75,7 +75,7 @@ class ModuleForward:
         self._follow = Follow(self.crossing.here, self.crossing.latest, carrier.one_graph)
         self._chains = call.new_chains(self.step, i, call.shared, call.attributes)
         self.stage = 0
-        self._segment = ExitStack()
+        self._within = ExitStack()
         #: The caller's saved-tensor hooks; and where the generator was, if a stage began inside others.
         self._hooks: Any = None
         self._inside: Any = None
@@ -130,7 +130,7 @@ class ModuleForward:
                 raise
             finally:
                 set_function_modes(before)
-                self._segment.close()
+                self._within.close()
 
     def advance(self, stage: int) -> None:
         """Moves on to a later stage, past those in between."""
@@ -146,7 +146,7 @@ class ModuleForward:
         hooks = _top_saved_tensors_default_hooks(True)
         self._hooks = hooks if j == 0 else self._hooks
         self._inside = None if hooks == self._hooks else position_of(stage.device)
-        self._segment = stack = ExitStack()
+        self._within = stack = ExitStack()
         stack.enter_context(stream.use(stage.compute))
         rng_states = RNGStates(step.call.draws, stage.device, j * len(step.call.rows) + self.i)
         stack.enter_context(rng_states.first(recomputed=False))
@@ -164,7 +164,7 @@ class ModuleForward:
         self.crossing.end()
         self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
         self.carrier.end(self.stage)
-        self._segment.close()
+        self._within.close()
         stage, begun = self.step.stages[self.stage], self._inside
         if begun is not None and (self.step.call.draws.drew or begun != position_of(stage.device)):
             raise RuntimeError(

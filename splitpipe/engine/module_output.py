@@ -78,7 +78,7 @@ def keep_own_loss(forward: Any, output: Any) -> None:
 def _keep(forward: Any, value: Tensor, number: Number | Unknown, kept: Output) -> None:
     here, segment = forward.crossing.here, forward.step.stages[forward.stage].fwd_cache.get(forward.i)
     with DisableTorchFunction():
-        part = forward.step.loss.batch_loss.part(forward.i, here(value), _changed(number, here))
+        part = forward.step.scheduled.batch_loss.part(forward.i, here(value), _changed(number, here))
     origin = None if segment is None or not part.requires_grad else (forward.stage, segment.leave(part))
     forward.output = kept._replace(loss=(part.detach(), origin))
 

@@ -12,7 +12,7 @@ from splitpipe.schedule.play import OpOrder
 
 
 class OpRun(NamedTuple):
-    """An op; several W of one stage, computed together; or R, the recomputation with which a B begins."""
+    """An op; several W of one stage, computed together; or R, the recomputation that comes before a B."""
 
     kind: Kind | Literal["R"]
     stage: int

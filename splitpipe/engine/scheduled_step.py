@@ -55,7 +55,7 @@ class ScheduledStep:
         self._step, self._target, self.hand_over = step, target, HandOver()
         self.batch_loss, self._scale = batch_loss, scale
         self._roots: dict[int, tuple[Origin, Tensor]] = {}  #: Where a microbatch's part has left the graph, and what.
-        step.loss = self
+        step.scheduled = self
 
     def add(self, i: int) -> None:
         """Keeps a microbatch's part of the loss, if it has a graph. Called at the end of its last F."""

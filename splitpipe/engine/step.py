@@ -5,7 +5,7 @@
     B    gradients that have arrived ──> autograd ──> gradients of what had entered, sent back to their origins
     W    what B left in the store ──> sums of weight gradients, after the gradients have left for the stages before
 
-B of a stage runs after those of all later stages: after that, no more gradients arrive.
+B of a stage runs after B of the same microbatch on all later stages: after that, no more gradients arrive.
 """
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class StepRun:
     forwards: list[Any] = field(default_factory=list)  #: The microbatches: how each runs through the stages.
     #: The gradients of the caller's input (None) and target, for each leaf by microbatch.
     input_grads: dict[tuple[Key | None, int], dict[int, Tensor]] = field(default_factory=dict)
-    loss: Any = None  #: Scheduled: is told of the end of a microbatch's F, and of the beginning of its B.
+    #: Of a call with a schedule: is told of the end of a microbatch's F, and of the beginning of its B.
+    scheduled: Any = None
     launching: LaunchLock = field(default_factory=LaunchLock)
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class StepRun:
                 stream.wait(stream.current(stage.device), stage.compute)
             raise
         finally:
-            self.forwards, self.loss = [], None  # They refer to this: the call is freed as soon as it is dropped.
+            self.forwards, self.scheduled = [], None  # They refer to this: the call is freed as soon as it is dropped.
 
     def whole(self, i: int, pause: Callable[[], None]) -> None:
         """F of all stages, for a forward that is one call; between two stages, it calls ``pause``."""
@@ -100,14 +101,14 @@ class StepRun:
                 self._begin(op.stage)
                 if kind == "F":
                     self.call.contexts[i].run(self.forwards[i].forward, op.stage)
-                elif kind == "R" and (dropped := stage.fwd_cache[i]).recompute is not None:  # Else it is done.
+                elif kind == "R" and (dropped := stage.fwd_cache[i]).recompute is not None:  # Else it is kept.
                     stage.store.finish()  # What W has read is let go of: R needs as much.
                     segment = self.call.contexts[i].copy().run(dropped.recompute, self, stage)
                     segment.arrived = dropped.arrived  # Not a copy: a later stage may be adding to it.
                     stage.fwd_cache[i] = segment
                 elif kind[0] == "B":
-                    if op.stage == len(self.stages) - 1 and self.loss is not None:
-                        self.loss.begin_backward(i)
+                    if op.stage == len(self.stages) - 1 and self.scheduled is not None:
+                        self.scheduled.begin_backward(i)
                     self._backward(stage, i)
                 if kind[-1] == "W":
                     stage.store.backward_weight(op.microbatches)
@@ -132,8 +133,8 @@ class StepRun:
             self.traces[op.stage].end(op.kind, op.microbatches)
             if self.recorder is not None and self.recorder.ended is not None:
                 self.recorder.ended(self.stages[op.stage], op.kind)
-        if op.kind == "F" and op.stage == len(self.stages) - 1 and self.loss is not None:
-            self.loss.add(op.microbatches[0])
+        if op.kind == "F" and op.stage == len(self.stages) - 1 and self.scheduled is not None:
+            self.scheduled.add(op.microbatches[0])
 
     def _backward(self, stage: RunningStage, i: int) -> None:
         """B; and W of what waits, if that is too much."""

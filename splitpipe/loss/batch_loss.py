@@ -1,7 +1,7 @@
 """The batch's loss with a schedule, where B starts before the counts of later microbatches are known.
 
     part of a microbatch    its sums, each times a slope: the derivative of the batch's loss by that sum, as estimated
-    correction              the true slope by the estimated one; in the end, it multiplies all gradients
+    correction              the true slope divided by the estimated one; in the end, it multiplies all gradients
 
 The loss is linear in its sums (numbers), so slopes depend on counts alone. There is one correction, so several sums
 must have proportional counts. What else has a graph, such as a penalty or a learned weight, is in the part of the last
@@ -34,7 +34,7 @@ class BatchLoss:
         self._rows = rows if len(rows) > 1 else [1]  # A batch may have no rows.
         self._reduction, self._said, self._ways = reduction, said, ways
         self._numbers: dict[int, Number] = {}
-        self._by_rows: bool | None = None  #: Whether all are means over rows, since the first one isn't recognised.
+        self._by_rows: bool | None = None  #: Whether all are taken as means over rows, as the first one was.
         self._slopes: dict[int, Tensor] | None = None  #: The estimated slopes, by the place of the sum.
         self._estimates: list[Amount] = []  #: Those of the batch's sums and constants.
         self._last: int | None = None  #: The microbatch with which all are known.

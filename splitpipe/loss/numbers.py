@@ -45,7 +45,7 @@ class Number:
     """A number of a microbatch.
 
     ``steps``: the formulas by which it is computed, in order, with the values of sums and constants.
-    ``asked``: how many conditions Python had asked in the end; ``empty``: if one of them was that nothing counts.
+    ``asked``: how many conditions Python had asked in the end. ``empty``: whether one has found that nothing counts.
     """
 
     steps: dict[Formula, Amount | None]
@@ -144,7 +144,7 @@ def product(mean: Tensor, count: Amount) -> Tensor:
 
 
 def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | None:
-    """The number of the batch, with the graphs of the microbatches': how it is computed, and its sums and constants.
+    """How the batch's number is computed, and its sums and constants, added up with the graphs of the microbatches.
 
     None if one is Unknown, or if they were computed in different ways. A microbatch where nothing counts
     (``if mask.any():``) may have 0, if masks decide what counts in the others.

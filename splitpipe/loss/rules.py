@@ -140,9 +140,9 @@ def size(call: FunctionCall) -> Meaning:
 
 
 #: Functions whose results have as many entries as values say.
-COUNTED = frozenset("nonzero argwhere unique unique_consecutive bincount".split())
+BY_VALUES = frozenset("nonzero argwhere unique unique_consecutive bincount".split())
 #: Where recognition ended at values whose number depends on the batch.
-_RAGGED = COUNTED | {"an entry of a list with one per row", "__getitem__", "where", "index_select", "masked_select"}
+_RAGGED = BY_VALUES | {"an entry of a list with one per row", "__getitem__", "where", "index_select", "masked_select"}
 #: Rules that answer Python, or make a tensor, also of numbers.
 ANSWERS = frozenset([ask, read, size, create])
 #: Rules that say themselves what Unknown arguments mean.

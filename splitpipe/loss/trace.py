@@ -1,6 +1,7 @@
 """Traces what numbers consist of while they are computed: a function mode over the code of one microbatch.
 
-Guarantee: ``number`` is exact for functions on the list (``rules``), or else names the one where recognition ended.
+Guarantee: numbers (``Ledger.number``) are exact for functions on the list (``rules``), or else name the one where
+recognition ended.
 
 Of a module, that is the code between blocks, and in blocks without parameters, such as a criterion. A number that any
 other block returns is unknown.
@@ -24,7 +25,7 @@ from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows, TimeMajor
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, mapped, tensors
-from splitpipe.loss.rules import ANSWERS, BY_PLACE, COUNTED, OF_ANYTHING, RULES
+from splitpipe.loss.rules import ANSWERS, BY_PLACE, BY_VALUES, OF_ANYTHING, RULES
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
@@ -51,7 +52,7 @@ class Trace(TorchFunctionMode):
         """The trace of a microbatch of a module's call."""
         shared = [leaf for leaf, owner in zip(input.leaves, input.owners) if owner is None]
         dim = next((dim for dim in input.dims if dim is not None), 0)
-        return cls([count for _, count in input.rows], i, dim, [x for x in shared if type(x) in (int, float)])
+        return cls(input.counts, i, dim, [x for x in shared if type(x) in (int, float)])
 
     def begin(self, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
         """Records a microbatch's arguments, and their leaves."""
@@ -183,7 +184,7 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     live = [x for x in formulas if x.live]
     if live and out.requires_grad and not _linear(call, operands):
         return None
-    if RULES.get(name) is views.index and len(call.operands) > 1 or name in COUNTED:  # As many as n[n > 0] has.
+    if RULES.get(name) is views.index and len(call.operands) > 1 or name in BY_VALUES:  # As many as n[n > 0] has.
         return None
     widest = max([x.numel() for x in call.operands if isinstance(call.of(x), Number)])
     made = any([x.numel() > widest for x in call.operands if getattr(call.of(x), "made", False)])

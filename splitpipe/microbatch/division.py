@@ -35,6 +35,11 @@ class Division:
     batch: str = ""
 
     @cached_property
+    def counts(self) -> list[int]:
+        """The number of rows of each microbatch."""
+        return [count for _, count in self.rows]
+
+    @cached_property
     def nodes(self) -> list[Node]:
         """The node of each leaf, if there are any."""
         return [] if self.root is None else [*self.root.leaves()]
@@ -152,7 +157,7 @@ def absent(input: Division) -> Division:
 
 def describe(division: Division) -> list[str]:
     """How each value of a call was treated, in lines; none for a single microbatch, or one of ``split=``."""
-    rows, groups = [count for _, count in division.rows], dict[str, list[str]]()
+    rows, groups = division.counts, dict[str, list[str]]()
     if len(rows) < 2 or division.root is None:
         return []
     for node, owner in zip(division.nodes, division.owners):

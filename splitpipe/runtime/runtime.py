@@ -153,10 +153,10 @@ class Runtime:
         call = step.call
         targets = call.scatter(target, len(step.stages) - 1, TARGET, detached=True)
         shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
-        ops = self._rows(step.workers, len(call.rows), state.grad, 0 if self.own_forward else call.checkpointed)
+        ops = self._rows(step.workers, len(call.rows), state.grad, 0 if call.anywhere else call.checkpointed)
         with noted(call.input, target):
-            rows, reduction = [count for _, count in call.rows], options.reduction
-            own = BatchLoss(rows, reduction, self._said, AS_FUNCTION) if objective is None else objective.batch_loss
+            own = None if objective is None else objective.batch_loss
+            own = own or BatchLoss(call.input.counts, options.reduction, self._said, AS_FUNCTION)
             scheduled = ScheduledStep(step, target, scale, own)
             loss: Any = scheduled.run(ops, shared)
         shared.verify()
@@ -171,7 +171,7 @@ class Runtime:
 
     def _gather(self, call: Call, outputs: Sequence[Output], loss: Any = None) -> Any:
         """Joins the outputs of all microbatches; ``loss``: in the place of the module's own."""
-        reduction, rows, reducer = self.options.reduction, [count for _, count in call.rows], None
+        reduction, rows, reducer = self.options.reduction, call.input.counts, None
         if self.own_forward and len(rows) > 1 or not self.own_forward and reduction is not None:
             reducer = Reducer(reduction, [output.numbers for output in outputs], self._said)
         if loss is not None:
@@ -205,7 +205,7 @@ class Runtime:
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
         target, objective = given or absent(call.input), None if batch.target is None else self._objective
         if objective is not None:
-            objective.begin([count for _, count in call.rows], call.input.dims, target.dims)
+            objective.begin(call.input.counts, call.input.dims, target.dims)
         odd = state.odd or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
         odd = odd or objective is not None and objective.compiled
         # Forwards that stay on their threads' stacks need one each.

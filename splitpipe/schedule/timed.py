@@ -1,4 +1,4 @@
-"""A schedule with the times of its ops, and its measures."""
+"""The measures of a schedule whose ops have times: makespan, idle time, peaks of memory."""
 from __future__ import annotations
 
 from dataclasses import dataclass

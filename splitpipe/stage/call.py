@@ -55,7 +55,10 @@ class Activation:
 
 
 class Call:
-    """What all stages share in one call; ``anywhere``: parts of the batch may be on the devices of later stages."""
+    """What all stages share in one call.
+
+    ``anywhere``: of a module with cuts, where parts of the batch may be on the devices of later stages.
+    """
 
     def __init__(
         self, input: Division, places: Sequence[Place], state: State, checkpointed: int, draws: Draws, anywhere: bool
@@ -73,7 +76,7 @@ class Call:
         #: Whether stages on one device compute on different streams of it.
         self.beside = len(own) > len({device for device, _ in own})
         self.checkpointed = checkpointed  #: How many microbatches, from the first one.
-        self.draws = draws
+        self.draws, self.anywhere = draws, anywhere
         #: The caller's context variables, and a copy of them for each microbatch.
         self.variables = contextvars.copy_context()
         self._statistics = Statistics()

@@ -1,4 +1,4 @@
-"""R: modes, parameters, buffers and random numbers as F found them, for a recomputation in backward.
+"""What a recomputation must find as its forward found it: modes, parameters, buffers and random numbers.
 
 F has written to buffers once, and R must not write to them again. So R gets copies with the values that F began with:
 spectral norm reads what it writes. Which buffers F writes to, the first checkpointed F shows, by version or by value,

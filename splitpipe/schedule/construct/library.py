@@ -1,4 +1,4 @@
-"""The named schedules."""
+"""The names of all schedules, and the functions that build them: of ops by rules (``orders``), or of ``blocks``."""
 from __future__ import annotations
 
 import inspect
