@@ -9,7 +9,8 @@
 
 Numbers of Python don't show where they come from. One is a constant unless Python had read
 
-    a size along the rows      and it, or its inverse, is a multiple of the microbatch's rows: then it may count rows
+    a size along the rows      and it, or its inverse, is a multiple of the rows of the largest microbatch: then it may
+                               count rows. A factor of constants alone may only if it is a size that was read
     a value of the batch       then any number may be computed from that
 """
 from __future__ import annotations

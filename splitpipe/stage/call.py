@@ -55,10 +55,7 @@ class Activation:
 
 
 class Call:
-    """What all stages share in one call.
-
-    ``anywhere``: of a module with cuts, where parts of the batch may be on the devices of later stages.
-    """
+    """What all stages share in one call; ``anywhere``: of a module with cuts: the batch may be on later devices."""
 
     def __init__(
         self, input: Division, places: Sequence[Place], state: State, checkpointed: int, draws: Draws, anywhere: bool
