@@ -67,7 +67,8 @@ class CheckpointedRun:
 
     def __init__(self, modules: Modules, rng_states: RNGStates, whose: str) -> None:
         self._modules, self._rng_states, self._whose = modules, rng_states, whose
-        self._version, self._modes = modules.version, [m.training for m in modules.modules]
+        self._version, self._hooks = modules.version, modules.hooks()
+        self._modes = [m.training for m in modules.modules]
         self._buffers = [(m, n, x, version_of(x)) for m, n in modules.buffers if (x := m._buffers.get(n)) is not None]
         known = modules.written
         self._before = _copies([x for m, name, x, _ in self._buffers if known is None or (m, name) in known])

@@ -15,6 +15,7 @@ from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
 from tests.helpers.modules import Pop, Stash, linears, module_of
 from tests.helpers.twin import assert_same, assert_same_tensors, stages
+from tests.promise.layers import forced
 
 CHECKPOINTS = ["never", "except_last", "always"]
 CHECKPOINT = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -105,6 +106,17 @@ def energies(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     energy = self.two(self.one(x).tanh())
     [force] = torch.autograd.grad(energy.sum(), x, create_graph=True)
     return energy, force
+
+
+@CHECKPOINT
+def test_a_layer_may_differentiate_in_its_forward(checkpoint: str) -> None:
+    layers = [nn.Linear(4, 4), module_of(forced, layer=nn.Linear(4, 4)), nn.Linear(4, 4)]
+    plain, x = nn.Sequential(*layers), torch.rand(6, 4)
+    model = SplitPipe(copy.deepcopy(plain), [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint,
+                      backward="autograd")
+    for each in plain, model:
+        each(x).square().sum().backward()
+    assert_same_tensors(model, plain)
 
 
 @CHECKPOINT

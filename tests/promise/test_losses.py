@@ -180,6 +180,15 @@ def test_numbers_beside_the_loss_are_those_of_the_batch(options: dict[str, Any])
         assert_close(backward(model, found["loss"]), backward(plain, expected["loss"]))
 
 
+def test_sizes_of_nothing_are_no_factors() -> None:
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        return o.clamp(min=0.0).square().sum() / t.shape[0] if o[:, :0].shape[1] == 0 else o.sum()
+
+    *_, found = made("own", loss)
+    with pytest.warns(UserWarning, match="a number that may count rows"):
+        found(*batch("flat", EVEN))
+
+
 class Shaped(nn.Module):
     """Records the types of what Python reads."""
 
