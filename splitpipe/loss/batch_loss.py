@@ -51,6 +51,8 @@ class BatchLoss:
             warn(self._said, wrong, self._ways)
         if self._by_rows is None and not (isinstance(number, Number) and number.formula.nothing):
             self._by_rows = wrong is not None
+            for j, x in self._numbers.items() if self._by_rows else ():  # In which nothing counts.
+                self._numbers[j] = numbers.mean(x.evaluate([*x.amounts.values()]), float(self._rows[j]))
         if isinstance(number, Unknown) or wrong is not None or self._by_rows:
             number = numbers.mean(value, float(self._rows[i]))
         self._numbers[i] = number.mapped(Tensor.detach)
@@ -58,7 +60,7 @@ class BatchLoss:
             self._last = i
         if number.formula.nothing or not value.requires_grad:
             if i == self._last and number.formula.nothing and any(map(_adds_graph, self._numbers.values())):
-                raise self._refused("terms of different kinds in its microbatches")
+                raise self._refused("terms of different kinds, or other factors, in its microbatches")
             return value
         if self._slopes is None:
             self._estimates = self._estimated(self._numbers[i], self._rows[i], None if self._by_rows else count)
@@ -68,7 +70,7 @@ class BatchLoss:
                 other = 1 / sum(self._rows)  # From a slope of 0, nothing could be corrected.
                 self._slopes = {k: torch.where(x.isfinite() & (x != 0), x, other) for k, x in self._slopes.items()}
         if len(number.amounts) != len(self._estimates):
-            raise self._refused("terms of different kinds in its microbatches")
+            raise self._refused("terms of different kinds, or other factors, in its microbatches")
         if len(number.steps) == 1 and self._slopes:
             return value  # A factor of 1 would be saved for backward.
         values = [*number.amounts.values()]
@@ -105,7 +107,7 @@ class BatchLoss:
     def _batch(self, each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]]:
         found = numbers.batch(each)
         if found is None:
-            raise self._refused("terms of different kinds in its microbatches")
+            raise self._refused("terms of different kinds, or other factors, in its microbatches")
         return found
 
     def _correction(self, number: Number, totals: Sequence[Amount]) -> Tensor | None:

@@ -165,6 +165,8 @@ class Ledger:
         """What a tensor without rows consists of; None for one with rows."""
         with DisableTorchFunction():
             meaning = self.of(x)
+            if meaning is Constant.COUNTS:
+                return MAY_COUNT
             if isinstance(meaning, Constant) and not x.dim():
                 nothing = meaning.made and not x.requires_grad
                 meaning = amount("a constant", x, constant=True, nothing=nothing, asked=self.asked)
@@ -196,7 +198,7 @@ class Ledger:
         """True if one of the numbers, or its inverse, is a multiple of the rows; if ``size``: a size that was read."""
         if not self.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
-        found = [n for x in self._variable(values) for y in (x, 1 / x) if (n := _nearest(y))]
+        found = [n for x in self._variable(values) if x for y in (x, 1 / x) if (n := _nearest(y))]
         return any([n in self.sizes if size else not n % self.rows for n in found])
 
     def _variable(self, values: Iterable[Any]) -> list[float]:

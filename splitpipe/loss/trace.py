@@ -152,9 +152,12 @@ def _counting(meaning: Any) -> Any:
 
 def _may_count(call: FunctionCall) -> bool:
     """Whether a number of Python, which may be a number of rows, may be a factor of the result, or of its entries."""
-    may_count, sums = call.ledger.may_count, any([isinstance(x, Number) and x.formula.grows for x in call.meanings])
+    may_count, found = call.ledger.may_count, [x for x in call.meanings if isinstance(x, Number)]
+    sums = any([x.formula.grows for x in found])
     if call.name in _FACTORS or "alpha" in call.kwargs:
-        return may_count(call.scalars, size=Rows not in call.kinds and not sums)
+        terms = sum([x.live for number in found for x in number.amounts])  # (start + end) / 2 is their mean.
+        factors = [x for x in call.scalars if sums or terms < 2 or x not in (terms, 1 / terms)]
+        return may_count(factors, size=Rows not in call.kinds and not sums)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
     if call.name in _FILLING:

@@ -23,7 +23,7 @@ def keep(call: FunctionCall) -> Meaning | None:
 def note_size(call: FunctionCall, rows: Rows) -> None:
     """Records that Python has read a size along the rows of the first argument."""
     ledger, x = call.ledger, call.args[0]
-    ledger.sizes |= {len(x), x.numel()} - {0}
+    ledger.sizes |= {len(x), x.numel()}
     if rows.chosen is not None:
         ledger.read = ledger.read or "the length of a selection"
 

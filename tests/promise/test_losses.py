@@ -180,6 +180,40 @@ def test_numbers_beside_the_loss_are_those_of_the_batch(options: dict[str, Any])
         assert_close(backward(model, found["loss"]), backward(plain, expected["loss"]))
 
 
+@ways
+def test_in_the_first_microbatch_of_an_unknown_loss_nothing_may_count(way: str) -> None:
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o, t).sqrt() if (t != losses.IGNORED).any() else 0 * o.sum()
+
+    plain, model, expected, found = made(way, loss)
+    x, y = batch("some", EVEN)
+    y[:2] = losses.IGNORED
+    with pytest.warns(UserWarning, match="beyond sqrt"):
+        assert_close(backward(model, found(x, y)), by_rows(plain, expected, x, y))
+
+
+def test_the_type_of_a_loss_may_be_another_one_where_nothing_counts() -> None:
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o.float(), t).sqrt() if (t != losses.IGNORED).any() else o.sum() * 0
+
+    *_, found = made("own", loss)
+    x, y = batch("some", EVEN)
+    y[:2] = losses.IGNORED
+    with pytest.warns(UserWarning, match="beyond sqrt"):
+        found(x, y).backward()
+
+
+def test_a_tensor_that_counts_rows_is_an_error() -> None:
+    class Counted(Own):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"y": self.last(self.first(x)), "rows": torch.tensor(len(x))}
+
+    model = SplitPipe(Counted(F.mse_loss).double(), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
+    for rows in (EVEN, UNEVEN):
+        with pytest.raises(ValueError, match="a number of type torch.int64, which is different"):
+            model(*batch("flat", rows))
+
+
 def test_sizes_of_nothing_are_no_factors() -> None:
     def loss(o: Tensor, t: Tensor) -> Tensor:
         return o.clamp(min=0.0).square().sum() / t.shape[0] if o[:, :0].shape[1] == 0 else o.sum()
