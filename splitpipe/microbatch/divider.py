@@ -147,6 +147,9 @@ def labelled(given: Mapping[str, Any]) -> bool:
 def divide_target(target: Any, flags: Any, rows: Slices) -> Division:
     """The division of a target into the microbatches of an input."""
     root = _verified(input_node(target, flags, "the target"), "the target")
+    for each in [leaf for leaf in root.leaves() if leaf.flag is not False and not isinstance(leaf.value, Tensor)]:
+        if getattr(each.value, "shape", ())[:1] == (sum(rows[-1]),):
+            raise TypeError(f"{each.where} is a {type(each.value).__name__}: expected a tensor (torch.as_tensor()).")
     return divide(root, Reading(root, "the target", sum(rows[-1])).verify(rows, set()))
 
 

@@ -229,4 +229,5 @@ def alike(values: list[Any] | tuple[Any, ...]) -> bool:
     entries = [entry for entry in values if entry is not None]
     if not entries or callable(entries[0]) or isinstance(entries[0], PLAIN[-2:]):
         return False
-    return len({(x.dtype, x.dim()) if isinstance(x, Tensor) else type(x) for x in entries}) == 1
+    kinds = [float if isinstance(x, (int, float)) else type(x) for x in entries]
+    return len({(x.dtype, x.dim()) if isinstance(x, Tensor) else kind for x, kind in zip(entries, kinds)}) == 1

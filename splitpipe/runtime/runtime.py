@@ -178,7 +178,11 @@ class Runtime:
             for output in outputs:
                 output.leaves[output.place] = loss
         values = [unflatten(output.leaves, output.nesting) for output in outputs]
-        return values[0] if self.own_forward and len(rows) == 1 else gather(values, rows, call.input.dims, reducer)
+        if self.own_forward and len(rows) == 1:
+            return values[0]
+        flags = (self.options.batched or {}).values() if self.own_forward else ()
+        named = [dim for dim in flags if type(dim) is int and dim > 0]  # Of a state, too, which may be None at first.
+        return gather(values, rows, [*call.input.dims, *named], reducer)
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Any]) -> None:
         """Ends a call that completed."""

@@ -49,6 +49,7 @@ x = torch.zeros
     ([x(4, 2), x(1, 2), x(1, 4, 4)], 4, [0, None, None], [False] * 3),
     ([x(4, 2), UserDict(a=x(4), b=["a"] * 4)], 4, [0, 0] + [None] * 4, [False, False]),
     ([x(4, 2), [1, 2, 3, 4]], 4, [0] + [None] * 4, [False, True]),
+    ([x(4, 2), [1, 0.5, True, 4]], 4, [0] + [None] * 4, [False, True]),
     ([x(4, 2), ["a"] * 4, ["b"] * 3], 4, [0] + [None] * 7, [False, True, False]),
     ([x(4, 2), [None] * 4], 4, [0] + [None] * 4, [False, False]),
     ([x(4, 2), [x(4, 3), x(4, 1)]], 4, [0, 0, 0], [False, False]),

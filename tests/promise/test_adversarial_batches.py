@@ -50,6 +50,34 @@ def test_what_is_silent_is_a_limit_and_check_finds_it(name: str) -> None:
     assert not check(SplitPipe(Rows(function), cuts=["last"], devices=["cpu"] * 2, chunks=4), *arguments(8))
 
 
+class Recurrent(nn.Module):
+    """Begins without a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.GRU(6, 6, batch_first=True), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, state = self.first(x, state)
+        return self.last(y), state
+
+
+def test_a_state_has_the_dimension_that_batched_names_even_if_there_is_none_before() -> None:
+    model = SplitPipe(plain := Recurrent(), cuts=["last"], devices=["cpu"] * 2, chunks=2, batched={"state": 1})
+    a, state = x(6, 4), None
+    for _ in range(2):
+        expected, (_, state) = plain(a, state), model(a, state)
+        torch.testing.assert_close(state, expected[1])
+
+
+def test_an_array_as_the_target_is_an_error() -> None:
+    model = SplitPipe(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=4,
+                      schedule="1f1b", loss_fn=lambda o, t: (o - torch.as_tensor(t)).square().mean())
+    for target in (x(4).numpy(), {"y": x(4).numpy()}):
+        with pytest.raises(TypeError, match="is a ndarray: expected a tensor"):
+            model(x(4), target=target)
+
+
 @pytest.mark.parametrize(("layer", "given", "line"), [
     (nn.Identity, lambda: (x(8), None, torch.tensor(0.5)), "Numbers that an `nn.Sequential` returns are stacked"),
     (lambda: nn.TransformerEncoderLayer(6, 2, 8, 0.0), lambda: x(8, 4), "the length, for layers without `batch_first`"),
