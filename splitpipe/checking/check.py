@@ -269,8 +269,13 @@ def _compared(one: Run, many: Run, how: str, division: Division, tolerance: floa
     lines.append(f"{'The' if first is None else 'Not the'} same. (Numbers are parts of the largest element of each.)")
     if first is not None:
         lines += describe(division)
-        drawing = "The forward draws random numbers there, too, so that nothing can be concluded."
-        lines.append(drawing if one.drew or many.drew else f"{_ADVICE[first]} See docs/limits.md.")
+        tensors = [x for own in one.values.values() for x in own.values() if isinstance(x, Tensor) and x.numel()]
+        advice = f"{_ADVICE[first]} See docs/limits.md."
+        if any(not x.isfinite().any() for x in tensors):
+            advice = "Some values aren't finite in one microbatch, either, so that nothing can be concluded."
+        if one.drew or many.drew:
+            advice = "The forward draws random numbers there, too, so that nothing can be concluded."
+        lines.append(advice)
     return Check(different, "\n".join(lines))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from splitpipe.engine.crossing import SIMPLE, Crossing, Detaching, Follow, chang
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace, sees
-from splitpipe.microbatch.divider import holds_objects, uncached
+from splitpipe.microbatch.divider import holds_objects, signature_of
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
@@ -191,7 +192,7 @@ class ModuleForward:
             self._verify_split_point(block, stage, before)
         local = placement.settle(block, whole, self.stage)
         if not whole:
-            return call(*args, **uncached(block, args, kwargs, self._call.labels))
+            return call(*args, **_uncached(block, args, kwargs, self._call.labels))
         modes = _get_current_function_mode_stack()
         set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
         token, self._block = taker.set(None), block
@@ -247,6 +248,23 @@ class ModuleForward:
         if before is not None and [*map(id, before)] != [*map(id, tree_flatten((args, kwargs))[0])]:
             raise RuntimeError(
                 "a block changed a list or dict that it was given, on a later stage or checkpointed: that may be a "
-                "copy, and is changed again in a recomputation. Expected blocks that return what they make."
+                "copy, and is changed again in a recomputation. Expected blocks that return what they make, or cuts "
+                "behind it, with checkpoint='never'."
             )
         return value
+
+
+_signature = lru_cache(signature_of)  # Of functions of classes: a bound method would be kept.
+
+
+def _uncached(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], labels: bool) -> dict[str, Any]:
+    """The keywords of a module inside, with ``use_cache=False`` if only its configuration says otherwise.
+
+    That is in training, and in calls with labels. Microbatches' caches can't be joined, and a wrapper such as PEFT's
+    doesn't show that it takes the word.
+    """
+    if not labels and not (part.training and torch.is_grad_enabled()) or kwargs.get("use_cache") is not None:
+        return kwargs
+    parameters = _signature(type(part).forward).parameters
+    decides = "use_cache" in parameters and parameters["use_cache"].default is None
+    return {**kwargs, "use_cache": False} if decides and len(args) < [*parameters].index("use_cache") else kwargs

@@ -4,7 +4,6 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -172,19 +171,3 @@ def holds_objects(value: Any) -> bool:
     """True if arguments contain an object, or a function, that may contain tensors which pytree doesn't see."""
     others = [x for x in tree_flatten(value)[0] if not isinstance(x, (*_KNOWN, nn.Module, BuiltinFunctionType))]
     return any([not isinstance(x, FunctionType) or bool(x.__closure__ or x.__defaults__) for x in others])
-
-
-_signature = lru_cache(signature_of)  # Of functions of classes: a bound method would be kept.
-
-
-def uncached(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], labels: bool) -> dict[str, Any]:
-    """The keywords of a module inside, with ``use_cache=False`` if only its configuration says otherwise.
-
-    That is in training, and in calls with labels. Microbatches' caches can't be joined, and a wrapper such as PEFT's
-    doesn't show that it takes the word.
-    """
-    if not labels and not (part.training and torch.is_grad_enabled()) or kwargs.get("use_cache") is not None:
-        return kwargs
-    parameters = _signature(type(part).forward).parameters
-    decides = "use_cache" in parameters and parameters["use_cache"].default is None
-    return {**kwargs, "use_cache": False} if decides and len(args) < [*parameters].index("use_cache") else kwargs

@@ -72,8 +72,7 @@ class CheckpointedRun:
         self._buffers = [(m, n, x, version_of(x)) for m, n in modules.buffers if (x := m._buffers.get(n)) is not None]
         known = modules.written
         self._before = _copies([x for m, name, x, _ in self._buffers if known is None or (m, name) in known])
-        #: A layer that differentiates in its forward repeats it before it ends.
-        self._written: list[tuple[nn.Module, str, Tensor]] = []
+        self._written: list[tuple[nn.Module, str, Tensor]] = []  # A layer that differentiates runs R before F ends.
 
     def first(self, forward: Callable[[], T]) -> T:
         """Runs F."""
