@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
-import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness import measure, runner, tensor_memory
-from benchmarks.harness.runner import BENCHMARKS, Part, Setting
+from benchmarks.harness import tensor_memory
+from benchmarks.harness.runner import BENCHMARKS, Part
 from benchmarks.parts.memory import fresh
 from benchmarks.report import __main__ as report
 from benchmarks.report import cells, figures
@@ -50,14 +48,6 @@ def complete(found: dict[str, Any], printed: str) -> None:
     assert any(found["tables"].values())
     for title, rows in found["tables"].items():
         assert title in printed and all(str(name) in printed for row in rows for name in row)
-
-
-def test_a_result_names_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    main = ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    monkeypatch.setattr(sys, "argv", ["/anywhere/__main__.py", "step", "--contenders", "batch, 2", "ZBV"])
-    main.__spec__ = ModuleSpec("benchmarks.parts.scaling.__main__", None)
-    assert measure.environment()["command"] == "python -m benchmarks.parts.scaling step --contenders 'batch, 2' ZBV"
 
 
 @pytest.mark.parametrize("part", [
@@ -110,25 +100,3 @@ def test_a_result_has_tables_and_says_where_they_are_from(path: Path) -> None:
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found["tables"] and all(found["tables"].values())
     assert cells.origin(found["environment"], path.name).startswith("<sub>")
-
-
-@pytest.mark.parametrize(("code", "fault"), [
-    ("sys.exit(3)", "ended with exit code 3"),
-    ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {}}))", "measured nothing"),
-    ("open(path, 'w').write(json.dumps({'environment': {}, 'tables': {'a': [{'b': 1}]}}))", None),
-], ids=["fails", "measures nothing", "succeeds"])
-def test_a_part_that_fails_leaves_the_older_result(code, fault, tmp_path, monkeypatch):
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks/__init__.py").touch()
-    (tmp_path / "benchmarks/planted.py").write_text(f"import json, sys\npath = sys.argv[-1]\n{code}\n")
-    monkeypatch.setattr(runner, "ROOT", tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    result = tmp_path / "planted-cpu.json"
-    result.write_text("older")
-    part = Part("planted", "planted", Setting("", 20), None, "")
-    outcome = runner.measured(part, tmp_path, "cpu", False, asked="all")
-    assert [path.name for path in tmp_path.glob("*.json*")] == [result.name]
-    if fault is None:
-        assert json.loads(result.read_text())["environment"]["run"]["command"] == "all"
-    else:
-        assert outcome.fault is not None and fault in outcome.fault and result.read_text() == "older"

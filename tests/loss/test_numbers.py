@@ -1,4 +1,4 @@
-"""Numbers of microbatches, put together: which are computed in the same way, and what counts nothing."""
+"""Numbers of microbatches, put together, where nothing counts, and of whole numbers."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.loss.numbers import Amount, Number, Unknown, amount, applied, batch, mean, quotient
+from splitpipe.loss.numbers import Amount, Number, Unknown, amount, batch, quotient
 
 
-def number(above: float, count: Amount = 1.0, factor: float | None = None, grad: bool = False) -> Number:
-    """A mean, times a factor if one is given; ``grad``: of entries that nothing has selected."""
+def number(above: float, count: Amount = 1.0, grad: bool = False) -> Number:
+    """A mean; ``grad``: of entries that nothing has selected."""
     total = amount("mean", torch.tensor(above, requires_grad=grad), selected=not grad)
-    of = quotient(total, amount("mean", count, selected=not grad), torch.tensor(above))
-    return of if factor is None else applied("mul", Tensor.mul, (of, factor), {}, grad)
+    return quotient(total, amount("mean", count, selected=not grad), torch.tensor(above))
 
 
 def combined(each: list[Number | Unknown]) -> Tensor | None:
@@ -24,18 +23,6 @@ def combined(each: list[Number | Unknown]) -> Tensor | None:
 
 def nothing(empty: bool) -> Number:
     return replace(amount("", torch.tensor(0.0), constant=True, nothing=True), empty=empty)
-
-
-def test_means_are_weighted_by_their_counts() -> None:
-    each = [mean(torch.tensor(value), torch.tensor(count)) for value, count in ((1.0, 2), (4.0, 3), (float("nan"), 0))]
-    assert combined(each) == pytest.approx(14 / 5)
-
-
-def test_numbers_that_were_computed_in_different_ways_are_not_combined() -> None:
-    one = number(1.0, factor=2.0)
-    assert combined([one, one]) == 2
-    for other in (number(1.0), number(1.0, factor=3.0), amount("sum", torch.tensor(1.0)), Unknown("sqrt")):
-        assert combined([one, other]) is None
 
 
 def test_a_microbatch_counts_nothing_if_masks_decide_what_counts_in_the_others() -> None:

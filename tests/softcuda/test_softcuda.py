@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import ast
-import platform
 import subprocess
-import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.softcuda import environment, wheel
+from tests.softcuda import wheel
 from tests.softcuda.__main__ import main
 from tests.softcuda.kept import Missing, whole
-from tests.softcuda.parts import Part, parts
-from tests.softcuda.parts import environment as variables
+from tests.softcuda.parts import parts
 from tests.tools import covered
 
 NAME = f"torch-2.13.0-{wheel.TAG}-{wheel.TAG}-manylinux_2_28_x86_64.whl"
@@ -64,16 +61,6 @@ def test_wrong_arguments_are_refused(words: list[str], text: str, capsys: pytest
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["on arm64: expected Linux on x86_64", "found no gone++: expected a C++ compiler"])
-def test_what_a_machine_lacks_is_told_before_anything_is_fetched(text, tmp_path, monkeypatch, capsys, ran):
-    if "arm64" in text:
-        monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    monkeypatch.setenv("CXX", "gone++")
-    assert main(["--cache", str(tmp_path / "cache")]) == 2
-    assert text in capsys.readouterr().err
-    assert ran == [] and not (tmp_path / "cache").exists()
-
-
 def test_each_part_runs_in_the_environment_with_its_variables_and_arguments(tmp_path, monkeypatch, ran):
     monkeypatch.setattr("tests.softcuda.__main__.ready", lambda given, extras: tmp_path / "python")
     monkeypatch.delenv(covered.FOLDER, raising=False)
@@ -82,14 +69,6 @@ def test_each_part_runs_in_the_environment_with_its_variables_and_arguments(tmp_
     monkeypatch.setenv(covered.FOLDER, str(tmp_path))
     assert main(["hazards"]) == 0
     assert ran[1][1:3] == ["-m", "slipcover"] and ran[1][-5:] == ["-m", "cuda", "-p", "no:randomly", "tests/devices"]
-
-
-def test_the_users_variables_take_the_place_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOFTCUDA_DEVICES", "3")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = variables(Part("", (), {"SOFTCUDA_DEVICES": "8", "SOFTCUDA_NUMBERS": "0"}))
-    assert (found["SOFTCUDA_DEVICES"], found["SOFTCUDA_NUMBERS"]) == ("3", "0")
-    assert "CUDA_VISIBLE_DEVICES" not in found  # It would hide devices that are not hardware.
 
 
 def test_tests_that_are_left_out_are_there_and_have_a_reason() -> None:
@@ -127,30 +106,6 @@ def test_a_wheel_that_is_there_is_unpacked_and_needs_no_library_of_nvidias(tmp_p
     assert (found.parent / "torch-2.13.0.dist-info/METADATA").read_text() == "Requires-Dist: sympy\n"
     assert wheel.unpacked("2.13.0", tmp_path / "cache", tmp_path / "gone") == found
     assert (tmp_path / NAME).exists()  # The user's stays.
-
-
-def test_an_environment_is_made_once_for_each_set_of_extras(tmp_path: Path, ran: list[list[str]]) -> None:
-    torch = tmp_path / "torch-2.13.0-cp311" / "torch"
-    folder, again, more = (environment.ready(torch, tmp_path, extras) for extras in (["test"], ["test"], ["a", "test"]))
-    assert folder == again != more
-    assert [each[2] for each in ran] == ["venv", "pip"] * 2
-    assert [each[each.index("-e") + 1] for each in ran[1::2]] == [".[test]", ".[a,test]"]
-    [site] = folder.glob("lib/*/site-packages")
-    assert (site / "torch.pth").read_text().strip() == str(torch.parent)
-    assert "torch==2.13.0\n" in (folder / "constraints.txt").read_text()
-    for name in "one", "two":
-        assert environment.use(folder, tmp_path / name) == folder / "bin/python"
-    assert repr(str(tmp_path / "two")) in (site / "softcuda.pth").read_text()
-
-
-def test_examples_get_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.softcuda import softcuda
-
-    monkeypatch.setitem(sys.modules, "softcuda", softcuda)
-    from tests.softcuda.readme import on_cuda
-
-    assert on_cuda('f(devices=["cpu", "cpu"], x="cpu")', 2) == 'f(devices=["cuda:0", "cuda:1"], x="cpu")'
-    assert on_cuda('["cpu"] * 3', 2) == '["cuda:0", "cuda:1", "cuda:0"]'
 
 
 @pytest.mark.parametrize("file", sorted(Path(__file__).parent.glob("*.py")), ids=lambda file: file.stem)
