@@ -48,7 +48,6 @@ class Blocks:
 
 #: The forwards of modules that are lists of others.
 _LISTS = nn.Module.forward, nn.Sequential.forward
-_EXAMPLE = 'such as cuts=["layers.4", "layers.8"], as in module.named_modules()'
 
 
 def called(module: nn.Module) -> bool:
@@ -60,7 +59,7 @@ def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
     """The cuts as a list of distinct names of submodules that are called."""
     found: list[str] | None = None if isinstance(cuts, str) else listed(cuts)
     if found is None or not all(isinstance(name, str) for name in found):
-        raise TypeError(f"cuts is {cuts!r}: expected a list of names, {_EXAMPLE}.")
+        raise TypeError(f"cuts is {cuts!r}: expected a list of names, {_example(module)}.")
     modules = dict(module.named_modules(remove_duplicate=False))
     seen = {module}
     for number, name in enumerate(found):
@@ -68,10 +67,15 @@ def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
         if part is None or part in seen or not called(part):
             raise ValueError(
                 f"cuts[{number}] is {name!r}: expected the names of submodules of {type(module).__name__}, each once, "
-                f"and not of lists, which are never called, but of modules in them, {_EXAMPLE}."
+                f"and not of lists, which are never called, but of modules in them, {_example(module)}."
             )
         seen.add(part)
     return found
+
+
+def _example(module: nn.Module) -> str:
+    names = [*repeated(module)] or ["layers.4"]
+    return f"such as cuts={[names[len(names) // 2]]}, as in module.named_modules()"
 
 
 def repeated(module: nn.Module) -> dict[str, nn.Module]:

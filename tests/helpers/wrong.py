@@ -227,7 +227,7 @@ def _by_cuts() -> dict[str, Any]:
 
 BY_CUTS: Rows = {
     **{name: rows[:1] for name, rows in OPTIONS.items()},
-    "cuts": each(TypeError, "cuts", ["layers.1", 1, [1], ["layers.1", 2], Odd()])
+    "cuts": each(TypeError, "such as cuts=", ["layers.1", 1, [1], ["layers.1", 2], Odd()])
     + each(ValueError, "the names of submodules of Net, each once", [
         ["layer.1"], [""], ["layers.1", "x"], ["layers"], ["layers.1", "layers.1"]])
     + each(ValueError, "the model has 4 stages for", [["layers.1", "layers.2", "layers.3"]]),
