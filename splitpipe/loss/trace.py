@@ -155,8 +155,9 @@ def _may_count(call: FunctionCall) -> bool:
     may_count, found = call.ledger.may_count, [x for x in call.meanings if isinstance(x, Number)]
     sums = any([x.formula.grows for x in found])
     if call.name in _FACTORS or "alpha" in call.kwargs:
-        terms = sum([x.live for number in found for x in number.amounts])  # (start + end) / 2 is their mean.
-        factors = [x for x in call.scalars if sums or terms < 2 or x not in (terms, 1 / terms)]
+        terms = sum([x.live for number in found for x in number.amounts])
+        mean = terms if call.name in DIVIDING else 1 / max(1, terms)  # As in (start + end) / 2.
+        factors = [x for x in call.scalars if sums or terms < 2 or x != mean]
         return may_count(factors, size=Rows not in call.kinds and not sums)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])

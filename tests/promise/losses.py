@@ -611,6 +611,7 @@ SAID: Table = {
 
     "keywords alone": ("flat", lambda o, t: torch.mean(input=torch.stack(tensors=[(o - t).square(), o.abs()]))),
     "an alpha of entries": ("flat", lambda o, t: torch.add(o.abs(), (o - t).square(), alpha=1 / len(o)).sum()),
+    "entries by rows and words": ("values", lambda o, t: ((o - t).square() / (len(o) * WORDS)).sum()),
     "entries and a share": ("values", lambda o, t: ((o - t).square() + 1 / o.numel()).sum()),
     "padded with a share": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=1 / o.numel()).sum()),
     "at most a share": ("values", lambda o, t: (o - t).square().clamp(max=1 / o.numel()).sum()),
