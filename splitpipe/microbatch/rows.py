@@ -215,6 +215,8 @@ def rows_of(root: Node) -> int:
     for _, sizes in shown(root):
         return sizes[0]
     objects = [leaf.value for leaf in root.leaves() if leaf.flag is not False and not isinstance(leaf.value, Tensor)]
+    for packed in [x for x in objects if isinstance(x, PackedSequence)]:
+        return int(packed.batch_sizes[0])
     return next((x.shape[0] for value in objects for x in hidden(value) if x.dim()), 1)
 
 

@@ -1,6 +1,7 @@
 """Batches of which it is hard to see what belongs to a row: what is silent is a known limit, and ``check`` finds it."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from splitpipe import SplitPipe, check
 from tests.helpers.modules import Rows
@@ -68,6 +70,16 @@ def test_a_state_has_the_dimension_that_batched_names_even_if_there_is_none_befo
     for _ in range(2):
         expected, (_, state) = plain(a, state), model(a, state)
         torch.testing.assert_close(state, expected[1])
+
+
+def test_packed_sequences_have_the_rows_that_begin_in_them() -> None:
+    def split(args: Any, kwargs: Any, chunks: int) -> Any:
+        return [((pack_padded_sequence(part, [4] * len(part), batch_first=True),), {}) for part in padded.chunk(chunks)]
+
+    padded, net = x(6, 4), Rows(lambda net, a: net.features(pad_packed_sequence(a, batch_first=True)[0][:, 0]))
+    model = SplitPipe(copy.deepcopy(net), cuts=["last"], devices=["cpu"] * 2, chunks=2, split=split)
+    packed = pack_padded_sequence(padded, [4] * 6, batch_first=True)
+    torch.testing.assert_close(model(packed), net(packed))
 
 
 def test_an_array_as_the_target_is_an_error() -> None:

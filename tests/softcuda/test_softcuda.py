@@ -50,17 +50,6 @@ def made(cache: Path) -> list[str]:
 CUDA = ("torch/__init__.py", "torch/lib/libtorch_cuda.so", "torch-2.13.0.dist-info/METADATA")
 
 
-@pytest.mark.parametrize(("words", "text"), [
-    (["nothing"], "found nothing: expected one of tests, gpu, hazards"),
-    (["tests", "gpu", "--", "-k", "x"], "found 2 parts and arguments behind --: expected one part"),
-    (["--", "-k", "x"], "found 0 parts and arguments behind --"),
-])
-def test_wrong_arguments_are_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(words)
-    assert text in capsys.readouterr().err
-
-
 def test_each_part_runs_in_the_environment_with_its_variables_and_arguments(tmp_path, monkeypatch, ran):
     monkeypatch.setattr("tests.softcuda.__main__.ready", lambda given, extras: tmp_path / "python")
     monkeypatch.delenv(covered.FOLDER, raising=False)
