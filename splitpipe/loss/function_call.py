@@ -79,8 +79,8 @@ class FunctionCall:
         return Rows(first.chosen, selected)
 
 
-#: What a call's result is, or several of them; None: not recognised.
-Rule = Callable[[FunctionCall], "Meaning | list[Meaning | None] | None"]
+#: What a result of a call is; None: not recognised.
+Rule = Callable[[FunctionCall], Meaning | None]
 #: What a rule may raise for arguments that it doesn't know.
 ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError
 

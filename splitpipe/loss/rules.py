@@ -159,7 +159,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "where neg negative rand_like randn_like bernoulli dropout eq ne lt gt le ge less greater "
                  "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
                  "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
-                 "itruediv idiv rdiv rtruediv"),
+                 "itruediv idiv rdiv rtruediv broadcast_tensors"),
     (along, " ".join(_ALONG)), (add_up, "scatter_add"), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
@@ -168,8 +168,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "cuda alias data real one_hot view_as_real"),
     (views.reshape, "view reshape view_as reshape_as flatten unflatten ravel repeat_interleave"),
     (views.turn, "t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze"),
-    (views.view, "squeeze expand expand_as broadcast_to select narrow"),
-    (views.divide, "unbind split chunk"), (views.broadcast, "broadcast_tensors"),
+    (views.view, "squeeze expand expand_as broadcast_to select narrow unbind split chunk"),
     (views.join, "stack cat concat concatenate hstack"),
     (views.index, "__getitem__ masked_select"), (views.gather, "gather"),
     (torch_losses.loss, " ".join(torch_losses.NAMES)),

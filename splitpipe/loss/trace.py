@@ -23,7 +23,7 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Rows, TimeMajor
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, mapped, tensors
 from splitpipe.loss.rules import ANSWERS, BY_PLACE, BY_VALUES, OF_ANYTHING, RULES
 from splitpipe.microbatch.division import Division
@@ -95,15 +95,16 @@ class Trace(TorchFunctionMode):
             call.out = args[0] if in_place else out
             if peek_interpreter_stack() is not None:
                 ledger.read = ledger.read or "a transform of torch.func"  # What leaves it is seen by no mode.
-            results = tensors((call.out,))
-            found: Any = _meaning(call, function, in_place)
-            for x, meaning in zip(results, found if isinstance(found, list) else [found] * len(results)):
-                ledger.put(x, Unknown(name) if meaning is None else meaning)
+            results = tensors((call.out,)) or [call.out]
+            for call.out in results:
+                meaning = _meaning(call, function, in_place) if len(results) == 1 or Number not in call.kinds else None
+                if isinstance(call.out, Tensor):
+                    ledger.put(call.out, Unknown(name) if meaning is None else meaning)
         return out
 
 
-def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Any:
-    """What a result of a call is, or several of them; None: not recognised."""
+def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Meaning | None:
+    """What a result of a call is; None: not recognised."""
     rule, ledger = RULES.get(call.name), call.ledger
     unknown = next((x for x in call.meanings if isinstance(x, Unknown)), None)
     if rule not in BY_PLACE and (ledger.read or ledger.sizes):
@@ -131,17 +132,14 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
     if unknown is not None and rule not in OF_ANYTHING:
         return unknown
     try:
-        found = rule(call)
-        if not call.counting:
-            return found
-        return [*map(_counting, found)] if isinstance(found, list) else _counting(found)
+        return _counting(rule(call)) if call.counting else rule(call)
     except torch.OutOfMemoryError:
         raise
     except ODD:
         return None
 
 
-def _counting(meaning: Any) -> Any:
+def _counting(meaning: Meaning | None) -> Meaning | None:
     """The meaning of a result that may have a number of rows as a factor."""
     if isinstance(meaning, Rows):
         return replace(meaning, counting=True)
@@ -172,7 +170,7 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     if name == "register_hook":
         ledger.put(call.args[0], Unknown(name))
     if not isinstance(out, Tensor) or in_place and out.requires_grad and not torch.is_grad_enabled():
-        return None  # Several results; or the graph doesn't have what is written.
+        return None  # The graph doesn't have what is written.
     if call.counting:
         return MAY_COUNT
     numbers: dict[int, Any] = {}

@@ -13,6 +13,7 @@ from splitpipe.loss.numbers import Number, Unknown, tensors
 
 #: Functions that repeat entries, perhaps for each row.
 REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
+_DIVIDING = "unbind", "split", "chunk"
 
 
 def keep(call: FunctionCall) -> Meaning | None:
@@ -53,14 +54,13 @@ def turn(call: FunctionCall) -> Meaning | None:
 
 
 def view(call: FunctionCall) -> Meaning | None:
-    """Some of the entries, or each of them several times."""
-    return _viewed(call, call.out)
-
-
-def _viewed(call: FunctionCall, out: Tensor) -> Meaning | None:
-    rows, x = call.meaning, call.args[0]
+    """Some of the entries, or each of them several times; or a piece."""
+    rows, x, out = call.meaning, call.args[0], call.out
     if not isinstance(rows, Rows):
         return _of_others(call)
+    if call.name in _DIVIDING and not call.argument(2 - (call.name == "unbind"), "dim", 0) % max(1, x.dim()):
+        note_size(call, rows)  # Python may count the pieces.
+        return None
     if not out.dim():
         return rows if call.name == "squeeze" and call.ledger.most > 1 else None  # Of a single row.
     added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
@@ -74,22 +74,7 @@ def _of_others(call: FunctionCall) -> Meaning | None:
     return None if isinstance(call.meaning, Number) else call.meaning  # loss.expand_as(rows)
 
 
-def divide(call: FunctionCall) -> list[Meaning | None]:
-    """Several views: pieces of a tensor."""
-    rows, x = call.meaning, call.args[0]
-    along_rows = call.name in ("split", "chunk") and not call.argument(2, "dim", 0) % max(1, x.dim())
-    pieces = [None if along_rows else _viewed(call, y) for y in call.out]
-    if isinstance(rows, Rows) and (call.ledger.rows == 1 or not all([isinstance(each, Rows) for each in pieces])):
-        note_size(call, rows)  # Python may count the pieces.
-    return pieces
-
-
-def broadcast(call: FunctionCall) -> list[Meaning | None]:
-    """Several tensors in the shape of all."""
-    return [call.joined([x], y.shape) for x, y in zip(call.operands, call.out)]
-
-
-VIEWS = frozenset([reshape, turn, view, divide, broadcast])
+VIEWS = frozenset([reshape, turn, view])
 
 
 def join(call: FunctionCall) -> Meaning | None:
