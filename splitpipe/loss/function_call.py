@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,12 +29,16 @@ class FunctionCall:
             if key in kwargs and (key == "other" or not args) and name != "where":  # Its condition comes first.
                 args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
         self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
-        self.operands = tensors([args, kwargs])  #: The tensors among the arguments.
+        self.operands = tensors(args) + (tensors(kwargs.values()) if kwargs else [])  #: The tensors among the arguments.
         self._of = {id(x): ledger.of(x) for x in self.operands}
         self.meanings = [*self._of.values()]  #: What they are.
         self.meaning = self.of(args[0]) if args else Unknown(name)  #: What the first argument is.
         self.kinds = {*map(type, self.meanings)}
-        self.scalars = numbers_among((*args, *kwargs.values()))  #: The numbers of Python or NumPy among the arguments.
+
+    @cached_property
+    def scalars(self) -> list[float]:
+        """The numbers of Python or NumPy among the arguments."""
+        return numbers_among((*self.args, *self.kwargs.values()))
 
     def of(self, x: Any) -> Meaning:
         """What an argument is."""
