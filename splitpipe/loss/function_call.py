@@ -29,7 +29,8 @@ class FunctionCall:
             if key in kwargs and (key == "other" or not args) and name != "where":  # Its condition comes first.
                 args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
         self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
-        self.operands = tensors(args) + (tensors(kwargs.values()) if kwargs else [])  #: The tensors among the arguments.
+        #: The tensors among the arguments.
+        self.operands = tensors(args) + (tensors(kwargs.values()) if kwargs else [])
         self._of = {id(x): ledger.of(x) for x in self.operands}
         self.meanings = [*self._of.values()]  #: What they are.
         self.meaning = self.of(args[0]) if args else Unknown(name)  #: What the first argument is.

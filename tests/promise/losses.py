@@ -608,7 +608,6 @@ SAID: Table = {
     "if": ("flat", lambda o, t: F.mse_loss(o, t) if F.mse_loss(o, t) < 2 else F.l1_loss(o, t)),
     "divided by the batch's sum": ("flat", lambda o, t: ((o - t).square() / (o - t).square().sum().detach()).sum()),
     "nothing is 0": ("flat", lambda o, t: o[t > 0].square().mean().nan_to_num() * 2),
-    "by the number of pieces": ("flat", lambda o, t: (o - t).square().sum() / len(o.unbind())),
     "keywords alone": ("flat", lambda o, t: torch.mean(input=torch.stack(tensors=[(o - t).square(), o.abs()]))),
     "an alpha of entries": ("flat", lambda o, t: torch.add(o.abs(), (o - t).square(), alpha=1 / len(o)).sum()),
     "entries by rows and words": ("values", lambda o, t: ((o - t).square() / (len(o) * WORDS)).sum()),

@@ -137,6 +137,7 @@ BY_ROWS: dict[str, losses.Loss] = {
     "product": lambda o, t: squares(o, t).sum() / (o.shape[0] * o.shape[1]),
     "inverse": lambda o, t: squares(o, t).sum() * (1 / len(o)),
     "tensor": lambda o, t: squares(o, t).sum() / torch.tensor(len(o)),
+    "pieces": lambda o, t: squares(o, t).sum() / len(o.unbind()),
     "two": lambda o, t: (squares(o, t).sum() - 0.5 * o.abs().sum()) / o.size(0),
 }
 
