@@ -80,7 +80,7 @@ def made(way: str, loss: losses.Loss, penalised: bool = False, **options: Any) -
 SCHEDULED = ["sequential", "cuts", "own scheduled"]
 WAYS = ["own", *SCHEDULED]
 ways = pytest.mark.parametrize("way", few(2, [*reversed(SCHEDULED), "own"]))
-ORDER = {way: (EVEN, UNEVEN) if way in ("sequential", "own scheduled") else (UNEVEN, EVEN) for way in WAYS}
+ORDER = {way: (EVEN, UNEVEN) if way in ("sequential", "own scheduled", "own") else (UNEVEN, EVEN) for way in WAYS}
 
 
 def in_turn(names: Iterable[str]) -> list[Any]:
