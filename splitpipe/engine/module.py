@@ -196,12 +196,13 @@ class ModuleForward:
         modes = _get_current_function_mode_stack()
         set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
         token, self._block = taker.set(None), block
+        traced = self.trace if self.trace is not None and sees(block) else None
         read = "" if self.trace is None else self.trace.ledger.read
         try:
-            value = self._run_block(block, call, args, kwargs, local)
+            value = self._run_block(block, call, args, kwargs, local, traced)
             self._block = None
             if self.trace is not None:
-                self.trace.record(block, blocks.described(block), value, read)
+                self.trace.record(value, "" if traced else blocks.described(block), read)
             return value
         finally:
             taker.reset(token)
@@ -227,10 +228,10 @@ class ModuleForward:
         return None
 
     def _run_block(
-        self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], local: bool
+        self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], local: bool,
+        traced: Trace | None,
     ) -> Any:
         simple = SIMPLE.issuperset(map(type, (*args, *kwargs.values())))
-        traced = self.trace if self.trace is not None and sees(block) else None
         if self.stage:
             args, kwargs = changed((args, kwargs), self.crossing.here)
         objects = not simple and holds_objects((args, kwargs))

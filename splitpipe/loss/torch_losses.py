@@ -74,7 +74,8 @@ def _entries(call: FunctionCall) -> Meaning | None:
             return None  # Its mean divides by their sum.
         if call.kwargs.get("reduction") == "batchmean" and not isinstance(call.of(x), Rows):
             return None  # It divides by the length of a constant.
-        return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
+        shapes = {y.shape for y in call.operands}
+        return call.joined(shape=shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes))
     rows, others = call.of(x), [y for y in call.operands if y is not x and y is not weight]
     kinds = [call.of(y) for y in others]
     if isinstance(rows, TimeMajor) and call.name == "ctc_loss":

@@ -64,17 +64,17 @@ class Trace(TorchFunctionMode):
                 if isinstance(value, (list, tuple)) and len(value) == input.rows[i][1]:
                     self.ledger.begin_entries(value)
 
-    def record(self, block: nn.Module, described: str, value: Any, read: str) -> None:
-        """Records what a block has returned; ``read``: by what Python had read values before it."""
-        ledger, traced = self.ledger, sees(block)
+    def record(self, value: Any, block: str, read: str) -> None:
+        """Records what a block has returned, "" if its code was traced; ``read``: by what Python had read before it."""
+        ledger = self.ledger
         with DisableTorchFunction():
-            numbers = ledger.note_numbers(value, "" if traced else described)
+            numbers = ledger.note_numbers(value, block)
             for x in tensors((value,)):
-                if traced and (x.numel() < ledger.rows or isinstance(ledger.of(x), Number)):
+                if not block and (x.numel() < ledger.rows or isinstance(ledger.of(x), Number)):
                     ledger.put(x, ledger.of(x))  # Its graph may be another one now.
                     numbers = True
                 else:
-                    ledger.returned(x, described)
+                    ledger.returned(x, block)
             ledger.read = ledger.read if numbers else read
 
     @uncompiled
