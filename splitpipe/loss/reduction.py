@@ -77,8 +77,9 @@ class Reducer:
                 f"the output has a number of type {like.dtype}, which is different for every microbatch: expected a "
                 f"floating-point number, a sum, or {AS_FUNCTION}."
             )
-        by_rows = [mean(x.to(like.dtype), float(count)) for x, count in zip(values, rows)]
-        number, totals = found or batch(by_rows)  # type: ignore[misc]
+        if found is None:
+            found = batch([mean(x.to(like.dtype), float(count)) for x, count in zip(values, rows)])
+        number, totals = found  # type: ignore[misc]
         whole: Tensor = number.evaluate(totals).to(like.dtype)
         return whole if any([x.requires_grad for x in values]) else whole.detach()
 
