@@ -278,6 +278,13 @@ def test_what_is_rounding_and_what_rows_do_to_attributes_is_no_difference() -> N
     assert found, str(found)
 
 
+def test_differences_that_a_cast_may_have_made_are_said_to_be_that() -> None:
+    net = type("Casting", (Net,), {"between": lambda net, x: F.linear(x.float(), net.first.weight.float()).double()})()
+    model = SplitPipe(net.double(), cuts=["last"], devices=CPUS, chunks=4)
+    found = check(model, x := torch.randn(ROWS, WIDTH).double())
+    assert not found and "this is rounding: pass tolerance=1e-3" in str(found) and check(model, x, tolerance=1e-3)
+
+
 def centring(self: Any, y: Tensor, target: Tensor) -> Tensor:
     """A loss with a buffer."""
     self.centre.data.mul_(0.9).add_(y.detach().mean(0))

@@ -258,12 +258,13 @@ def _named(value: Any, name: str = "") -> dict[str, Any]:
 
 def _compared(one: Run, many: Run, how: str, division: Division, tolerance: float | None) -> Check:
     """What differs between two runs, and what is printed of them."""
-    different, lines = dict[str, list[str]](), [how]
+    different, worst, lines = dict[str, list[str]](), list[float](), [how]
     for kind in _ADVICE:
         if errors := _errors(one, many, kind, len(division.rows)):
             known = [TOLERANCES.get(each, (1e-4, 1e-3))[kind == "gradients"] for each in one.dtypes | many.dtypes]
             most = max(known, default=0.0) if tolerance is None else tolerance
             different[kind] = [name for name, error in errors.items() if error > most]
+            worst += [errors[name] for name in different[kind]]
             lines.append(_line(kind, errors, different[kind]))
     first = next((kind for kind, names in different.items() if names), None)
     lines.append(f"{'The' if first is None else 'Not the'} same. (Numbers are parts of the largest element of each.)")
@@ -271,6 +272,8 @@ def _compared(one: Run, many: Run, how: str, division: Division, tolerance: floa
         lines += describe(division)
         tensors = [x for own in one.values.values() for x in own.values() if isinstance(x, Tensor) and x.numel()]
         advice = f"{_ADVICE[first]} See docs/limits.md."
+        if max(worst) < 1e-3:
+            advice = f"If the forward casts to a lower dtype, this is rounding: pass tolerance=1e-3. If not: {advice}"
         if any(not x.isfinite().any() for x in tensors):
             advice = "Some values aren't finite in one microbatch, either, so that nothing can be concluded."
         if one.drew or many.drew:

@@ -45,7 +45,7 @@ BUDGETS = {
     "engine": 2200,  # 2,200
     "runtime": 437,  # 450
     "": 1149,  # 1,150
-    "checking": 325,  # 500
+    "checking": 328,  # 500
     "compiled": 548,  # 600
     "balance": 661,  # 700
     "planner": 1121,  # 1,200

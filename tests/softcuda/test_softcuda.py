@@ -12,7 +12,7 @@ import pytest
 
 from tests.softcuda import wheel
 from tests.softcuda.__main__ import main
-from tests.softcuda.kept import Missing, whole
+from tests.softcuda.kept import whole
 from tests.softcuda.parts import parts
 from tests.tools import covered
 
@@ -80,13 +80,6 @@ def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(tmp_path, cap
     assert whole(tmp_path / "it", fills, "fills") == whole(tmp_path / "it", breaks, "fills") == tmp_path / "it"
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["it", "it.lock", "whole"]
     assert capsys.readouterr().out.splitlines()[-1] == f"fills: 0 s, 0 MB in {tmp_path / 'it'}"
-
-
-def test_what_pip_can_not_fetch_is_said_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
-    with pytest.raises(Missing, match=r"could not fetch torch 9\.9 .*by --wheel.*torch===9\.9"):
-        wheel.unpacked("9.9", tmp_path)
-    assert made(tmp_path) == []
 
 
 def test_a_wheel_that_is_there_is_unpacked_and_needs_no_library_of_nvidias(tmp_path: Path) -> None:
