@@ -170,7 +170,7 @@ _GROUPS: list[tuple[Rule, str]] = [
     (views.turn, "t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze"),
     (views.view, "squeeze expand expand_as broadcast_to select narrow unbind split chunk"),
     (views.join, "stack cat concat concatenate hstack"),
-    (views.index, "__getitem__ masked_select"), (views.gather, "gather"),
+    (views.index, "__getitem__ masked_select"), (views.gather, "gather scatter"),
     (torch_losses.loss, " ".join(torch_losses.NAMES)),
     (ask, "__bool__ equal allclose is_nonzero __contains__"),
     (read, "item tolist __int__ __float__ __index__ __complex__ numpy __array__"),

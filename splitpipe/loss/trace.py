@@ -31,7 +31,7 @@ from splitpipe.microbatch.tree import hidden
 
 #: Functions that may multiply or divide by numbers of Python, and those that fill a tensor with one.
 _FACTORS = SCALING | DIVIDING | {"addcmul", "addcdiv", "lerp"}
-_FILLING = frozenset("where masked_fill fill setitem".split())
+_FILLING = frozenset("where masked_fill fill setitem scatter".split())
 #: Rules for functions that are linear in all numbers together, and names of those that are linear in one.
 _LINEAR = frozenset([*views.VIEWS, views.keep, views.index, views.join])
 _SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
@@ -150,13 +150,9 @@ def _counting(meaning: Meaning | None) -> Meaning | None:
 
 def _may_count(call: FunctionCall) -> bool:
     """Whether a number of Python, which may be a number of rows, may be a factor of the result, or of its entries."""
-    may_count, found = call.ledger.may_count, [x for x in call.meanings if isinstance(x, Number)]
-    sums = any([x.formula.grows for x in found])
+    may_count, sums = call.ledger.may_count, any([isinstance(x, Number) and x.formula.grows for x in call.meanings])
     if call.name in _FACTORS or "alpha" in call.kwargs:
-        terms = sum([x.live for number in found for x in number.amounts])
-        mean = terms if call.name in DIVIDING else 1 / max(1, terms)  # As in (start + end) / 2.
-        factors = [x for x in call.scalars if sums or terms < 2 or x != mean]
-        return may_count(factors, size=Rows not in call.kinds and not sums)
+        return may_count(call.scalars, size=Rows not in call.kinds and not sums)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
     if call.name in _FILLING:

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -37,7 +39,9 @@ def reshape(call: FunctionCall) -> Meaning | None:
     size = ledger.rows if rows.chosen is None else len(call.args[0])
     plain = len(call.operands) == 1 or "as" in call.name  # Or each entry is repeated as often as a tensor says.
     shape = call.args[1] if isinstance(call.args[-1], (tuple, list)) else call.args[1:]
-    groups = call.name in ("view", "reshape") and not ledger.sizes and len(shape) > 0 and shape[0] != -1
+    # Given by a number, the first dimension may be of groups of rows, unless it has the entries of some dimensions.
+    groups = call.name in ("view", "reshape") and len(shape) > 0 and shape[0] != -1 and not (
+        ledger.sizes and len(out) in [ledger.rows, *accumulate(call.args[0].shape, mul)])
     return rows if out.dim() and plain and not groups and len(out) and not len(out) % size else None
 
 
@@ -124,12 +128,13 @@ def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | N
     if first is Ellipsis:
         whole = sum([each is not None for each in places[1:]]) < x.dim()
     else:
-        whole = isinstance(first, slice) and len(out) == len(x) and first.step in (None, 1)
+        whole = isinstance(first, slice) and len(out) == len(x) and first.step in (None, 1) and not first.start
+        whole = whole and (first.stop is None or first.stop in call.ledger.sizes)  # x[:4] may be a part of the batch.
     return rows if whole and out.dim() else None if first is None else Unknown("a part of the rows")
 
 
 def gather(call: FunctionCall) -> Meaning | None:
-    """Entries that an index takes from each row."""
+    """Entries that an index takes from each row, or to which it writes."""
     x, index = call.args[0], call.argument(2, "index")
     plain = 0 not in dims_of(x, call.argument(1, "dim")) and isinstance(call.of(index), Rows)
-    return call.joined([x, index], index.shape) if plain else None
+    return call.joined(shape=call.out.shape) if plain else None
