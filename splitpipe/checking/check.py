@@ -270,7 +270,7 @@ def _compared(one: Run, many: Run, how: str, division: Division, tolerance: floa
     lines.append(f"{'The' if first is None else 'Not the'} same. (Numbers are parts of the largest element of each.)")
     if first is not None:
         lines += describe(division)
-        tensors = [x for own in one.values.values() for x in own.values() if isinstance(x, Tensor) and x.numel()]
+        tensors = [x for name in different[first] if isinstance(x := one.values[first].get(name), Tensor) and x.numel()]
         advice = f"{_ADVICE[first]} See docs/limits.md."
         if max(worst) < 1e-3:
             advice = f"If the forward casts to a lower dtype, this is rounding: pass tolerance=1e-3. If not: {advice}"

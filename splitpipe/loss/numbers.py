@@ -159,7 +159,7 @@ def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | Non
             return None
     asked = len({x.asked for x in some}) == 1  # Else they have run other code.
     described = some[0].described(asked)
-    if any([number.described(asked) != described for number in some]):
+    if any([number.described(asked) != described for number in some[1:]]):
         return None
     columns = zip(some[0].amounts, *[number.amounts.values() for number in some])
     return some[0], [each[-1] if step.constant else _added(each) for step, *each in columns]

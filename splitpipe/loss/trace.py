@@ -95,9 +95,10 @@ class Trace(TorchFunctionMode):
             call.out = args[0] if in_place else out
             if peek_interpreter_stack() is not None:
                 ledger.read = ledger.read or "a transform of torch.func"  # What leaves it is seen by no mode.
-            results = tensors((call.out,)) or [call.out]
-            for call.out in results:
-                meaning = _meaning(call, function, in_place) if len(results) == 1 or Number not in call.kinds else None
+            whole = call.out
+            for call.out in tensors((whole,)) or [whole]:
+                piece = call.out is not whole and Number in call.kinds  # What is recorded would return all of them.
+                meaning = None if piece else _meaning(call, function, in_place)
                 if isinstance(call.out, Tensor):
                     ledger.put(call.out, Unknown(name) if meaning is None else meaning)
         return out

@@ -146,10 +146,12 @@ def labelled(given: Mapping[str, Any]) -> bool:
 def divide_target(target: Any, flags: Any, rows: Slices) -> Division:
     """The division of a target into the microbatches of an input."""
     root = _verified(input_node(target, flags, "the target"), "the target")
-    for each in [leaf for leaf in root.leaves() if leaf.flag is not False and not isinstance(leaf.value, Tensor)]:
-        if getattr(each.value, "shape", ())[:1] == (sum(rows[-1]),):
-            raise TypeError(f"{each.where} is a {type(each.value).__name__}: expected a tensor (torch.as_tensor()).")
-    return divide(root, Reading(root, "the target", sum(rows[-1])).verify(rows, set()))
+    reading = Reading(root, "the target", sum(rows[-1]))
+    for node in root.leaves(shared=True):
+        array = node.flag is not False and not isinstance(node.value, Tensor) and hasattr(node.value, "__array__")
+        if array and node.value.shape[:1] == (reading.size,):
+            raise TypeError(f"{node.where} is a {type(node.value).__name__}: expected a tensor (torch.as_tensor()).")
+    return divide(root, reading.verify(rows, set()))
 
 
 def input_node(value: Any, flags: Any, whose: str) -> Node:

@@ -153,7 +153,7 @@ class Runtime:
         call = step.call
         targets = call.scatter(target, len(step.stages) - 1, TARGET, detached=True)
         shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
-        ops = self._rows(step.workers, len(call.rows), state.grad, 0 if call.anywhere else call.checkpointed)
+        ops = self._rows(step.workers, len(call.rows), state.grad, call.recomputed)
         with noted(call.input, target):
             own = None if objective is None else objective.batch_loss
             own = own or BatchLoss(call.input.counts, options.reduction, self._said, AS_FUNCTION)

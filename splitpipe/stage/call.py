@@ -72,8 +72,8 @@ class Call:
         own = {(each.device, each.stream_id) for each in self.computes if each is not None}
         #: Whether stages on one device compute on different streams of it.
         self.beside = len(own) > len({device for device, _ in own})
-        self.checkpointed = checkpointed  #: How many microbatches, from the first one.
-        self.draws, self.anywhere = draws, anywhere
+        #: How many microbatches, from the first one; and how many R makes again, since with cuts, B does that.
+        self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if anywhere else checkpointed, draws
         #: The caller's context variables, and a copy of them for each microbatch.
         self.variables = contextvars.copy_context()
         self._statistics = Statistics()

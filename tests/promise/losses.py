@@ -608,6 +608,7 @@ SAID: Table = {
     "padded with a size": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=len(o)).sum()),
     "if": ("flat", lambda o, t: F.mse_loss(o, t) if F.mse_loss(o, t) < 2 else F.l1_loss(o, t)),
     "divided by the batch's sum": ("flat", lambda o, t: ((o - t).square() / (o - t).square().sum().detach()).sum()),
+    "a single piece": ("flat", lambda o, t: 2 * torch.stack([F.mse_loss(o, t)]).unbind()[0]),
     "nothing is 0": ("flat", lambda o, t: o[t > 0].square().mean().nan_to_num() * 2),
     "keywords alone": ("flat", lambda o, t: torch.mean(input=torch.stack(tensors=[(o - t).square(), o.abs()]))),
     "an alpha of entries": ("flat", lambda o, t: torch.add(o.abs(), (o - t).square(), alpha=1 / len(o)).sum()),
@@ -621,7 +622,6 @@ SAID: Table = {
     "rows and a penalty": ("flat", lambda o, t: (o.square() - (o * t).sum() / len(o) / 7).mean()),
     "a delta of the errors": ("flat", lambda o, t: F.huber_loss(o, t, delta=(o - t).abs().median().item())),
     "weights of elements": ("flat", lambda o, t: F.mse_loss(o, t, weight=o.detach().abs() + 1)),
-
     "class weights by rows": ("classes", lambda o, t: F.cross_entropy(
         o, t, weight=torch.full((CLASSES,), 1 / len(o)).double(), reduction="sum")),
     "soft targets by rows": ("flat", lambda o, t: F.cross_entropy(o, t.softmax(1) / len(o), reduction="sum")),
@@ -637,7 +637,6 @@ SAID: Table = {
     "by rows in the second place": ("values", lambda o, t: (lambda y: y.square().sum() / y.size(1))(o.transpose(0, 1))),
     "where weights are not masked": ("tokens", lambda o, t: (
         (each(o, t) * counted(t)).sum() / o.detach().exp().sum() if counted(t).any() else 0 * o.sum())),
-
     "as many places as rows": ("classes", lambda o, t: F.cross_entropy(o, t) * torch.zeros(len(t)).scatter_add(
         0, t * 0, torch.ones(len(t))).mean()),
     "weights with rows": ("flat", lambda o, t: o.square().sum() + (WEIGHT + torch.zeros_like(o)).square().sum()),
@@ -690,7 +689,6 @@ SAID: Table = {
     "a kernel of entries": ("flat", lambda o, t: Square.apply(o - t).mean()),  # type: ignore[no-untyped-call]
 }
 
-#: With the name of a function of which the warning has one.
 class Half(torch.autograd.Function):
     """A kernel that returns a number."""
 
