@@ -644,8 +644,7 @@ SAID: Table = {
     "by places that aren't 0": ("classes", lambda o, t: F.cross_entropy(o, t) / len(
         F.one_hot(t, CLASSES).sum(0).nonzero())),
     # Rows meet where it is hard to see, or a number does.
-    "by ones over their number": ("flat", lambda o, t: (
-        (o - t).square().T * (torch.ones(len(o)) / len(o))).sum()),
+    "by ones over their number": ("flat", lambda o, t: ((o - t).square().T * (torch.ones(len(o)) / len(o))).sum()),
     "columns and rows": ("flat", lambda o, t: (o[:, 0] - t[:, :1]).square().mean()),
     "masks of equal lengths": ("flat", lambda o, t: (o[t > -9] - t.flip(1)[t.flip(1) > -9]).square().mean()),
     "gathered rows": ("flat", lambda o, t: o.gather(0, torch.zeros(1, 5).long()).sum()),
@@ -688,6 +687,7 @@ SAID: Table = {
     "a kept mean": ("flat", Kept()),
     "a kernel of entries": ("flat", lambda o, t: Square.apply(o - t).mean()),  # type: ignore[no-untyped-call]
 }
+
 
 class Half(torch.autograd.Function):
     """A kernel that returns a number."""
