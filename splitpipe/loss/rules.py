@@ -83,7 +83,8 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
-        return Constant.ZEROS if "zeros" in name else UNIFORM
+        like = call.meaning if "like" in name and Rows in call.kinds else UNIFORM
+        return Constant.ZEROS if "zeros" in name and like is UNIFORM else like
     value: Any = args[-1] if args else None
     value = call.kwargs.get("fill_value", value[0] if type(value) in (list, tuple) and len(value) == 1 else value)
     if isinstance(value, Tensor) or any([not isinstance(call.of(x), Constant) for x in tensors((value,))]):

@@ -65,6 +65,8 @@ def view(call: FunctionCall) -> Meaning | None:
     if call.name in _DIVIDING and not call.argument(2 - (call.name == "unbind"), "dim", 0) % max(1, x.dim()):
         note_size(call, rows)  # Python may count the pieces.
         return None
+    if call.name in ("narrow", "split") and call.ledger.may_be_read([n for n in call.scalars if abs(n) > 1]):
+        return Unknown(call.ledger.read)
     if not out.dim():
         return rows if call.name == "squeeze" and call.ledger.most > 1 else None  # Of a single row.
     added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
@@ -86,8 +88,9 @@ def join(call: FunctionCall) -> Meaning | None:
     parts = tensors(call.args[:1])
     like = next((x for x in parts if isinstance(call.of(x), Rows)), parts[0])
     joined = call.joined(parts, like.shape) if len({x.dim() for x in parts}) < 2 else None
-    if not isinstance(joined, Rows):
-        return VARIED if isinstance(joined, Constant) and joined.made else joined
+    if not isinstance(joined, Rows):  # The same part several times may be there for each row.
+        once = len({*map(id, parts)}) == len(parts)
+        return VARIED if isinstance(joined, Constant) and (joined.made or not once) else joined
     [dim] = dims_of(call.out, call.argument(1, "dim", 0))
     return joined if dim or len(parts) == 1 and "cat" in call.name else None
 

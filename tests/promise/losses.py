@@ -370,6 +370,8 @@ HAND: Table = {
         torch.ones_like(n)))(counted(t).sum())),
     "smoothing as in fairseq": ("tokens", lambda o, t: smoothed_sum(o.log_softmax(-1), t) / (t != IGNORED).sum()),
     "several in place": ("labels", in_place),
+    "weights with rows": ("flat", lambda o, t: o.square().sum() + (WEIGHT + torch.zeros_like(o)).square().sum()),
+    "by ones of what counts": ("some", lambda o, t: o[t != IGNORED].sum() / torch.ones_like(o[t != IGNORED]).sum()),
     "mean of an expanded number": ("tokens", lambda o, t: (lambda x: (x * torch.ones_like(x)).mean())(
         F.cross_entropy(o.flatten(0, 1), t.flatten()))),
 }
@@ -554,6 +556,7 @@ SAID: Table = {
     "each class": ("tokens", by_class),
     "a hook of a number": ("flat", hooked),
     "up to the longest": ("tokens", cropped),
+    "narrowed": ("tokens", lambda o, t: o.narrow(1, 0, int(counted(t).sum(1).max())).square().mean()),
     "if more than one counts": ("tokens", lambda o, t: (
         F.cross_entropy(o.flatten(0, 1), t.flatten()) if counted(t).sum() > 1 else 0 * o.sum())),
     "a sum if any": ("tokens", lambda o, t: o.square().sum() if counted(t).any() else 0 * o.sum()),
@@ -639,7 +642,7 @@ SAID: Table = {
         (each(o, t) * counted(t)).sum() / o.detach().exp().sum() if counted(t).any() else 0 * o.sum())),
     "as many places as rows": ("classes", lambda o, t: F.cross_entropy(o, t) * torch.zeros(len(t)).scatter_add(
         0, t * 0, torch.ones(len(t))).mean()),
-    "weights with rows": ("flat", lambda o, t: o.square().sum() + (WEIGHT + torch.zeros_like(o)).square().sum()),
+    "a part for each row": ("flat", lambda o, t: o.square().sum() / torch.cat([WEIGHT] * len(o)).sum()),
     "weights for each row": ("flat", lambda o, t: o.square().sum() / WEIGHT.repeat(len(o), 1).sum()),
     "by places that aren't 0": ("classes", lambda o, t: F.cross_entropy(o, t) / len(
         F.one_hot(t, CLASSES).sum(0).nonzero())),
@@ -677,7 +680,7 @@ SAID: Table = {
     "written after its use": ("flat", left_behind),
     "written after a hook": ("flat", hooked_then_written),
     "for each row": ("flat", lambda o, t: F.mse_loss(o, t).expand(len(o)).sum()),
-    "times ones of rows": ("flat", lambda o, t: (torch.ones_like(o) * F.mse_loss(o, t)).sum()),
+    "times ones of rows": ("flat", lambda o, t: (o.new_ones(len(o)) * F.mse_loss(o, t)).sum()),
     "addcmul": ("flat", lambda o, t: torch.addcmul(
         F.mse_loss(o, t), (o - t).square().sum(), torch.tensor(2.0).double(), value=1 / len(o))),
     "by a count of vmap": ("tokens", lambda o, t: (

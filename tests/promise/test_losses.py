@@ -153,7 +153,7 @@ def test_a_sum_by_a_number_of_rows_is_averaged_over_rows_which_is_right_and_said
 
 @ways
 @pytest.mark.parametrize(("loss", "rows"), [
-    ("for each row", EVEN), ("times ones of rows", EVEN), ("weights with rows", EVEN), ("weights with rows", CHUNKS)])
+    ("for each row", EVEN), ("times ones of rows", EVEN), ("a part for each row", EVEN)])
 def test_a_number_for_each_row_is_said(loss: str, rows: int, way: str) -> None:
     *_, found = made(way, losses.SAID[loss][1])
     with pytest.warns(UserWarning, match="a number that may count rows"):
