@@ -128,6 +128,8 @@ _REDUCED: Table = {
         o[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1), **how)),
     "ce tokens padded": ("tokens", lambda o, t, **how: F.cross_entropy(
         o.flatten(0, 1), F.pad(t, (0, 1), value=IGNORED)[:, 1:].flatten(), **how)),
+    **({"ce of a head": ("some", lambda o, t, **how: F.linear_cross_entropy(o, WEIGHT.diag(), t, **how))}
+       if hasattr(F, "linear_cross_entropy") else {}),
 }
 TORCH: Table = {
     f"{name} {kind}": (batch, partial(loss, reduction=kind))
@@ -557,6 +559,8 @@ SAID: Table = {
     "a hook of a number": ("flat", hooked),
     "up to the longest": ("tokens", cropped),
     "narrowed": ("tokens", lambda o, t: o.narrow(1, 0, int(counted(t).sum(1).max())).square().mean()),
+    "parted": ("tokens", lambda o, t: (lambda n: o.split([n, WORDS - n], 1)[0].square().mean())(
+        int(counted(t).sum(1).max()))),
     "if more than one counts": ("tokens", lambda o, t: (
         F.cross_entropy(o.flatten(0, 1), t.flatten()) if counted(t).sum() > 1 else 0 * o.sum())),
     "a sum if any": ("tokens", lambda o, t: o.square().sum() if counted(t).any() else 0 * o.sum()),
