@@ -28,8 +28,8 @@ _ADVICE = {
                "was not split as it should be: look at batched= and split=.",
     "loss": "The loss isn't a sum or mean over rows: look at reduction=, let loss_fn return (total, count), or leave "
             "out the schedule and compute the loss from model(x).",
-    "gradients": "A backward depends on the whole batch; or on a write that torch can't see, for which try "
-                 "backward='autograd' and checkpoint='never'.",
+    "gradients": "The loss was averaged over rows, as a warning says; or a backward depends on the whole batch, or on "
+                 "a write that torch can't see, for which try backward='autograd' and checkpoint='never'.",
     "state": "The forward writes to a buffer, a parameter or a counter once for each microbatch: do so after the step.",
 }
 #: By how much values and gradients may differ, by the lowest dtype that occurs. Gradients are sums of more elements.
