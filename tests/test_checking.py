@@ -212,6 +212,25 @@ def test_a_module_that_draws_is_compared_in_eval_mode_and_not_blamed_if_it_draws
     assert not always or "nothing can be concluded" in str(found) and "Rows meet" not in str(found)
 
 
+@pytest.mark.draws
+@pytest.mark.filterwarnings("ignore:the loss")
+def test_a_schedule_runs_though_a_part_draws() -> None:
+    class Balanced(Net):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            y = super().forward(x)
+            return {"loss": ((x > 0).float().mean(0) * y.mean(0)).sum()}  # averaged with a schedule, else exact
+
+    class Drawing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * (torch.rand([]) >= 0) if self.training else x)  # as a layer is dropped
+
+    net = Balanced()
+    net.first = Drawing(WIDTH, WIDTH)
+    model = splitpipe.attach(net, cuts=["last"], devices=CPUS, chunks=4, schedule="zb-h1")
+    found = check(model, torch.randn(ROWS, WIDTH))
+    assert "eval mode, since" in str(found) and found.different["gradients"]
+
+
 def test_each_run_gets_the_batch_as_it_is() -> None:
     model = SplitPipe(nn.Sequential(nn.ReLU(inplace=True), *_layers()), [2, 2], devices=CPUS, chunks=4)
     x = torch.randn(8, WIDTH)

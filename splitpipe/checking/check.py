@@ -118,7 +118,7 @@ def check(
         raise ValueError("the batch is one microbatch: expected more rows, values that can be split, or against=plain.")
     whom = "in one microbatch" if against is None else f"through {type(against).__name__}"
     other, alone = (model, _fresh(runtime, 1)) if against is None else (against, None)
-    for quiet in (False, True):
+    for quiet in range(3):  # No schedule runs if the model itself is in eval mode.
         given = batch, loss if target is None else options.loss_fn, quiet
         one, many = _run(other, alone, *given), _run(model, several, *given)
         if not one.drew and not many.drew:
@@ -170,10 +170,10 @@ def _fresh(runtime: Runtime, chunks: int) -> Runtime:
     return kind(*given, options._replace(chunks=chunks))  # type: ignore[call-arg]
 
 
-def _run(model: nn.Module, runtime: Runtime | None, batch: Batch, loss_fn: Any, quiet: bool) -> Run:
+def _run(model: nn.Module, runtime: Runtime | None, batch: Batch, loss_fn: Any, quiet: int) -> Run:
     """A run of a pipeline with this runtime, or of a plain module without one.
 
-    ``loss_fn``: a function of the output, and of the batch's target if there is one; ``quiet``: in eval mode.
+    ``loss_fn``: a function of the output, and of a target if there is one. In eval mode: parts (``quiet`` 1), all (2).
     """
     whole = nn.Module()  # The model under its own names, and the loss.
     whole._modules[""] = model.inner if isinstance(model, Resident) else model
@@ -183,7 +183,7 @@ def _run(model: nn.Module, runtime: Runtime | None, batch: Batch, loss_fn: Any, 
     devices = {x.device for x in parameters.values()} | {x.device for x in (runtime.options.places if runtime else ())}
     with restore_after([*parts.values()], [*devices]), torch.enable_grad():
         for part in parts.values():
-            _silence(part, quiet)
+            _silence(part, quiet > (part is parts[""]))
         before, numbers = _positions(parts, devices), _numbers(parts, parameters)
         output, loss = _computed(model, runtime, batch, loss_fn)
         outputs = {name: x for name, x in _named(output).items() if x is not loss}
