@@ -29,17 +29,9 @@ def number_of(name: str, value: object, what: str) -> float:
     """The value as a float; raises unless it is a finite number that isn't negative."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}: expected a number, {what}.")
-    if not 0 <= finite(value) < math.inf:
+    if not 0 <= float(value) < math.inf:
         raise ValueError(f"{name} is {value!r}: expected {what}, finite and not negative.")
-    return finite(value)
-
-
-def finite(value: Real) -> float:
-    """The number as a float, infinite if it is too large for one."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    return float(value)
 
 
 def some(names: Sequence[str]) -> str:

@@ -191,7 +191,7 @@ def room_of(memory: float | Sequence[float] | None, places: Sequence[Place], mod
         raise TypeError(f"memory is {memory!r}: expected a number of bytes, or one per device.")
     if len(given) != len(places) or any(not each > 0 for each in given):
         raise ValueError(f"memory is {memory!r}: expected positive bytes, or {counted(len(places), 'number')} of them.")
-    return [checks.finite(each) for each in given]
+    return [float(each) for each in given]
 
 
 def chosen(

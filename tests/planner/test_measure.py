@@ -135,10 +135,7 @@ def test_numbers_may_be_of_any_type() -> None:
     two = [Place(torch.device("cpu"))] * 2
     assert room_of(numpy.int64(9), two, None) == [9.0, 9.0]
     assert room_of(numpy.array([9, 8]), two, None) == [9.0, 8.0]
-    assert room_of(10**400, two, None) == [float("inf")] * 2
     assert number_of("seconds", numpy.float32(1.5), "a time") == 1.5
-    with pytest.raises(ValueError, match="finite"):
-        number_of("seconds", 10**400, "a time")
 
 
 @pytest.mark.usefixtures("no_accelerator")
