@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from splitpipe.planner.costs import Candidate, Cuts, LayerSums, StageBytes, candidates, costs, memory, span
+from splitpipe.planner.costs import Candidate, Cuts, LayerSums, StageBytes, candidates, costs, memory
 from splitpipe.planner.measure import Device, Profile
 from splitpipe.schedule.costs import Costs
 from splitpipe.schedule.op import Schedule
@@ -53,7 +53,7 @@ def choose(
     searches: list[_Search] = []
     least = math.inf
     for devices in _groups(profile):
-        chosen = candidates(len(devices), [*profile.layers], len(profile.names), schedules, dropin)
+        chosen = candidates(len(devices), [*profile.layers], schedules, dropin)
         own = [_Search(profile, candidate, devices, sums[candidate.chunks]) for candidate in chosen]
         best = min([search.best.time for search in own if search.best and search.best.fits], default=math.inf)
         searches += own
@@ -153,7 +153,8 @@ class _Search:
         taken = memory(candidate, self._sums, cuts)
         times = costs(candidate, self._sums, cuts, profile)
         missing = tuple(max(0.0, size - device.memory) for size, device in zip(taken, self._devices))
-        found = Choice(candidate, self._devices, cuts, times, span(candidate, times), tuple(taken), missing)
+        time = candidate.order.makespan(times)
+        found = Choice(candidate, self._devices, cuts, times, time, tuple(taken), missing)
         if self.best is None or found.rank < self.best.rank:
             self.best = found
 

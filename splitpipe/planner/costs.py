@@ -55,16 +55,15 @@ class Candidate:
 
 
 def candidates(
-    devices: int, chunks: Sequence[int], layers: int, names: Sequence[str | Schedule] | None, dropin: bool
+    devices: int, chunks: Sequence[int], names: Sequence[str | Schedule] | None, dropin: bool
 ) -> Iterator[Candidate]:
-    """Every candidate for these numbers of devices, chunks and layers; ``names`` are schedules, None: all."""
+    """Every candidate for these numbers of devices and chunks; ``names`` are schedules, None: all."""
     for number in chunks:
         for variant, schedule in _schedules(devices, number, names, dropin):
-            if schedule.devices == devices and schedule.stages <= layers:
-                yield Candidate(schedule, "never", variant)
-                # gpipe's backward would start by recomputing the last microbatch, which takes as much memory.
-                spare = schedule.name == "gpipe" and number > 1
-                yield Candidate(schedule, "except_last" if spare else "always", variant)
+            yield Candidate(schedule, "never", variant)
+            # gpipe's backward would start by recomputing the last microbatch, which takes as much memory.
+            spare = schedule.name == "gpipe" and number > 1
+            yield Candidate(schedule, "except_last" if spare else "always", variant)
 
 
 def _schedules(
@@ -76,7 +75,7 @@ def _schedules(
     seen: set[Schedule] = set()
     for name in SCHEDULES if names is None else names:
         if isinstance(name, Schedule):
-            if name.microbatches == chunks:
+            if (name.devices, name.microbatches) == (devices, chunks):
                 yield name.name or "a custom schedule", name
             continue
         for options, schedule in variants(name, devices, chunks, COUNTS):
@@ -154,7 +153,3 @@ def costs(candidate: Candidate, sums: LayerSums, cuts: Cuts, profile: Profile) -
     if candidate.checkpoint == "never":
         return Costs(forward, b, w, copies)
     return Costs(forward, b, w, copies, recompute=forward, uncheckpointed=candidate.chunks - candidate.checkpointed)
-
-
-def span(candidate: Candidate, costs: Costs) -> float:
-    return candidate.order.makespan(costs)

@@ -16,7 +16,7 @@ from torch import nn
 import splitpipe
 from splitpipe import DoesNotFitError, Plan, SplitPipe
 from splitpipe.planner.choose import Choice, choose
-from splitpipe.planner.costs import LayerSums, candidates, costs, span
+from splitpipe.planner.costs import LayerSums, candidates, costs
 from splitpipe.planner.measure import Profile
 from splitpipe.planner.planning import chosen
 from splitpipe.schedule import Costs, Schedule, build
@@ -138,10 +138,10 @@ def every(profile: Profile, names: tuple[str, ...]) -> Iterator[float]:
     """The time of each cut of each candidate on the first devices."""
     count = len(profile.names)
     for number in range(1, len(profile.devices) + 1):
-        for it in candidates(number, [*profile.layers], count, names, dropin=False):
+        for it in candidates(number, [*profile.layers], names, dropin=False):
             sums = LayerSums(profile, it.chunks)
             for inner in combinations(range(1, count), it.schedule.stages - 1):
-                yield span(it, costs(it, sums, (0, *inner, count), profile))
+                yield it.order.makespan(costs(it, sums, (0, *inner, count), profile))
 
 
 @cache
