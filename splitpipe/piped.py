@@ -20,9 +20,7 @@ from splitpipe.core.stream import Device
 from splitpipe.loss.reduction import Reduce, verify_reduction
 from splitpipe.microbatch.chunk_spec import verify_named
 from splitpipe.microbatch.divider import Split, verify_split
-from splitpipe.partition.blocks import verify_cuts
 from splitpipe.partition.device_map import Hooks, put_back, take_off
-from splitpipe.partition.placement import verify_filled
 from splitpipe.partition.resident import Resident, apply_at_home, is_pipeline, outside_transforms
 from splitpipe.runtime.module import ModuleRuntime
 from splitpipe.runtime.runtime import Options, Runtime
@@ -176,16 +174,24 @@ def options_of(
     )
 
 
-def piped(module: nn.Module, cuts: Iterable[str], given: Arguments) -> Piped:
-    """Checks all arguments, and makes the module's forward run as a pipeline."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module.")
-    if isinstance(module, Resident):
-        raise TypeError("module is a SplitPipe: expected the module that it was made from.")
+def verify_unsplit(module: object) -> None:
+    """Raises for what can't become a pipeline: no module, one that is split, or one whose parameters have no data."""
+    if not isinstance(module, nn.Module) or isinstance(module, Resident):
+        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module that isn't split yet.")
     checks.verify_supported(module)
-    names = verify_cuts(module, cuts)
-    verify_filled(module)
-    options = options_of(given, cuts=names, batched=verify_named(given["batched"]))
+    # Those that accelerate keeps elsewhere are on meta.
+    empty = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]
+    if empty:
+        raise ValueError(
+            f"{', '.join(map(repr, empty[:3]))}{' and others' if empty[3:] else ''} are on meta and have no data: "
+            "expected weights on the CPU or the devices. Load the model without device_map, or with "
+            "device_map=splitpipe.device_map(model, devices)."
+        )
+
+
+def piped(module: nn.Module, cuts: Sequence[str], given: Arguments) -> Piped:
+    """Checks all arguments but the cuts, and makes the module's forward run as a pipeline."""
+    options = options_of(given, cuts=cuts, batched=verify_named(given["batched"]))
     own = vars(module)
     before = own.get("forward")
     if isinstance(before, Piped):

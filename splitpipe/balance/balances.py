@@ -15,13 +15,13 @@ from splitpipe import checks
 from splitpipe.balance.rig import Layer, measure
 from splitpipe.balance.survey import survey
 from splitpipe.core.stream import Device, Place
-from splitpipe.partition.blocks import Blocks, called, no_blocks, repeated
+from splitpipe.partition.blocks import Blocks, called, no_blocks, repeated, verify_cuts
 from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of
 from splitpipe.partition.device_map import device_map as map_of
-from splitpipe.partition.placement import by_stage, verify_filled
-from splitpipe.piped import Arguments
+from splitpipe.partition.placement import by_stage
+from splitpipe.piped import Arguments, verify_unsplit
 from splitpipe.schedule.construct.library import build
-from splitpipe.schedule.op import Schedule, counted, listed
+from splitpipe.schedule.op import Schedule, counted
 
 _log = logging.getLogger("splitpipe")
 
@@ -122,18 +122,14 @@ def _measured(
     return lengths if subject.layered else [subject.names[start] for start in accumulate(lengths[:-1])]
 
 
-def chosen_cuts(module: Any, cuts: Iterable[str] | None, given: Arguments) -> tuple[Iterable[str], Arguments]:
+def chosen_cuts(module: nn.Module, cuts: Iterable[str] | None, given: Arguments) -> tuple[list[str], Arguments]:
     """The cuts of a module and all arguments, with cuts and devices chosen where they are None."""
     devices, schedule, sample = given["devices"], given["schedule"], given["sample"]
-    if not isinstance(module, nn.Module) or cuts is not None and devices is not None:
-        return () if cuts is None else cuts, given  # Faults are reported where all arguments are checked.
-    checks.verify_supported(module)
-    verify_filled(module)
+    verify_unsplit(module)
     names, homes = cuts_of_map(module) if devices is None else ([], [])
     if cuts is not None:
-        wanted = None if isinstance(cuts, str) else listed(cuts)
-        same = wanted is not None and len(homes) == len(wanted) + 1
-        return cuts if wanted is None else wanted, {**given, "devices": homes if same else None}
+        wanted = verify_cuts(module, cuts)
+        return wanted, {**given, "devices": homes if len(homes) == len(wanted) + 1 else devices}
     rows: list[Any] = _rows(devices, homes, schedule)
     is_placed = homes and len(_stages(rows, schedule)) == len(homes) and sample is None
     found, places = (names, rows) if is_placed else _chosen(module, rows, schedule, sample)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from splitpipe.checks import is_layered, verify_supported
+from splitpipe.checks import is_layered
 from splitpipe.core.note import add_note
 from splitpipe.core.tensors import map_tensors
 from splitpipe.microbatch.divider import ArgumentDivider, Divider, signature_of
@@ -19,9 +19,10 @@ from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.partition.blocks import no_blocks, repeated
 from splitpipe.partition.call_hook import expose
-from splitpipe.partition.placement import arguments_of, rehearsal, verify_filled
-from splitpipe.partition.resident import Resident, is_pipeline
+from splitpipe.partition.placement import arguments_of, rehearsal
+from splitpipe.partition.resident import is_pipeline
 from splitpipe.partition.restore import restore_after
+from splitpipe.piped import verify_unsplit
 from splitpipe.skip.skippable import verify_skippables
 
 #: The name of the part before the first cut of a module that isn't an nn.Sequential.
@@ -47,12 +48,9 @@ class Subject(NamedTuple):
         return ((found,), {}) if self.layered else found
 
 
-def survey(module: object, sample: object, whose: str = "sample") -> Subject:
+def survey(module: nn.Module, sample: object, whose: str = "sample") -> Subject:
     """Copies a module, and finds where it may be cut. Raises for a module that can't be, or for an invalid sample."""
-    if not isinstance(module, nn.Module) or isinstance(module, Resident):
-        raise TypeError(f"module is a {type(module).__name__}: expected an nn.Module that isn't split yet.")
-    verify_supported(module)
-    verify_filled(module)
+    verify_unsplit(module)
     if is_layered(module):
         verify_skippables(module)
         if not len(module):

@@ -200,9 +200,8 @@ def pieces(leaf: Any, rows: Slices, dim: int | None) -> Sequence[Any]:
         return [leaf.clone() for _ in rows]
     if dim is None:
         return [leaf.view_as(leaf) if tracked else leaf.detach() for _ in rows]
-    with torch.set_grad_enabled(tracked):
-        # "Unsafe" is torch's word: the parts share memory, but not a version counter.
-        parts = [*torch.unsafe_split_with_sizes(leaf, [count for _, count in rows], dim)]
+    # "Unsafe" is torch's word: the parts share memory, but not a version counter.
+    parts = [*torch.unsafe_split_with_sizes(leaf, [count for _, count in rows], dim)]
     if not tracked:
         parts[0] = leaf.detach().narrow(dim, *rows[0]).detach()
     return [part.contiguous() for part in parts] if dim and leaf.is_contiguous() else parts

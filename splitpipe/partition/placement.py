@@ -167,17 +167,6 @@ def _own(part: nn.Module) -> list[Tensor]:
     return [x for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
 
 
-def verify_filled(module: nn.Module) -> None:
-    """Raises for a module with parameters or buffers that have no data, as those that accelerate keeps elsewhere."""
-    empty = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]
-    if empty:
-        raise ValueError(
-            f"{', '.join(map(repr, empty[:3]))}{' and others' if empty[3:] else ''} are on meta and have no data: "
-            "expected weights on the CPU or the devices. Load the model without device_map, or with "
-            "device_map=splitpipe.device_map(model, devices)."
-        )
-
-
 def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call: a dict by name, a tuple in order, or one alone."""
     if isinstance(sample, Mapping):

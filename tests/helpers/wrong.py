@@ -139,7 +139,7 @@ MODULE = [*each(TypeError, "expected an nn.Sequential", [None, nn.Sequential]),
               type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(), lambda: patched()])]
 #: What no pipeline is made of.
 UNWRAPPED = [*each(TypeError, "expected an nn.Module", UNMODULE),
-             *each(TypeError, "module is a SplitPipe: expected the module that it was made from", [lambda: model()]),
+             *each(TypeError, "module is a SplitPipe: expected an nn.Module that isn't split yet", [lambda: model()]),
              *each(TypeError, "the module itself is a torch.jit.ScriptModule: expected", [torch.jit.ScriptModule()]),
              *each(TypeError, "'b' is a torch.jit.ScriptModule: expected modules whose forward",
                    [nn.ModuleDict({"b": torch.jit.ScriptModule()})])]
