@@ -1,13 +1,13 @@
 """The box, which holds a skip from the layer that stashes it to the layer that pops it.
 
 Code that runs layers separately opens a box for each run: it puts in the skips that they pop, and takes out the skips
-that they stash. Layers without an opened box share one that belongs to their context.
+that they stash. Layers without an opened box share one that belongs to their thread.
 """
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from threading import get_ident
+from threading import local
 from uuid import UUID, uuid4
 
 from splitpipe.core.thread_state import Bound
@@ -37,7 +37,7 @@ Key = tuple[Namespace | None, str]
 Box = dict[Key, object]
 
 _box: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
-_unopened: ContextVar[tuple[int, Box] | None] = ContextVar("splitpipe.skip.unopened", default=None)
+_unopened = local()  # The box of each thread.
 
 
 def open_box(box: Box) -> Bound[Box | None]:
@@ -46,14 +46,6 @@ def open_box(box: Box) -> Bound[Box | None]:
 
 
 def current() -> Box:
-    """The current box. Call this again for each access: an empty box that wasn't opened isn't kept."""
+    """The current box."""
     box = _box.get()
-    if box is not None:
-        return box
-    # A copied context shares its box with the original, and may run at the same time, in another thread or interleaved,
-    # as asyncio's tasks do. So neither an empty box nor one that another thread has filled is reused.
-    thread, box = _unopened.get() or (None, {})
-    if thread != get_ident() or not box:
-        box = {}
-        _unopened.set((get_ident(), box))
-    return box
+    return vars(_unopened).setdefault("box", {}) if box is None else box
