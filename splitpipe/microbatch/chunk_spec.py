@@ -23,8 +23,6 @@ def verify_batched(batched: Any) -> tuple[Any, Any]:
     if isinstance(batched, Mapping) and "target" in batched and batched.keys() <= {"input", "target"}:
         target = _verify(batched["target"], "batched['target']")
         batched = batched.get("input")
-    if batched is False:
-        raise ValueError("batched is False, which leaves nothing to split: expected flags such as (True, False).")
     return None if batched is None else _verify(batched, "batched"), target
 
 

@@ -175,8 +175,6 @@ def schedules_of(schedules: Iterable[str | Schedule] | None, dropin: bool) -> li
             raise ValueError(f"schedules has {each!r}: expected a Schedule, or one of {', '.join(SCHEDULES)}.")
     if dropin:
         raise ValueError("schedules were given, but no loss_fn: expected both, since a schedule runs backward itself.")
-    if not found:
-        raise ValueError("schedules is empty: expected at least one, or None for all named ones.")
     return found
 
 
@@ -203,7 +201,7 @@ def chosen(
     if not found:
         raise ValueError(
             f"none of the schedules supports {counted(len(profile.names), 'layer')}, "
-            f"{counted(len(profile.devices), 'device')} and {', '.join(map(str, profile.layers))} chunks."
+            f"{counted(len(profile.devices), 'device')} and {', '.join(map(str, profile.layers))} chunks: expected other schedules."
         )
     best, of = found[0], found[0].candidate
     if not best.fits:  # It lacks the least.
