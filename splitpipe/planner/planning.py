@@ -14,7 +14,6 @@ from splitpipe.balance.survey import survey
 from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device, Place
 from splitpipe.core.worker import ProcessLock
-from splitpipe.microbatch.divider import divide_target
 from splitpipe.microbatch.rows import slices
 from splitpipe.partition.by_bytes import memory_of
 from splitpipe.planner.choose import Choice, choose
@@ -120,8 +119,6 @@ def plan(
         subject = survey(module, sample, "the sample")
         own_loss = loss_fn is None and subject.has_loss
         places = places[:len(subject.names)]  # There can't be more devices than layers.
-        if target is not None:
-            divide_target(target, None, [(0, subject.rows)])
         named = schedules_of(schedules, dropin=loss_fn is None and not own_loss)
         numbers = chunks_of(chunks, subject.rows, len(places), named)
         measured = profile(
