@@ -34,8 +34,7 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
     """The places of tensors that share a storage with another of the values, or with a tainted one."""
     if len(values) < 2 and not tainted:
         return frozenset()
-    # An empty tensor can't be written to.
-    storages = [storage_of(x) if isinstance(x, Tensor) and x.numel() else 0 for x in values]
+    storages = [storage_of(x) if isinstance(x, Tensor) else 0 for x in values]
     counts = Counter([*storages, *{storage_of(x) for x in tainted}])
     return frozenset([k for k, storage in enumerate(storages) if storage and counts[storage] > 1])
 

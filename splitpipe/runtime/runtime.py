@@ -191,7 +191,7 @@ class Runtime:
             self._last = stages
         call.draws.end(recomputes=call.checkpointed > 0 and call.state.grad)
         call.end()
-        if not self.own_forward and not self._looked and step.split and len(call.rows) > 1:
+        if not self.own_forward and not self._looked and call.state.grad and len(call.rows) > 1:
             self._looked = True
             warn_of_losses(batch.module)
 

@@ -182,7 +182,7 @@ def keeping(self: Any, x: Tensor) -> Tensor:
     return y.tanh()
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
+@pytest.mark.parametrize("options", [{}, {"backward": "autograd"}, {"schedule": "1f1b"}])
 def test_a_loss_that_the_first_stage_keeps_is_warned_of_once(options: dict[str, Any]) -> None:
     """No error would follow: its input needs no gradient. What is computed from parameters again is fine."""
     layers = nn.Sequential(module_of(keeping, **linears("layer")), nn.utils.spectral_norm(nn.Linear(4, 4)))
