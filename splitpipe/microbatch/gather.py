@@ -111,10 +111,8 @@ def _is_by_rows(column: list[Any], batch: _Batch, where: str) -> bool:
     # An entry that holds for all rows, such as a layer's, has the batch as a dimension in every microbatch.
     tensors = [own for own in ([x for x in each if x.dim()] for each in leaves) if own]
     whole = [all(any([*x.shape[dim : dim + 1]] == rows[:1] for dim in batch.along) for x in own) for own in tensors]
-    # A tuple is rather several outputs. Without the batch in front, they may have k entries per row, or it second.
-    inside, is_tuple = any(whole) or not whole, type(first) is tuple
-    fits = is_tuple and all(not len(x) % rows[0] or rows[0] in x.shape[1:2] for own in tensors for x in own)
-    if not inside and not fits:
+    inside, is_tuple = any(whole) or not whole, type(first) is tuple  # A tuple is rather several outputs.
+    if not inside and not is_tuple:
         return True
     layers = all(whole) and all(x is None or isinstance(x, Tensor) and x.dim() for x in first)
     if layers or len(column) == 1 or inside and is_tuple:
