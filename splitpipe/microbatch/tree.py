@@ -98,7 +98,7 @@ def hidden(value: object, deep: bool = True) -> Iterator[Tensor]:
 def _inside(value: object, deep: bool) -> Iterable[Any]:
     if isinstance(value, (Mapping, tuple, list, deque, UserList, Set)):
         return value.values() if isinstance(value, Mapping) else value
-    if not dataclasses.is_dataclass(value) and (not deep or isinstance(value, _CODE) or hasattr(value, "__code__")):
+    if not dataclasses.is_dataclass(value) and (not deep or isinstance(value, _CODE)):
         return ()
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     return [*getattr(value, "__dict__", {}).values(), *[getattr(value, name, None) for name in slots]]
