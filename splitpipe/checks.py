@@ -196,7 +196,7 @@ def resolve_device(device: object) -> torch.device:
 
 def _place(name: str, device: Device | Place) -> Place:
     if isinstance(device, torch.Stream):
-        return Place(device.device, stream.of_device_class(device), device)
+        return Place(device.device, stream.of_device_class(device))
     return device if isinstance(device, Place) else Place(_device(name, device))
 
 

@@ -198,7 +198,7 @@ def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> di
         tensors = [f"{name}.{own}" for own in block.state_dict(keep_vars=True)]
         away = {found[own] for own in tensors if own in found}
         if len(away) == 1 and all(own in found for own in tensors):
-            found[name] = away.pop()
+            found = {key: device for key, device in found.items() if key not in tensors} | {name: away.pop()}
     return found
 
 

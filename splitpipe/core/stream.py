@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -166,7 +166,6 @@ class Place:
 
     device: torch.device
     stream: torch.Stream | None = None
-    owner: object = field(default=None, repr=False, compare=False)  # The user's object, which may own the stream.
 
     def __reduce__(self) -> tuple[type[Place], tuple[torch.device]]:
         # A stream belongs to its process: a copied or unpickled place computes on the device's current one.
