@@ -166,6 +166,7 @@ DIFFERS = r"has the shape {} and differs between microbatches, of {} rows"
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], list[int], str]] = {
     "the batch second": (lambda y: y.t(), EVEN, DIFFERS.format(r"\[4, 2\]", 2)),
     "no batch": (lambda y: {"m": y.mean(0)[:3]}, EVEN, r"output\['m'\] " + DIFFERS.format(r"\[3\]", 2)),
+    "no batch, but the first rows": (lambda y: y.mean(0)[:3], UNEVEN, DIFFERS.format(r"\[3\]", 3)),
     "all pairs of rows": (lambda y: y @ y.t(), UNEVEN, "Expected size 3 but got size 1"),
     "other dimensions": (lambda y: y[:, 0] if len(y) == 1 else y, UNEVEN, "must have same number of dimensions"),
     "a number of rows": (lambda y: (y, len(y)), UNEVEN, r"0 and 2 return 3 and 1 as the output\[1\]"),
