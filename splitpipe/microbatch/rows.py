@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from splitpipe.microbatch.chunk_spec import GROUPS, NESTED, ROWS, flags_inside, misfit
-from splitpipe.microbatch.tree import PLAIN, Nesting, described, hidden, open_level
+from splitpipe.microbatch.tree import Nesting, described, hidden, open_level
 
 #: The first row and the number of rows of each microbatch.
 Slices = list[tuple[int, int]]
@@ -229,7 +229,7 @@ def written(node: Node, flag: Any) -> str:
 def alike(values: list[Any] | tuple[Any, ...]) -> bool:
     """True if values are of one kind: tensors with the same dtype and number of dimensions, dicts, strings, numbers."""
     entries = [entry for entry in values if entry is not None]
-    if not entries or callable(entries[0]) or isinstance(entries[0], PLAIN[-2:]):
+    if not entries or callable(entries[0]):
         return False
     kinds = [float if isinstance(x, (int, float)) else type(x) for x in entries]
     return len({(x.dtype, x.dim()) if isinstance(x, Tensor) else kind for x, kind in zip(entries, kinds)}) == 1

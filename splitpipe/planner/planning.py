@@ -13,7 +13,6 @@ from splitpipe import checks
 from splitpipe.balance.survey import survey
 from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device, Place
-from splitpipe.core.worker import ProcessLock
 from splitpipe.microbatch.rows import slices
 from splitpipe.partition.by_bytes import memory_of
 from splitpipe.planner.choose import Choice, choose
@@ -26,8 +25,6 @@ from splitpipe.schedule.op import Schedule, counted, listed
 _CHUNKS = (1, 2, 4, 8)  # Microbatches per device to choose from, by default.
 _USABLE = 0.9  # The fraction of an accelerator's free memory that a plan uses; the rest is for fragmentation.
 _OTHERS, _TOO_LARGE = 6, 2  # The number of runners-up that are listed, and of those that don't fit.
-# Threads that plan wait for each other, or else they would disturb each other's times and numbers of threads.
-_one_at_a_time = ProcessLock()
 
 
 class DoesNotFitError(ValueError):
@@ -114,17 +111,16 @@ def plan(
     seconds = checks.number_of("seconds", seconds, "a time")
     verify_compile(compile)
     places = places_of(devices)
-    with _one_at_a_time.lock:
-        room = room_of(memory, places, module)  # Before a copy of the module takes some.
-        subject = survey(module, sample, "the sample")
-        own_loss = loss_fn is None and subject.has_loss
-        places = places[:len(subject.names)]  # There can't be more devices than layers.
-        named = schedules_of(schedules, dropin=loss_fn is None and not own_loss)
-        numbers = chunks_of(chunks, subject.rows, len(places), named)
-        measured = profile(
-            subject, target, loss_fn, places, numbers, compile=compile, memory=room, optimizer_state=optimizer_state,
-            seconds=seconds,
-        )
+    room = room_of(memory, places, module)  # Before a copy of the module takes some.
+    subject = survey(module, sample, "the sample")
+    own_loss = loss_fn is None and subject.has_loss
+    places = places[:len(subject.names)]  # There can't be more devices than layers.
+    named = schedules_of(schedules, dropin=loss_fn is None and not own_loss)
+    numbers = chunks_of(chunks, subject.rows, len(places), named)
+    measured = profile(
+        subject, target, loss_fn, places, numbers, compile=compile, memory=room, optimizer_state=optimizer_state,
+        seconds=seconds,
+    )
     return chosen(measured, named, loss_fn, own_loss, compile=compile)
 
 
@@ -198,7 +194,7 @@ def chosen(
     if not found:
         raise ValueError(
             f"none of the schedules supports {counted(len(profile.names), 'layer')}, "
-            f"{counted(len(profile.devices), 'device')} and {', '.join(map(str, profile.layers))} chunks: expected other schedules."
+            f"{counted(len(profile.devices), 'device')} and {', '.join(map(str, profile.layers))} chunks: expected others."
         )
     best, of = found[0], found[0].candidate
     if not best.fits:  # It lacks the least.
