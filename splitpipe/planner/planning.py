@@ -194,7 +194,8 @@ def chosen(
     if not found:
         raise ValueError(
             f"none of the schedules supports {counted(len(profile.names), 'layer')}, "
-            f"{counted(len(profile.devices), 'device')} and {', '.join(map(str, profile.layers))} chunks: expected others."
+            f"{counted(len(profile.devices), 'device')} and {', '.join(map(str, profile.layers))} chunks: expected "
+            "others."
         )
     best, of = found[0], found[0].candidate
     if not best.fits:  # It lacks the least.

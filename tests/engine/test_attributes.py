@@ -26,7 +26,7 @@ def weighing(self: Any, x: Tensor) -> Tensor:
     """Leaves the balance of its experts, and what it has computed it from."""
     self.weights = self.gate(x).softmax(1)
     self.gate.balance = self.weights.var(1).sum()
-    self.history = {"weights": [self.weights]}
+    self.history = {"weights": [self.weights], "steps": 1}
     return x + self.layer(x) * self.weights[:, :1]  # type: ignore[no-any-return]
 
 
@@ -71,7 +71,7 @@ def test_a_block_may_leave_tensors_for_the_code_right_after_it(after: str, sched
         assert_same_tensors(model, plain)
         descend(model, plain)
     for block in model.blocks:
-        assert block.weights is None and block.gate.balance is None and block.history == {"weights": [None]}
+        assert block.weights is None and block.gate.balance is None and block.history == {"weights": [None], "steps": 1}
     model(**batch(1))  # A single microbatch is the batch.
     assert len(model.blocks[0].weights) == 1
 
