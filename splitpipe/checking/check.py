@@ -307,8 +307,6 @@ def _errors(one: Run, many: Run, kind: str, pieces: int) -> dict[str, float]:
 
 def _error(x: Any, y: Any, floor: float = 0.0) -> float:
     """The largest difference of two values: a part of the largest element among those that differ, or infinite."""
-    if type(x) is float and type(y) is float:
-        x, y = torch.tensor([x, y], dtype=torch.float64)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         return 0.0 if type(x) is type(y) and x == y else math.inf
     x, y = [torch.view_as_real(each) if each.is_complex() else each for each in (x, y)]

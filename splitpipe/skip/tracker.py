@@ -13,7 +13,7 @@ from uuid import UUID, uuid4
 from splitpipe.core.thread_state import Bound
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Namespace:
     """Distinguishes skips with the same name, in ``layer.isolate(namespace)``.
 
@@ -28,9 +28,6 @@ class Namespace:
     """
 
     id: UUID = field(default_factory=uuid4, init=False)
-
-    def __repr__(self) -> str:
-        return f"<Namespace {self.id.hex[:8]}>"
 
 
 Key = tuple[Namespace | None, str]
