@@ -85,7 +85,7 @@ class Division:
 
     def _rows(self, k: int) -> Slices:
         times = self.nodes[k].times if self.nodes else 1
-        return self.rows if times < 2 else [(start * times, count * times) for start, count in self.rows]
+        return [(start * times, count * times) for start, count in self.rows]
 
     def some(self, count: int) -> Any:
         """The value for the first rows."""
