@@ -90,12 +90,11 @@ class _Send(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad.contiguous()
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
 
 
 def _node(x: Tensor) -> Any:
