@@ -15,7 +15,7 @@ from splitpipe import checks
 from splitpipe.balance.rig import Layer, measure
 from splitpipe.balance.survey import survey
 from splitpipe.core.stream import Device, Place
-from splitpipe.partition.blocks import Blocks, called, no_blocks, repeated, verify_cuts
+from splitpipe.partition.blocks import Blocks, no_blocks, repeated, verify_cuts
 from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of
 from splitpipe.partition.device_map import device_map as map_of
 from splitpipe.partition.placement import by_stage
@@ -234,7 +234,7 @@ def _by_bytes(module: nn.Module, places: list[Place], where: Sequence[str]) -> t
         where = []
     elif not where:
         raise no_blocks(module)
-    parts = parts_of(module, [name for name in where if called(module.get_submodule(name))])
+    parts = parts_of(module, where)
     places = places[: len(parts)]
     devices = [place.device for place in places]
     memory = {device: memory_of(device, module) for device in dict.fromkeys(devices)}
