@@ -141,12 +141,11 @@ class Pipeline(nn.Module):
             if needed and value is None:
                 raise ValueError(f"found no {what} in the process of the stage that needs it: expected the batch's.")
         self._verify(run is self._run, inputs, target)
-        losses: list[Tensor] = []
         try:  # From here on, an error may occur in this process only.
             given = [value.to(self.device) for value in inputs] if self._first else []
             target = target.to(self.device) if self._last else None
             self._loss.begin(target)
-            run(*given, target=target, losses=losses if self._last else None, return_outputs=False)
+            run(*given, target=target, return_outputs=False)
         except BaseException as error:
             self._failed = repr(error.__cause__ or error)
             raise

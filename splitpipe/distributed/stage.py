@@ -54,7 +54,7 @@ class StageModule(nn.Sequential):
 
     def forward(self, *values: Any) -> Any:
         arrived = _node if self.stage else torch.clone  # The batch belongs to the caller.
-        values = tuple([arrived(x) if isinstance(x, Tensor) else x for x in values])
+        values = tuple(map(arrived, values))
         count = len(values) - len(self._arriving)
         box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
         handle = RemovableHandle.next_id
