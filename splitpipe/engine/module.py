@@ -214,7 +214,7 @@ class ModuleForward:
             why = f"after stage {before} has begun" if late else "while other tensors replace its parameters"
             raise ValueError(
                 f"{self._call.blocks.described(block)}, where stage {stage} starts, was called {why}: expected cuts= "
-                "in the order of the forward's calls (sample= finds it), and torch.func.functional_call in one block."
+                "in the order of the forward's calls, or sample= instead, and torch.func.functional_call in one block."
             )
 
     def _modules_of(self, block: nn.Module) -> Modules | None:

@@ -1,6 +1,7 @@
 """The command line of plans: ``python -m splitpipe plan``."""
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -63,7 +64,10 @@ def _parser() -> Parser:
 
 
 def _run(given: Namespace) -> None:
-    options = {name: value for name, value in vars(given).items() if value is not None and name not in ("html", "json")}
+    options = {name: value for name, value in vars(given).items() if value is not None}
+    for file in filter(None, [options.pop("html", None), options.pop("json", None)]):  # Before the long measurement.
+        if os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or os.curdir):
+            raise ValueError(f"{file!r} can't be written: expected the name of a file in an existing directory.")
     if "" not in sys.path:
         sys.path.insert(0, "")  # As python -m does, to find modules in the working directory.
     module = _imported(given.module)

@@ -34,22 +34,22 @@ DOORS = {"", "skip", "balance", "distributed", "schedule"}
 #: The lines that a room has; "": the files next to the rooms. Behind each is what it may have at most in the end: a
 #: number falls with its room, and is only raised with the reason in the change.
 BUDGETS = {
-    "core": 1043,  # 1,050
+    "core": 1041,  # 1,050
     "schedule": 2747,  # 3,500
-    "microbatch": 944,  # 950
-    "skip": 330,  # 340
+    "microbatch": 938,  # 950
+    "skip": 319,  # 340
     "backward": 1239,  # 1,250
     "loss": 1549,  # 1,100
-    "partition": 847,  # 850
+    "partition": 836,  # 850
     "stage": 650,  # 650
     "engine": 2199,  # 2,200
     "runtime": 437,  # 450
-    "": 1149,  # 1,150
-    "checking": 328,  # 500
+    "": 1147,  # 1,150
+    "checking": 326,  # 500
     "compiled": 548,  # 600
-    "balance": 661,  # 700
-    "planner": 1121,  # 1,200
-    "distributed": 467,  # 500
+    "balance": 655,  # 700
+    "planner": 1109,  # 1,200
+    "distributed": 465,  # 500
 }
 OUTSIDE = sys.stdlib_module_names | {"torch", "typing_extensions"}
 

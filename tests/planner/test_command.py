@@ -100,6 +100,8 @@ MODEL = "planned_train:model --sample 4x6"
     (f"{MODEL} --chunks 1,x", "expected whole numbers"),
     (f"{MODEL} --memory lots", "'lots' isn't a size"),
     (f"{MODEL} --devices cuda:99", "cuda:99"),
+    (f"{MODEL} --html absent/a.html", "'absent/a.html' can't be written"),
+    (f"{MODEL} --json .", "'.' can't be written"),
 ])
 def test_what_is_wrong_is_said_in_a_line(line, message, room, capsys):
     assert main(["plan", "--seconds", "0", *shlex.split(line)]) == 2
