@@ -210,7 +210,9 @@ class ModuleForward:
 
     def _verify_split_point(self, block: nn.Module, stage: int, before: int) -> None:
         late = stage < before and block not in self._call.placement.stage_of
-        if late or stage > before and not all([isinstance(x, nn.Parameter) for x in block.parameters()]):
+        names = self.step.stages[stage].names
+        other = any([not isinstance(x, nn.Parameter) and id(x) not in names for x in block.parameters()])
+        if late or stage > before and other:
             why = f"after stage {before} has begun" if late else "while other tensors replace its parameters"
             raise ValueError(
                 f"{self._call.blocks.described(block)}, where stage {stage} starts, was called {why}: expected cuts= "

@@ -111,7 +111,8 @@ class Segment:
 class RunningStage:
     """A stage in one call: what its microbatches leave for B (``fwd_cache``), and for W (``store``).
 
-    ``limit``: how many bytes may wait for W in a drop-in call; ``streams``: those of W; ``names``: of parameters.
+    ``limit``: how many bytes may wait for W in a drop-in call; ``streams``: those of W;
+    ``names``: of parameters, as the call finds them.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class RunningStage:
         # Checkpointed, what waits keeps what was just recomputed; otherwise, what the forward has kept anyway.
         limit = own.weight_bytes // (4 if call.checkpointed else 1) if limit is None else limit
         weights = None if streams is None else streams(self.device, "weights")
-        self.store = WeightGradStore(self.compute, weights, limit if drop_in else None, names)
+        self.store, self.names = WeightGradStore(self.compute, weights, limit if drop_in else None, names), names
         self.fwd_cache: dict[int, Segment] = {}
         #: The leaves to which its microbatches' graphs lead, by identity.
         self.reached: dict[int, Tensor] = {}

@@ -27,7 +27,7 @@ def mlp(*more: nn.Module) -> nn.Sequential:
 
 def stitched(module: nn.Sequential, balance: list[int] | None = None, by: str = "balance", **options: Any) -> SplitPipe:
     """A pipeline of a copy."""
-    balance = balance or [len(module) - 2, 2]
+    balance = balance or [len(module) - 1, 1]
     wrapped, where = stages(copy.deepcopy(module), balance, by)
     given = {"chunks": 3, "devices": ["cpu"] * len(balance), "backward": "autograd", **options}
     return SplitPipe(wrapped, **where, **given)

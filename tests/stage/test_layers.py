@@ -56,9 +56,10 @@ def test_what_changes_between_two_steps_counts_in_the_second(how: str, checkpoin
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_parameters_of_one_call_are_not_kept_after_it(schedule: Any) -> None:
+@pytest.mark.parametrize("where", [{"balance": [1, 1]}, {"cuts": ["1"]}], ids=["balance", "cuts"])
+def test_parameters_of_one_call_are_not_kept_after_it(schedule: Any, where: dict[str, Any]) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model = SplitPipe(layers, [1, 1], devices=CPU, chunks=2, schedule=schedule, loss_fn=nn.MSELoss())
+    model = SplitPipe(layers, **where, devices=CPU, chunks=2, schedule=schedule, loss_fn=nn.MSELoss())
     for requires_grad in (True, False):
         other = torch.rand(2, 4, requires_grad=requires_grad)
         gone, given = weakref.ref(other), (torch.randn(4, 4),)
