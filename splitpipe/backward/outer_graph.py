@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from splitpipe.core import stream
+from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import _get_current_graph_task_keep_graph, _will_engine_execute_node
 
 #: Tensors that get gradients: the leaves of a stage, by its number; or the caller's, by the key of the value.
@@ -103,6 +104,7 @@ class _Output(Function):
         return tuple([x.detach() for x in tensors])
 
     @staticmethod
+    @uncompiled  # As is all below: a compiled function around a step compiles what its backward calls.
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -124,6 +126,7 @@ class _Phony(Function):
         return torch.zeros((), device="cpu")
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             return None, *ctx.give()

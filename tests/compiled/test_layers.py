@@ -205,6 +205,15 @@ def test_layers_that_the_user_compiles_by_our_backend_are_the_same(how: str, way
     assert {(row.deferred, row.why) for row in splitpipe.deferral_report(model)} == {(True, "compiled")}
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("way", [ALWAYS, SCHEDULED], ids=["always", "zb-h1"])
+def test_a_compiled_function_around_a_step_leaves_the_backward_alone(way: dict[str, Any]) -> None:
+    plain, model = twins(blocks(), compile=False, **way)
+    for each in (plain, model):
+        torch.compile(step, backend="eager")(each, x())
+    assert_same_tensors(model, plain)
+
+
 def wrap(layers: nn.Sequential, backend: Any) -> None:
     for number in (0, 2):
         layers[number] = torch.compile(layers[number], backend=backend)
