@@ -44,7 +44,7 @@ class ModuleRuntime(Runtime):
         super().__init__(options, divider=partial(ArgumentDivider, self.signature))
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
         self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
-        self._traced: dict[Any, bool] = {}  #: Whether calls of a kind return numbers; others aren't traced again.
+        self._traced: dict[Any, bool] = {}  #: Whether calls of a kind have returned numbers; others aren't traced.
         self._attributes = Attributes()
         self._modules: dict[nn.Module, Modules] = {}
 
@@ -143,7 +143,7 @@ class ModuleRuntime(Runtime):
         if len(step.call.rows) > 1:
             numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
-            self._traced[batch.kind] = numbers
+            self._traced[batch.kind] = numbers or self._traced.get(batch.kind, False)
         if not placement.complete and not any([x in batch.blocks.blocks for x in placement.called[0]]):
             warnings.warn(
                 "stage 0 calls no module, so its device is idle: expected cuts= without the module that is called "

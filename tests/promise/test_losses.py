@@ -10,6 +10,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import cycle
 from typing import Any
 
@@ -483,6 +484,30 @@ def test_a_criterion_that_is_a_block_is_traced() -> None:
     for rows in (EVEN, UNEVEN):
         x, labels = torch.randn(rows, 3).double(), losses.BATCHES["some"](rows, rows == EVEN)
         assert_close(backward(model, model(x, labels)), backward(plain, plain(x, labels)))
+
+
+class Sometimes(Own):
+    """Returns its loss in some calls only, as that of a regulariser that isn't computed in every step."""
+
+    silent = False
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        output = super().forward(x, labels)
+        return {"y": output["y"]} if self.silent else output
+
+
+@pytest.mark.parametrize("calls", ["+-+", "-!+-+"])
+def test_a_loss_in_some_calls_only_is_that_of_the_batch(calls: str) -> None:
+    """In a call with "-", there is none; in the first after such calls, "!", it is averaged, which is said."""
+    plain, x, labels = Sometimes(F.cross_entropy).double(), *batch("some", UNEVEN)
+    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
+    for call in calls:
+        plain.silent = model.silent = call == "-"
+        if call == "+":
+            assert_close(backward(model, model(x, labels)["loss"]), backward(plain, plain(x, labels)["loss"]))
+        else:
+            with pytest.warns(UserWarning, match="no number before") if call == "!" else nullcontext():
+                model(x, labels)
 
 
 class Sharing(nn.Module):
