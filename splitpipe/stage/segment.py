@@ -111,8 +111,7 @@ class Segment:
 class RunningStage:
     """A stage in one call: what its microbatches leave for B (``fwd_cache``), and for W (``store``).
 
-    ``limit``: how many bytes may wait for W in a drop-in call; ``streams``: those of W;
-    ``names``: of parameters, as the call finds them.
+    ``limit``: how many bytes may wait for W in a drop-in call; ``streams``: those of W; ``names``: of parameters.
     """
 
     def __init__(
