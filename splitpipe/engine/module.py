@@ -210,9 +210,8 @@ class ModuleForward:
 
     def _verify_split_point(self, block: nn.Module, stage: int, before: int) -> None:
         late = stage < before and block not in self._call.placement.stage_of
-        names = self.step.stages[stage].names
-        other = any([not isinstance(x, nn.Parameter) and id(x) not in names for x in block.parameters()])
-        if late or stage > before and other:
+        own = [isinstance(x, nn.Parameter) or id(x) in self.step.stages[stage].names for x in block.parameters()]
+        if late or stage > before and not all(own):
             why = f"after stage {before} has begun" if late else "while other tensors replace its parameters"
             raise ValueError(
                 f"{self._call.blocks.described(block)}, where stage {stage} starts, was called {why}: expected cuts= "
