@@ -9,8 +9,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2] / "splitpipe"
 #: From the ground up. Those of one line know nothing of each other. A file at the top is a room of its own.
 ROOMS: list[set[str]] = [
