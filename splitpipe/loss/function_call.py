@@ -92,8 +92,8 @@ ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeErr
 
 
 def numbers_among(values: Iterable[Any]) -> list[float]:
-    """The numbers of Python or NumPy among values, and in lists among these."""
-    given = [x for y in values for x in (y if isinstance(y, (list, tuple)) else [y]) if not isinstance(x, Tensor)]
+    """The numbers of Python or NumPy among values."""
+    given = [x for x in values if not isinstance(x, Tensor)]
     each = [x.item() if getattr(x, "shape", None) == () and hasattr(x, "item") else x for x in given]  # Not a dtype.
     return [x for x in each if type(x) is not bool and isinstance(x, (int, float))]
 

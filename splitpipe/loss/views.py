@@ -65,7 +65,7 @@ def view(call: FunctionCall) -> Meaning | None:
     if call.name in _DIVIDING and not call.argument(2 - (call.name == "unbind"), "dim", 0) % max(1, x.dim()):
         note_size(call, rows)  # Python may count the pieces.
         return None
-    if call.name in ("narrow", "split") and call.ledger.may_be_read([n for n in call.scalars if abs(n) > 1]):
+    if call.name == "narrow" and call.ledger.may_be_read([n for n in call.scalars if abs(n) > 1]):
         return Unknown(call.ledger.read)
     if not out.dim():
         return rows if call.name == "squeeze" and call.ledger.most > 1 else None  # Of a single row.

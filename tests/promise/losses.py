@@ -559,8 +559,6 @@ SAID: Table = {
     "a hook of a number": ("flat", hooked),
     "up to the longest": ("tokens", cropped),
     "narrowed": ("tokens", lambda o, t: o.narrow(1, 0, int(counted(t).sum(1).max())).square().mean()),
-    "parted": ("tokens", lambda o, t: (lambda n: o.split([n, WORDS - n], 1)[0].square().mean())(
-        int(counted(t).sum(1).max()))),
     "if more than one counts": ("tokens", lambda o, t: (
         F.cross_entropy(o.flatten(0, 1), t.flatten()) if counted(t).sum() > 1 else 0 * o.sum())),
     "a sum if any": ("tokens", lambda o, t: o.square().sum() if counted(t).any() else 0 * o.sum()),
