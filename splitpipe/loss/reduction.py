@@ -11,6 +11,8 @@ from torch import Tensor
 from splitpipe.loss.numbers import Number, Unknown, batch, mean
 
 Reduce = Callable[[list[Tensor], list[int]], Tensor]
+#: A number of a call that wasn't traced, since earlier calls of its kind had returned none.
+UNSEEN = Unknown("a block that returned no number before")
 #: What else a user can do.
 AS_FUNCTION = "reduction= as a function of the microbatches' values and row counts"
 AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
@@ -66,8 +68,7 @@ class Reducer:
             return torch.stack(values).sum()
         found = None
         if self._reduction is None:
-            unseen = Unknown("a block that returned no number before")
-            each = [known.get(id(x), unseen) for x, known in zip(column, self._numbers)]
+            each = [known.get(id(x), UNSEEN) for x, known in zip(column, self._numbers)]
             found = batch(each)
             if found is None and like.is_floating_point():
                 unknown = [x.function for x in each if isinstance(x, Unknown)]

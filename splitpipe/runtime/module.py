@@ -18,6 +18,7 @@ from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
 from splitpipe.loss.objective import Objective
+from splitpipe.loss.reduction import UNSEEN
 from splitpipe.microbatch.divider import ArgumentDivider, labelled, name_arguments, signature_of
 from splitpipe.microbatch.division import Division
 from splitpipe.partition.attributes import Attributes
@@ -143,7 +144,10 @@ class ModuleRuntime(Runtime):
         if len(step.call.rows) > 1:
             numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
-            self._traced[batch.kind] = numbers or self._traced.get(batch.kind, False)
+            traced = self._traced.setdefault(batch.kind, numbers)
+            if numbers and not traced:
+                self._traced[batch.kind] = True
+                self._said.discard(UNSEEN.function)  # It is said once for each kind of call.
         if not placement.complete and not any([x in batch.blocks.blocks for x in placement.called[0]]):
             warnings.warn(
                 "stage 0 calls no module, so its device is idle: expected cuts= without the module that is called "

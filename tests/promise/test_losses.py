@@ -501,7 +501,8 @@ def test_a_loss_in_some_calls_only_is_that_of_the_batch(calls: str) -> None:
     """In a call with "-", there is none; in the first after such calls, "!", it is averaged, which is said."""
     plain, x, labels = Sometimes(F.cross_entropy).double(), *batch("some", UNEVEN)
     model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
-    for call in calls:
+    for k, call in enumerate(calls * 2):
+        plain.train(k < len(calls)), model.train(k < len(calls))  # Those in eval mode are of another kind.
         plain.silent = model.silent = call == "-"
         if call == "+":
             assert_close(backward(model, model(x, labels)["loss"]), backward(plain, plain(x, labels)["loss"]))
