@@ -47,7 +47,7 @@ def reshape(call: FunctionCall) -> Meaning | None:
 
 def turn(call: FunctionCall) -> Meaning | None:
     """Another order of dimensions, or one more: strides of a single row don't show which one is in front."""
-    x, out, given = call.args[0], call.out, [*call.args[1:], *call.kwargs.values()]
+    out, given = call.out, [*call.args[1:], *call.kwargs.values()]
     if not isinstance(call.meaning, Rows):
         return _of_others(call)
     dims = dims_of(out, [y for each in given for y in (each if isinstance(each, (tuple, list)) else [each])])
