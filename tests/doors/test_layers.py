@@ -165,3 +165,10 @@ def test_no_room_has_more_lines_than_its_budget() -> None:
         "number in BUDGETS, and say why in the change" for room, count in lines.items() if count > BUDGETS[room]
     ]
     assert full == []
+
+
+def test_a_wrong_import_is_seen_wherever_it_stands() -> None:
+    for line in ("from splitpipe.pipe import SplitPipe", "import splitpipe", "from splitpipe import skip",
+                 "from splitpipe.absent import name", "from . import worker", "from numpy.linalg import norm"):
+        assert len(faults("core.transfer", f"def f():\n    {line}")) == 1, line
+    assert faults("stage.stage", "from splitpipe.core import note\nimport torch.nn\nimport ast") == []

@@ -129,6 +129,15 @@ def test_no_class_overrides_what_is_private_to_torch_unlisted() -> None:
     assert [fault for file in files for kind in heirs(module_of(file)) for fault in overridden(kind, attributes)] == []
 
 
+def test_what_is_private_to_torch_is_seen() -> None:
+    for line in ("torch._C._current_graph_task_id()", "import torch._dynamo", "from torch._C import name",
+                 "x._unlisted", "from torch import _C", "super()._unlisted()", "getattr(x, '_unlisted', None)"):
+        assert faults(f"def f(x):\n    {line}", {"_listed"}) != [], line
+    assert faults("import torch.nn\nx._listed\nself._mine\nx.__dict__", {"_listed"}) == []
+    kind = type("Layer", (torch.nn.Module,), dict.fromkeys(["_apply", "_get_name", "forward"], lambda self: None))
+    assert overridden(kind, {"_apply"}) == ["Layer._get_name"]
+
+
 def test_what_is_listed_is_used() -> None:
     source = "\n".join(FILES.values())
     words = set(re.findall(r"\w+", source))
