@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,10 +116,10 @@ def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, gra
 
 def quotient(above: Number, count: Number, like: Tensor) -> Number:
     """A mean, with the type of a tensor."""
-    return applied("div", _divide, (above, count, like.dtype), {}, like.requires_grad, live=above.formula.live)
+    return applied("div", partial(_divide, like.dtype), (above, count), {}, like.requires_grad, live=above.formula.live)
 
 
-def _divide(above: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
+def _divide(dtype: torch.dtype, above: Tensor, count: Amount) -> Tensor:
     return (above / (count if isinstance(count, Tensor) or count else math.nan)).to(dtype)
 
 

@@ -79,7 +79,7 @@ class Reducer:
                 f"floating-point number, a sum, or {AS_FUNCTION}."
             )
         if found is None:
-            found = batch([mean(x.to(like.dtype), float(count)) for x, count in zip(values, rows)])
+            found = batch([mean(x, float(count)) for x, count in zip(values, rows)])
         number, totals = found  # type: ignore[misc]
         whole: Tensor = number.evaluate(totals).to(like.dtype)
         return whole if any([x.requires_grad for x in values]) else whole.detach()
