@@ -1,5 +1,4 @@
 """Deferred running statistics are those that nn.BatchNorm keeps of the whole batch."""
-from __future__ import annotations
 
 import copy
 import pickle

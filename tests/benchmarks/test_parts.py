@@ -1,5 +1,4 @@
 """Each benchmark runs in its tiniest size and saves what it prints; pages and pictures are those of the results."""
-
 from __future__ import annotations
 
 import importlib
@@ -11,8 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.harness import tensor_memory
 from benchmarks.harness.runner import BENCHMARKS, Part
+from benchmarks.parts.memory import fresh
 from benchmarks.report import __main__ as report
 from benchmarks.report import cells, figures
 from benchmarks.run import PARTS
@@ -53,6 +55,24 @@ def complete(found: dict[str, Any], printed: str) -> None:
 ])
 def test_a_benchmark_saves_what_it_prints(part: Part, run: Run) -> None:
     complete(*run(part))
+
+
+def counted() -> int:
+    """Bytes of a step that holds 1,200 floats at most, beside what is gone before."""
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        torch.empty(1000)
+        kept.append(torch.empty(500))
+        torch.empty(700)
+
+    (peak,) = tensor_memory.peaks(step, kept.clear, passes=1)
+    return peak["cpu"]
+
+
+@pytest.mark.thorough
+def test_bytes_of_a_step_are_those_of_its_tensors() -> None:
+    assert 4 * 1200 <= fresh(counted) < 4 * 1300
 
 
 RESULTS = BENCHMARKS / "results"

@@ -1,5 +1,4 @@
-"""train_gpt.py and train_parallel.py train and resume."""
-
+"""train_gpt.py and train_parallel.py train, resume, and refuse in one line what makes no run."""
 from __future__ import annotations
 
 import re
@@ -41,6 +40,17 @@ def test_it_learns_and_a_resumed_run_equals_a_straight_one(script, tmp_path, cap
     assert train_gpt.main([*TINY, *mode, "--steps", "8", "--save", resumed, "--resume", half]) == 0
     one, other = (torch.load(path, weights_only=True)["model"] for path in (straight, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("options", "said"),
+                         [("--lr 0", "argument --lr: expected more than 0, and finite; found 0"),
+                          ("--width 10 --heads 4", "width must be a multiple of heads; found width 10 and 4 heads"),
+                          ("--resume nowhere.pt", "--resume nowhere.pt: no such file")])
+def test_options_that_make_no_run_are_refused_in_one_line(options, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main(options.split())
+    found = capsys.readouterr().err
+    assert ended.value.code == 2 and said in found and found.count("\n") == 1
 
 
 @gloo

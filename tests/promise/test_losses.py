@@ -279,11 +279,11 @@ def test_a_factor_may_be_0_in_the_first_microbatch(factor: str, way: str) -> Non
     assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
-@pytest.mark.parametrize("loss", [*losses.SEVERAL, *losses.MIXED])
-def test_drop_in_several_terms_each_have_their_count(loss: str) -> None:
-    name, function = (losses.SEVERAL | losses.MIXED)[loss][:2]  # type: ignore[operator]
+@pytest.mark.parametrize("loss", [*losses.SEVERAL, *losses.MIXED, *losses.VECTORS])
+def test_drop_in_several_terms_or_entries_each_have_their_count(loss: str) -> None:
+    name, function = {**losses.SEVERAL, **losses.MIXED, **losses.VECTORS}[loss][:2]
     sides = made("own", function)
-    for rows in (EVEN, UNEVEN, EVEN):
+    for rows in (EVEN, UNEVEN, CHUNKS if loss in losses.VECTORS else EVEN):
         verify(name, rows, *sides)
 
 
@@ -325,14 +325,6 @@ def by_rows(module: nn.Module, step: Step, x: Tensor, y: Tensor) -> tuple[Tensor
     """The loss as a mean over rows, of microbatches as they are cut."""
     parts = zip(x.chunk(CHUNKS), y.chunk(CHUNKS))
     return backward(module, torch.stack([step(a, b).nan_to_num() * (len(a) / len(x)) for a, b in parts]).sum())
-
-
-@pytest.mark.parametrize("loss", losses.VECTORS)
-def test_drop_in_sums_may_have_several_entries(loss: str) -> None:
-    name, function, _ = losses.VECTORS[loss]
-    sides = made("own", function)
-    for rows in (EVEN, UNEVEN, CHUNKS):
-        verify(name, rows, *sides)
 
 
 @pytest.mark.parametrize(("loss", "way"), [
@@ -451,20 +443,9 @@ def test_a_number_that_a_block_with_parameters_returns_is_said(number: Callable[
 
 
 def test_a_criterion_that_is_a_block_is_traced() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last, self.criterion = nn.Linear(3, 6), nn.Linear(6, 5), nn.CrossEntropyLoss()
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            loss: Tensor = self.criterion(self.last(self.first(x)), labels)
-            return loss
-
-    plain = Model().double()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
+    sides = made("own", nn.CrossEntropyLoss())
     for rows in (EVEN, UNEVEN):
-        x, labels = torch.randn(rows, 3).double(), losses.BATCHES["some"](rows, rows == EVEN)
-        assert_close(backward(model, model(x, labels)), backward(plain, plain(x, labels)))
+        verify("some", rows, *sides)
 
 
 class Sometimes(Own):

@@ -1,5 +1,4 @@
 """A decorated class keeps its name, copies and pickles; what is declared wrongly is told, of a class and of a model."""
-from __future__ import annotations
 
 import copy
 import io
