@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss import numbers
-from splitpipe.loss.numbers import Amount, Number, Unknown
+from splitpipe.loss.numbers import Amount, Formula, Number, Unknown
 from splitpipe.loss.reduction import AS_PAIR, warn
 
 _WAYS = f"in a SplitPipe, {AS_PAIR}, pass reduction='mean' or 'sum', or use schedule=None and a loss of model(x)."
@@ -46,7 +46,7 @@ class BatchLoss:
         """
         if isinstance(number, Unknown) and self._reduction == "sum":
             number = numbers.amount("loss_fn", value)
-        wrong = number.function if isinstance(number, Unknown) else _vector(number)
+        wrong = number.function if isinstance(number, Unknown) else _unfit(number)
         if wrong is not None and self._reduction is None and len(self._rows) > 1:
             warn(self._said, wrong, self._ways)
         if self._by_rows is None and not (isinstance(number, Number) and number.formula.nothing):
@@ -122,7 +122,7 @@ class BatchLoss:
         half = any([isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in totals])
         if not all([math.isclose(float(first), float(x), rel_tol=1e-2 if half else 1e-4) for x in others]):
             raise self._refused("terms whose counts aren't proportional")
-        return first
+        return torch.where(first == 0, 2.0 ** -64, first) if _adds_graph(number) else first  # It divides the rest.
 
     def _refused(self, found: str) -> ValueError:
         each = [
@@ -136,10 +136,10 @@ class BatchLoss:
         )
 
 
-def _vector(number: Number) -> str | None:
-    """The function that has made a sum with a graph that isn't a single real number."""
-    sums: list[Any] = [(one, x) for one, x in number.amounts.items() if one.grad and not one.constant]
-    return next((one.name for one, x in sums if x.numel() > 1 or x.is_complex()), None)
+def _unfit(number: Number) -> str | None:
+    """The function that isn't linear in the sums, or has made one with a graph that isn't a single real number."""
+    steps: list[tuple[Formula, Any]] = [(x, y) for x, y in number.steps.items() if x.grad and not x.constant]
+    return next((x.name for x, y in steps if not x.linear or y is not None and (y.numel() > 1 or y.is_complex())), None)
 
 
 def _adds_graph(number: Number) -> bool:

@@ -1,7 +1,7 @@
 """Numbers of the batch: sums over its rows, and what is computed of these.
 
 What code computes of sums is recorded, and computed again of those of the batch. A mean is a quotient: of a sum, and of
-what it counts. What has the graph of a sum is linear in sums; what has none, such as a count, may be any function.
+what it counts. A schedule wants what has the graph of a sum to be linear in sums (batch_loss).
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Formula:
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
     grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
     live: bool = False  #: Whether it has the graph of a sum.
-    detached: bool = False  #: Whether it depends on such sums without their graph.
+    linear: bool = True  #: Whether it is linear in such sums.
 
 
 @dataclass(eq=False)

@@ -178,10 +178,9 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
             numbers[id(x)] = amount("a constant", x, constant=True, asked=ledger.asked) if learned else x.clone()
         elif not isinstance(meaning, Number):
             return meaning if isinstance(meaning, Unknown) else None
-    operands = [x for x in numbers.values() if isinstance(x, Number)]
-    formulas = [x.formula for x in operands]
-    live = [x for x in formulas if x.live]
-    if live and out.requires_grad and not _linear(call, operands):
+    formulas = [x.formula for x in numbers.values() if isinstance(x, Number)]
+    live = out.requires_grad and any([x.live for x in formulas])
+    if live and name not in RULES:
         return None
     if RULES.get(name) is views.index and len(call.operands) > 1 or name in BY_VALUES:  # As many as n[n > 0] has.
         return None
@@ -192,21 +191,20 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     if name in SCALING and 0 in call.scalars:
         return amount("0", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
     args, kwargs = mapped(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
-    nothing = all([x.nothing for x in formulas]) and len(operands) == len(numbers) and not call.scalars
-    counted = name in DIVIDING and len(operands) == 2 and all([x.grows for x in formulas])
+    nothing = all([x.nothing for x in formulas]) and len(formulas) == len(numbers) and not call.scalars
+    counted = name in DIVIDING and len(formulas) == 2 and all([x.grows for x in formulas])
     grows = any([x.grows for x in formulas]) and not counted
-    detached = any([x.detached or x.live and not out.requires_grad for x in formulas])
-    return applied(name, function, args, kwargs, out.requires_grad, grows=grows, nothing=nothing,
-                   live=bool(live) and out.requires_grad, detached=detached)
+    factors = [x for x in formulas if x.live or not live or name not in ADDING]
+    linear = all([x.linear and x.live <= live for x in factors]) and (not live or _linear(call))
+    return applied(name, function, args, kwargs, out.requires_grad, grows=grows, nothing=nothing, live=live,
+                   linear=linear)
 
 
-def _linear(call: FunctionCall, operands: list[Number]) -> bool:
+def _linear(call: FunctionCall) -> bool:
     """Whether a function is linear in what has the graph of a sum; its factors may depend on counts."""
     if call.name in ADDING:
         return True
     live = [x for x in call.operands if isinstance(each := call.of(x), Number) and each.formula.live]
-    if any([x.formula.detached for x in operands]):
-        return False
     below = call.name in DIVIDING and (call.args[0] is not live[0] or call.name[0] == "r")
     scales = call.name in _SCALES and len(live) == 1 and not below
     return scales or RULES.get(call.name) in _LINEAR or call.name in ("sum", "mean")

@@ -725,22 +725,22 @@ UNKNOWN: dict[str, tuple[str, Loss, str]] = {
     "rows and a number, summed": ("values", lambda o, t: ((o - t).square() + F.mse_loss(o, t)).sum(), "sum"),
     "rows and a number, squared": ("values", lambda o, t: ((o - t) + F.mse_loss(o, t)).square().mean(), "add"),
     "std": ("flat", lambda o, t: F.mse_loss(o, t) + (o - t).std(), "std"),
+    "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), "nan_to_num"),
+    "written numbers": ("flat", written, "setitem"),
+    "the larger of two": ("flat", lambda o, t: two(o, t)[two(o, t).detach().argmax()], "getitem"),
+}
+
+#: Sums with several entries, and what isn't linear in sums: only drop-in are they exact.
+DROP_IN: dict[str, tuple[str, Loss, str]] = {
+    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean(), "sum"),
+    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum(), "mean"),
+    "experts": ("flat", balanced_experts, "mean"),
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
     "product with itself": ("flat", lambda o, t: (lambda x: x * x)(F.mse_loss(o, t)), "mul"),
     "dice": ("binary", dice, "div"),
     "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), "clamp"),
-    "nan_to_num": ("some", lambda o, t: F.cross_entropy(o, t).nan_to_num(), "nan_to_num"),
-    "written numbers": ("flat", written, "setitem"),
     "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "div"),
     "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), "rdiv"),
-    "the larger of two": ("flat", lambda o, t: two(o, t)[two(o, t).detach().argmax()], "getitem"),
-}
-
-#: Numbers with several entries.
-VECTORS: dict[str, tuple[str, Loss, str]] = {
-    "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean(), "sum"),
-    "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum(), "mean"),
-    "experts": ("flat", balanced_experts, "mean"),
 }
 
 

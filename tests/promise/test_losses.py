@@ -177,12 +177,12 @@ def test_numbers_beside_the_loss_are_those_of_the_batch(options: dict[str, Any])
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
 def test_in_the_first_microbatch_of_an_unknown_loss_nothing_may_count(kind: torch.dtype, way: str) -> None:
     def loss(o: Tensor, t: Tensor) -> Tensor:
-        return F.cross_entropy(o.to(kind), t).sqrt() if (t != losses.IGNORED).any() else 0 * o.sum()
+        return F.cross_entropy(o.to(kind), t).nan_to_num() if (t != losses.IGNORED).any() else 0 * o.sum()
 
     plain, model, expected, found = made(way, loss)
     x, y = batch("some", EVEN)
     y[:2] = losses.IGNORED
-    with pytest.warns(UserWarning, match="beyond sqrt"):
+    with pytest.warns(UserWarning, match="beyond nan_to_num"):
         assert_close(backward(model, found(x, y)), by_rows(plain, expected, x, y))
 
 
@@ -270,20 +270,22 @@ FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("way", SCHEDULED)
+@pytest.mark.parametrize("weight", [0, 0.3])
 @pytest.mark.parametrize("factor", FACTORS)
-def test_a_factor_may_be_0_in_the_first_microbatch(factor: str, way: str) -> None:
-    plain, model, expected, found = made(way, lambda o, t: squares(o, t).mean() * FACTORS[factor](t))
+def test_a_factor_may_be_0_in_the_first_microbatch_or_the_whole_batch(factor: str, weight: float, way: str) -> None:
+    plain, model, expected, found = made(way, lambda o, t, own: (
+        squares(o, t).mean() * FACTORS[factor](t) + weight * losses.squares(own)), penalised=True)
     x, y = batch("flat", EVEN)
-    y[:2] = -y[:2].abs()
-    y[2:] = y[2:].abs()
-    assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
+    for low in (2, *[EVEN] * (factor != "a quotient")):
+        y[:low], y[low:] = -y[:low].abs(), y[low:].abs()
+        assert_close(backward(model, found(x, y)), backward(plain, expected(x, y)))
 
 
-@pytest.mark.parametrize("loss", [*losses.SEVERAL, *losses.MIXED, *losses.VECTORS])
+@pytest.mark.parametrize("loss", [*losses.SEVERAL, *losses.MIXED, *losses.DROP_IN])
 def test_drop_in_several_terms_or_entries_each_have_their_count(loss: str) -> None:
-    name, function = {**losses.SEVERAL, **losses.MIXED, **losses.VECTORS}[loss][:2]
+    name, function = {**losses.SEVERAL, **losses.MIXED, **losses.DROP_IN}[loss][:2]
     sides = made("own", function)
-    for rows in (EVEN, UNEVEN, CHUNKS if loss in losses.VECTORS else EVEN):
+    for rows in (EVEN, UNEVEN, CHUNKS if loss in losses.DROP_IN else EVEN):
         verify(name, rows, *sides)
 
 
@@ -329,10 +331,10 @@ def by_rows(module: nn.Module, step: Step, x: Tensor, y: Tensor) -> tuple[Tensor
 
 @pytest.mark.parametrize(("loss", "way"), [
     *[(loss, way) for loss in losses.UNKNOWN for way in WAYS],
-    *[(loss, way) for loss in losses.VECTORS for way in SCHEDULED],
+    *[(loss, way) for loss in losses.DROP_IN for way in SCHEDULED],
 ])
 def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, way: str) -> None:
-    name, function, word = {**losses.UNKNOWN, **losses.VECTORS}[loss]
+    name, function, word = {**losses.UNKNOWN, **losses.DROP_IN}[loss]
     plain, model, expected, found = made(way, function)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -366,7 +368,7 @@ def test_rows_that_are_compared_with_each_other_are_not_claimed_to_be_exact(loss
 @ways
 @pytest.mark.parametrize("loss", ["mse", "rmse"])
 def test_reduction_sum_adds(loss: str, way: str) -> None:
-    name, function = losses.EXACT["mse sum"] if loss == "mse" else losses.UNKNOWN["rmse"][:2]
+    name, function = losses.EXACT["mse sum"] if loss == "mse" else losses.DROP_IN["rmse"][:2]
     plain, model, expected, found = made(way, function, reduction="sum")
     for rows in (EVEN, UNEVEN):
         x, y = batch(name, rows)
