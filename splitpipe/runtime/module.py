@@ -132,7 +132,7 @@ class ModuleRuntime(Runtime):
             step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, labels,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
-        parts = call.scatter(call.input, 0, detached=not stitched)
+        parts = call.scatter(call.input, detached=not stitched)
         step.forwards = [ModuleForward(own, i, part, new(step, i)) for i, part in enumerate(parts)]
         # First calls move parameters, and show what is left in attributes: their F must run one after another.
         if attributes.looks or placement.several and not placement.trained:

@@ -151,7 +151,7 @@ class Runtime:
         scale = _scale_of(options.grad_scaler, state, self._resources.devices[-1])
         step, target = self._begin(batch, state, drop_in=False)
         call = step.call
-        targets = call.scatter(target, len(step.stages) - 1, TARGET, detached=True)
+        targets = call.scatter(target, TARGET, detached=True)
         shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
         ops = self._rows(step.workers, len(call.rows), state.grad, call.recomputed)
         with noted(call.input, target):
@@ -252,7 +252,7 @@ class Runtime:
         call, stitched, streams = step.call, step.drop_in and not self.options.split_backward, self._resources.named
         step.forwards = [
             StitchedForward(step, i, part, streams) if stitched else SequentialForward(step, i, part, target)
-            for i, (part, target) in enumerate(zip(call.scatter(call.input, 0, detached=not stitched), targets))
+            for i, (part, target) in enumerate(zip(call.scatter(call.input, detached=not stitched), targets))
         ]
         return SharedParameters(batch.module, self._placement, step.stages, None)
 

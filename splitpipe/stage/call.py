@@ -1,6 +1,6 @@
 """What a call has in all stages: its microbatches, and the caller's state and streams.
 
-    Call       make the stages' streams wait for the caller's; the stages run
+    scatter    make the stages' streams wait for the caller's; the stages run
     rejoin     make the caller's streams wait for the stages'; the output or the loss is put together
     end        update the statistics of deferred BatchNorm: nothing can fail any more
 """
@@ -67,8 +67,6 @@ class Call:
         #: The caller's current streams on the devices of the stages, and the streams on which these compute.
         self.callers = [stream.current(device) for device in devices]
         self.computes = [place.stream or caller for place, caller in zip(places, self.callers)]
-        for compute, caller in zip(self.computes, self.callers):
-            stream.wait(compute, caller)
         own = {(each.device, each.stream_id) for each in self.computes if each is not None}
         #: Whether stages on one device compute on different streams of it.
         self.beside = len(own) > len({device for device, _ in own})
@@ -80,8 +78,8 @@ class Call:
         self._statistics.collect(self.variables)
         self.contexts = [self._statistics.collect(self.variables.copy(), i) for i in range(len(self.rows))]
 
-    def scatter(self, value: Division, stage: int, key: Key | None = None, detached: bool = False) -> list[Activation]:
-        """The microbatches of a value for a stage; ``detached``: as leaves with origins, outside the caller's graph."""
+    def scatter(self, value: Division, key: Key | None = None, detached: bool = False) -> list[Activation]:
+        """The microbatches of a value; ``detached``: as leaves with origins, outside the caller's graph."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
             parts = value.scatter()
         activations = []
@@ -89,7 +87,8 @@ class Call:
             places, origins = value.places[i], Origins([None] * len(leaves))
             given = [value.leaves[k] for k in places]
             shared = sharing(given) | {at for at, k in enumerate(places) if k in value.whole}  # All have these.
-            leaves = hand(leaves, self.callers[stage], self.computes[stage])
+            for caller, compute in zip(self.callers, self.computes):
+                hand(leaves, caller, compute)
             for at, leaf in enumerate(given if detached and self.state.grad else ()):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaves[at].requires_grad_()
@@ -112,7 +111,7 @@ class Call:
 
 
 def hand(leaves: list[Any], giver: Stream, taker: Stream) -> list[Any]:
-    """The leaves, computed on a stream, for another one."""
+    """The leaves for a stream, which waits for another one, on which they were computed."""
     if not stream.same(giver, taker):
         stream.wait(taker, giver)
         for leaf in leaves:

@@ -66,8 +66,7 @@ CAUGHT = {
         _case("chain", None, "except_last", True, False, "autograd", "pinned"),
     "stage/call.py: Call.end: wait": _case("statistics", None, "always", True, True, "autograd"),
     "stage/call.py: Call.rejoin: wait": _case("module: spread", None, "never", True, True, "split", "there", 4, 2),
-    "stage/call.py: hand: wait": _case("chain", "1f1b", "always", False, True, "autograd", "pinned", 4, 2),
-    "stage/call.py: Call.__init__: wait": _case("dropouts", None, "always", False, True, "split", "there", 4, 2),
+    "stage/call.py: hand: wait": _case("chain", "zb-h1", "except_last", "forward", True, "autograd"),
     "stage/shared_parameters.py: SharedParameters.bring_home: use":
         _case("module: tied", None, "never", "forward", False),
 }

@@ -16,10 +16,11 @@ from splitpipe import SplitPipe
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core import stream
 from tests.devices import predicted
-from tests.devices.log import launches, softcuda
+from tests.devices.log import launches, settle, softcuda
 from tests.devices.makespans import WAYS, Way
 from tests.devices.subjects import WIDTH, chain, mean
 from tests.gpu.checks import assert_same_gradients, synchronize
+from tests.helpers.modules import linears, module_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(4), pytest.mark.thorough]
 fake = pytest.mark.fake
@@ -120,6 +121,17 @@ def test_a_plan_predicts_the_memory_that_devices_count(by_cuts: bool) -> None:
     assert len(found) >= (10 if by_cuts else 14)
     # Too high where layers share what W needs: the gradient that goes past a block is also that of its last layer.
     assert {way: each for way, each in found.items() if not all(0.85 < part < 1.2 for part in each)} == {}
+
+
+@fake
+@pytest.mark.parametrize("shape", [(), (3, 4)])
+def test_a_stage_on_a_stream_waits_for_parts_of_arguments_on_its_device(shape: tuple[int, ...]) -> None:
+    module = module_of(lambda self, x, y: self.two(self.one(x)) * y.sum(), **linears("one", "two"))
+    streams = [torch.Stream(device=f"cuda:{index}") for index in range(2)]
+    model = SplitPipe(module, cuts=["two"], devices=streams, chunks=2, batched={"y": 1} if shape else None)
+    settle()
+    model(torch.randn(4, 4, device="cuda:0"), torch.randn(shape, device="cuda:1"))
+    assert softcuda.hazards() == []
 
 
 @fake
