@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from splitpipe.core import stream
 from splitpipe.core.note import uncompiled
@@ -92,6 +93,14 @@ class OuterGraph:
         finally:
             self._compute, self._groups = (compute, self._groups) if keep else (None, {})
         return phonies
+
+
+def adds_gradients(groups: Groups) -> bool:
+    """Whether the backward at work, with these groups, adds to ``.grad``; torch.autograd.grad doesn't."""
+    try:
+        return _will_engine_execute_node(get_gradient_edge([x for own in groups.values() for x in own][0]).node)
+    except RuntimeError:  # What torch says of a leaf whose gradient autograd.grad returns.
+        return False
 
 
 class _Output(Function):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph
+from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph, adds_gradients
 from splitpipe.core import stream, thread_state
 from splitpipe.core.torch_private import queue_callback
 from splitpipe.engine.rows import backward_rows
@@ -91,7 +91,8 @@ class SecondHalf:
             grads_of = [None if total is None else total.value for total in totals]
             gradients[stage.index] = hand(grads_of, stage.compute, stream.current(stage.device))
             # Leaves that weren't known at the end of the first half: their hooks are not called.
-            for x, total in [(x, total) for x, total in sums if id(x) not in stage.reached]:
+            late = [(x, total) for x, total in sums if id(x) not in stage.reached]
+            for x, total in late if late and adds_gradients(wanted) else ():
                 assert total.value is not None
                 x.grad = total.value if x.grad is None else x.grad + total.value
         if None in wanted:
