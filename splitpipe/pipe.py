@@ -26,8 +26,8 @@ class SplitPipe(Resident):
     """Runs a module as a pipeline of stages on several devices of one machine, in one process.
 
     A batch is split into microbatches, and the stages work on different ones at the same time (GPipe,
-    arXiv 1811.06965). Outputs, losses, gradients, buffers, parameter hooks and the keys of ``state_dict()`` are those
-    of the unwrapped module. The training loop stays as it is.
+    arXiv 1811.06965). Outputs, losses, gradients, parameter hooks and the keys of ``state_dict()`` are those of the
+    unwrapped module; buffers are, unless a forward writes to them. The training loop stays as it is.
 
     Args:
         module: an nn.Sequential, whose layers take and return a tensor or any nesting of tensors and other values; or
@@ -100,7 +100,7 @@ class SplitPipe(Resident):
         self, module: nn.Module, balance: Iterable[int] | None = None, *, cuts: Iterable[str] | None = None,
         **options: Unpack[Arguments],
     ) -> None:
-        """Moves the layers to the devices of their stages. help(splitpipe.SplitPipe) explains all arguments."""
+        """Splits the module (layers move to their devices). help(splitpipe.SplitPipe) explains all arguments."""
         super().__init__()
         if cuts is not None and balance is not None:
             raise ValueError("both balance and cuts are given: expected one of them.")
@@ -130,7 +130,7 @@ class SplitPipe(Resident):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each stage: inputs are copied to the first, outputs are on the last."""
+        """The device of each stage."""
         return [place.device for place in self._places]
 
     @property
@@ -145,7 +145,7 @@ class SplitPipe(Resident):
 
     @property
     def schedule(self) -> Schedule:
-        """The order of the ops on each device; drop-in, that of gpipe."""
+        """The order of ops on each device; drop-in, gpipe's, but B begins with the last microbatch, and W is last."""
         options = self._runtime.options
         return build("gpipe", len(options.places), options.chunks) if options.schedule is None else options.schedule
 

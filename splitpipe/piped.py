@@ -133,7 +133,7 @@ def with_arguments(function: F) -> F:
 def options_of(
     given: Arguments, balance: Sequence[int] = (), cuts: Sequence[str] = (), batched: Any = None
 ) -> Options:
-    """Checks these arguments, and returns the options of a run; with a balance, of an nn.Sequential's."""
+    """Checks these arguments, and returns the options of a run. ``balance``: of an nn.Sequential."""
     stages = len(balance) or len(cuts) + 1
     schedule, loss_fn, checkpoint = given["schedule"], given["loss_fn"], given["checkpoint"]
     if isinstance(schedule, str) and schedule == "gpipe" and loss_fn is None:

@@ -56,7 +56,7 @@ def _silent(*_: Any) -> None:
 
 
 class LeafHooks:
-    """Hooks of leaves that a call has parked."""
+    """Parked hooks of leaves."""
 
     def __init__(self) -> None:
         self._parked: list[tuple[dict[int, Any], int, Any]] = []  # The tensor's table of hooks, key, hook.

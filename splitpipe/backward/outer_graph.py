@@ -8,12 +8,12 @@
     1. _Output keeps the gradients of what has left the call: the outputs, or the loss of a schedule.
     2. start computes the call's gradients: drop-in, it runs the second half, B and W; scheduled, it scales what is
        there already.
-    3. Each release hands its gradients over; the last stage's comes first, since it is the last in the graph. A
+    3. Each release hands its gradients over; the last stage's comes first, since its node was made last. A
        release doesn't run if its gradients aren't wanted, as in torch.autograd.grad(loss, x).
 
 Phonies are CPU tensors, so start runs in the thread that called backward. In a device thread of autograd's, it would
 wait for workers whose B needs that thread: a deadlock. While a B in the calling thread waits for a device, this thread
-does what else is ready in the graph outside: no release may be, until start has ended.
+may run nodes of the caller's graph that are ready. No release is, until start has ended.
 
 Nothing in the call refers to these nodes, so it is freed as soon as it is dropped. After a backward, they refer to
 nothing in the call, unless the graph is retained: a loss may live longer.

@@ -4,7 +4,7 @@
 
 Drop-in, W comes right after a microbatch's gradient has left for the stage before if more waits than ``limit``:
 what waits keeps the inputs of layers alive, which would undo what checkpointing saves. On an accelerator, W runs on a
-second stream. Its inputs are held until the compute stream, whose allocator reuses their memory, waits for that W.
+second stream. Its inputs are kept until the compute stream, whose allocator reuses their memory, waits for that W.
 
 W reads tensors after autograd would have. So their versions are compared with those at the end of F and of B.
 """

@@ -38,7 +38,7 @@ def _bytes(state: Tensor) -> bytes:
 class Draws:
     """Whether one call draws from the CPU's default generator; ``known``: what calls have shown, in both modes.
 
-    ``watched``: it does, as far as is known. Its ops must run one after another, and each F is looked at.
+    ``watched``: it may, as earlier ones did, or none was there. Its ops run one after another, and each F is looked at.
     """
 
     def __init__(self, known: dict[bool, bool], mode: bool) -> None:

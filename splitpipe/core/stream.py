@@ -54,8 +54,8 @@ def current(device: torch.device) -> Stream:
 
 def new(device: torch.device, name: str = "weights") -> Stream:
     """A new stream of ``device``: for weight gradients, or, with any other name, for copies."""
-    # Lower priorities are served first. Copies are waited for, and their kernels are small, so they go first. Weight
-    # gradients yield to stages that compute on streams of a higher priority; the default stream has 0, as they do.
+    # Smaller numbers are served first. Copies are waited for, and their kernels are small, so they go first. Weight
+    # gradients have 0, as the default stream: they yield to stages that compute on a user's stream with -1.
     return None if device.type == "cpu" else _kind(device)[0](device=device, priority=0 if name == "weights" else -1)
 
 

@@ -41,7 +41,7 @@ class State(NamedTuple):
     odd: bool  #: True if the thread has state that no other one gets.
 
     def outside_forward(self) -> State:
-        """The state of B and W: grad mode and autocast are off, as in the user's backward."""
+        """The state of B and W: grad mode and autocast are off."""
         return self._replace(grad=False, autocast=tuple([(kind, False, dtype) for kind, _, dtype in self.autocast]))
 
 

@@ -197,7 +197,7 @@ class Resources:
         self.named = cache(stream.new)
 
     def pool(self, workers: Sequence[int], waiting: int = 0) -> Pool:
-        """The threads, in working order: one for each worker of a stage, and one for each forward that waits there."""
+        """Usable threads: one for each worker, and as many for forwards that are ``waiting`` at a cut."""
         size, pool = max(workers) + 1 + waiting, self._pool
         if pool is None or not pool.usable or pool.size < size:
             self._pool = None  # First, since an interrupt may come in between.

@@ -161,7 +161,7 @@ class BlockChain:
         return None if found is None else found[0]
 
     def backward(self) -> list[Tensor | None]:
-        """R and B of the blocks, in a thread of autograd's; the gradients of the inputs that require grad."""
+        """R and B of the blocks, called by autograd; the gradients of the inputs that require grad."""
         step, stage = self._step(), self._stage()
         if step is None or stage is None or (own := stage.fwd_cache.get(self._i)) is not None and not own.ran:
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """The threads of one call: each does what is ready, and a forward stays on the thread that began it.
 
-    row of stage 0    F0 F1 F2 B0 F3 B1 ...    the ops of a row in their order, one at a time
-    row of stage 1    F0 B0 F1 B1 ...
+    row of a worker   F0 F1 F2 B0 F3 B1 ...    the ops of a row in their order, one at a time
+    row of another    F0 B0 F1 B1 ...
 
     a thread          F0 of stage 0 ── cut ── F0 of stage 1 ── end of the forward ── B0 of stage 0 ── F4 ...
 

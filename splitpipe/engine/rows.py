@@ -31,7 +31,7 @@ def forward_rows(microbatches: int, workers: tuple[int, ...]) -> OpRows:
 
 
 def backward_rows(microbatches: int, workers: tuple[int, ...], lowest: int, checkpointed: int, weights: bool) -> OpRows:
-    """The second half: B in the opposite order, down to stage ``lowest``, and W of what still waits."""
+    """The second half: R and B in the opposite order, down to stage ``lowest``, and W of what still waits."""
     rows: OpRows = []
     for forwards in forward_rows(microbatches, workers):
         rows.append([])

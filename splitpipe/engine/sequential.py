@@ -1,4 +1,4 @@
-"""A microbatch's way through the stages of an nn.Sequential: a loop, since there is no code between them.
+"""A microbatch's way through the stages of an nn.Sequential: a call for each, since there is no code between them.
 
     for stage in stages:
         value, skips = received and entered         from the stages that have made them

@@ -186,7 +186,7 @@ def noted(*divisions: Division) -> Iterator[None]:
 def pieces(leaf: Any, rows: Slices, dim: int | None) -> Sequence[Any]:
     """A value for each microbatch, split along a dimension, or whole.
 
-    Slices aren't views, one of several of which may not be written to in place. The first one of what has no graph
+    To autograd, slices aren't views: of several views, none may be written to in place. The first one without a graph
     shares the version counter of the batch, so that autograd notices a later write to the batch. Others have separate
     ones: a write to one microbatch doesn't invalidate what autograd saved of the others. Along later dimensions, slices
     of contiguous memory are copies, on which ``view`` works, and which cuDNN accepts as states of an RNN.

@@ -55,7 +55,7 @@ class Activation:
 
 
 class Call:
-    """What all stages share in one call; ``anywhere``: of a module with cuts: the batch may be on later devices."""
+    """What all stages share in one call; ``anywhere``: with cuts, when tensors may stay on later stages' devices."""
 
     def __init__(
         self, input: Division, places: Sequence[Place], state: State, checkpointed: int, draws: Draws, anywhere: bool
@@ -70,7 +70,7 @@ class Call:
         own = {(each.device, each.stream_id) for each in self.computes if each is not None}
         #: Whether stages on one device compute on different streams of it.
         self.beside = len(own) > len({device for device, _ in own})
-        #: How many microbatches, from the first one; and how many R makes again, since with cuts, B does that.
+        #: How many microbatches are checkpointed, from the first one; and of these, R's: with cuts, B recomputes.
         self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if anywhere else checkpointed, draws
         #: The caller's context variables, and a copy of them for each microbatch.
         self.variables = contextvars.copy_context()

@@ -31,7 +31,7 @@ from splitpipe.stage.layers import StageLayers
 
 
 class Guard(Function):
-    """The tensors, as outputs of one node. That leads to a phony: it would hold the tensors as long as the graph is."""
+    """The tensors, as outputs of one node. It leads to a phony, since a node keeps the leaves that it leads to."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -147,7 +147,7 @@ class RunningStage:
 
 
 def detach(leaves: Sequence[Any], segment: Segment, stage: int, grad: bool) -> tuple[list[Any], Origins]:
-    """Leaves of a stage's output outside its graph, each tensor once, and their origins."""
+    """Leaves of a stage's output outside its graph, and their origins. A tensor that occurs twice stays one."""
     known: dict[int, tuple[Any, Origin | None]] = {}
     for x in leaves:
         if id(x) not in known:
@@ -168,7 +168,7 @@ def send(value: Activation, route: Route | None, timed: Any) -> Activation:
 
 
 def enter(activations: Sequence[Activation], segment: Segment) -> list[list[Any]]:
-    """The leaves of values as they enter a segment's graph, through one guard; each tensor once."""
+    """The leaves of values as they enter a segment's graph, through one guard. A tensor that occurs twice stays one."""
     pairs = [pair for value in activations for pair in zip(value.leaves, value.origins)]
     known = {id(x): (x, origin) for x, origin in pairs if origin is not None}
     if not known:

