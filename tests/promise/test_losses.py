@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.covering import few
+from tests.helpers.modules import module_of
 from tests.helpers.twin import Looped
 from tests.promise import losses
 from tests.promise.layers import Apply
@@ -50,9 +51,18 @@ class Own(nn.Module):
         return {"loss": self.loss(y, labels, *more), "y": y}
 
 
+def cut(module: nn.Module, **options: Any) -> SplitPipe:
+    where: dict[str, Any] = {"cuts": ["last"], "devices": ["cpu"] * 2, "chunks": CHUNKS}
+    return SplitPipe(copy.deepcopy(module).double(), **{**where, **options})
+
+
+def ends() -> dict[str, nn.Module]:
+    return {"first": nn.Linear(3, 6), "last": nn.Linear(6, 5)}
+
+
 def own(loss: losses.Loss, penalised: bool, options: dict[str, Any], **how: Any) -> Sides:
     plain = Own(loss, penalised).double()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS, **how, **options)
+    model = cut(plain, **how, **options)
     return plain, model, lambda x, y: plain(x, labels=y)["loss"], lambda x, y: model(x, labels=y)["loss"]
 
 
@@ -165,7 +175,7 @@ class Logged(Own):
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
 def test_numbers_beside_the_loss_are_those_of_the_batch(options: dict[str, Any]) -> None:
     plain = Logged(F.mse_loss).double()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS, **options)
+    model = cut(plain, **options)
     for rows in (EVEN, UNEVEN):
         x, y = batch("flat", rows)
         found, expected = model(x, y), plain(x, y)
@@ -191,7 +201,7 @@ def test_a_tensor_that_counts_rows_is_an_error() -> None:
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
             return {"y": self.last(self.first(x)), "rows": torch.tensor(len(x))}
 
-    model = SplitPipe(Counted(F.mse_loss).double(), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
+    model = cut(Counted(F.mse_loss))
     for rows in (EVEN, UNEVEN):
         with pytest.raises(ValueError, match="a number of type torch.int64, which is different"):
             model(*batch("flat", rows))
@@ -203,25 +213,18 @@ def test_sizes_of_nothing_are_no_factors() -> None:
         found(*batch("flat", EVEN))
 
 
-class Shaped(nn.Module):
-    """Records the types of what Python reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.types = nn.Linear(3, 3), nn.Linear(3, 3), list[Any]()
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        y = self.last(self.first(x))
-        read = [y.shape[0], y.size(0), len(y), y.numel(), (t > 0).sum().item(), int((t > 0).sum()), y.sum().item()]
-        self.types = [*map(type, [*read, y.shape, y.shape[0] * 2.0])]
-        return F.mse_loss(y, t)
-
-
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
 def test_what_python_reads_is_an_ordinary_number(options: dict[str, Any]) -> None:
-    model = SplitPipe(Shaped().double(), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS, **options)
-    model(*torch.randn(2, EVEN, 3).double()).backward()
-    assert model.types == [int] * 6 + [float, torch.Size, float]
+    types: list[type] = []
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        read = [y.shape[0], y.size(0), len(y), y.numel(), (t > 0).sum().item(), int((t > 0).sum()), y.sum().item()]
+        types[:] = map(type, [*read, y.shape, y.shape[0] * 2.0])
+        return F.mse_loss(y, t)
+
+    _, _, _, found = own(loss, False, options)
+    found(*batch("flat", EVEN)).backward()
+    assert types == [int] * 6 + [float, torch.Size, float]
 
 
 def test_a_number_that_differs_between_microbatches_is_said() -> None:
@@ -414,34 +417,20 @@ def test_numbers_that_a_sequential_gives_are_reduced_as_said_and_stacked_if_not(
         assert_close((y, found), (plain(x)[0], expected))
 
 
-class Regular(nn.Module):
-    """A module with a block that returns a number in a vector, as a codebook returns its loss."""
-
-    def __init__(self, number: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(3, 6), _Numbered(number), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        y, number = self.block(self.first(x))
-        return {"loss": F.mse_loss(self.last(y), labels) + 3 * number.sum()}
-
-
-class _Numbered(nn.Module):
-    def __init__(self, number: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.number = nn.Linear(6, 6), number
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y: Tensor = self.layer(x)
-        return y, self.number(y).reshape(-1)
-
-
 @pytest.mark.parametrize("number", [lambda y: y.square().mean(), lambda y: y.square().mean(0)], ids=["one", "many"])
 def test_a_number_that_a_block_with_parameters_returns_is_said(number: Callable[[Tensor], Tensor]) -> None:
-    plain = Regular(number).double()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
-    with pytest.warns(UserWarning, match=r"could not be traced beyond block 'block' \(_Numbered\)"):
-        model(*batch("flat", EVEN))  # There are more of them than rows of a microbatch.
+    """In a vector, as a codebook returns its loss."""
+    def numbered(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y: Tensor = self.layer(x)
+        return y, number(y).reshape(-1)
+
+    def forward(self: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y, found = self.block(self.first(x))
+        return {"loss": F.mse_loss(self.last(y), labels) + 3 * found.sum()}
+
+    block = module_of(numbered, layer=nn.Linear(6, 6))
+    with pytest.warns(UserWarning, match=r"could not be traced beyond block 'block' \(numbered\)"):
+        cut(module_of(forward, block=block, **ends()))(*batch("flat", EVEN))  # More of them than a microbatch has rows.
 
 
 def test_a_criterion_that_is_a_block_is_traced() -> None:
@@ -461,7 +450,7 @@ class Sometimes(Own):
 def test_a_loss_in_some_calls_only_is_that_of_the_batch(calls: str) -> None:
     """In a call with "-", there is none; in the first after such calls, "!", it is averaged, which is said."""
     plain, x, labels = Sometimes(F.cross_entropy).double(), *batch("some", UNEVEN)
-    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS)
+    model = cut(plain)
     for k, call in enumerate(calls * 2):
         plain.train(k < len(calls)), model.train(k < len(calls))  # Those in eval mode are of another kind.
         plain.silent = model.silent = call == "-"
@@ -472,88 +461,46 @@ def test_a_loss_in_some_calls_only_is_that_of_the_batch(calls: str) -> None:
                 model(x, labels)
 
 
-class Sharing(nn.Module):
-    """Divides entries by their number, and adds them up on another stage; or multiplies a number by the inverse."""
-
-    def __init__(self, shares: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.last, self.shares = nn.Linear(3, 6), nn.Linear(6, 5), shares
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.shares(self.last, self.first(x))}
-
-
-def times_a_share(last: nn.Module, y: Tensor) -> Tensor:
-    share = torch.tensor(1 / len(y))
-    share *= last(y).square().sum()
+def times_a_share(self: Any, x: Tensor) -> Tensor:
+    share = torch.tensor(1 / len(x)).double()
+    share *= self.last(self.first(x)).square().sum()
     return share
 
 
-def on_another_stage(last: nn.Module, y: Tensor) -> Tensor:
-    share = y.square() / len(y)
-    return last(y).square().mean() + share.sum()
+def on_another_stage(self: Any, x: Tensor) -> Tensor:
+    share = (y := self.first(x)).square() / len(y)
+    return self.last(y).square().mean() + share.sum()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("shares", [on_another_stage, times_a_share])
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}, {"backward": "autograd"}])
 def test_entries_by_their_number_are_said_wherever_they_go(options: dict[str, Any], shares: Any) -> None:
-    model = SplitPipe(Sharing(shares), cuts=["last"], devices=["cpu"] * 2, chunks=CHUNKS, **options)
     with pytest.warns(UserWarning, match="a number that may count rows"):
-        model(torch.randn(EVEN, 3))
-
-
-class _Counting(nn.Module):
-    """A head that computes the loss, and reads counts of single rows for that, as in YOLOX."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        found = [(y - t).square()[t > 0] for y, t in zip(self.layer(x), labels) if int((t > 0).sum())]
-        errors = torch.cat([*found, x.new_zeros(0)])
-        return errors.sum() / max(errors.shape[0], 1)
+        cut(module_of(shares, **ends()), **options)(batch("flat", EVEN)[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
 def test_a_block_whose_loss_reads_each_row_is_said(options: dict[str, Any]) -> None:
-    class Headed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(3, 6), _Counting()
+    """A head that computes the loss, and reads counts of single rows for that, as in YOLOX."""
+    def counting(self: Any, x: Tensor, labels: Tensor) -> Tensor:
+        found = [(y - t).square()[t > 0] for y, t in zip(self.layer(x), labels) if int((t > 0).sum())]
+        errors = torch.cat([*found, x.new_zeros(0)])
+        return errors.sum() / max(errors.shape[0], 1)
 
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            some = [int((t > -9).sum()) for t in labels]  # Read before the block reads others.
-            return {"loss": self.head(self.first(x), labels) + 0 * len(some)}
+    def forward(self: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        some = [int((t > -9).sum()) for t in labels]  # Read before the block reads others.
+        return {"loss": self.last(self.first(x), labels) + 0 * len(some)}
 
-    model = SplitPipe(Headed().double(), cuts=["head"], devices=["cpu"] * 2, chunks=CHUNKS, **options)
+    module = module_of(forward, first=nn.Linear(3, 6), last=module_of(counting, layer=nn.Linear(6, 5)))
     with pytest.warns(UserWarning, match="could not be traced beyond"):
-        model(*batch("flat", UNEVEN))
+        cut(module, **options)(*batch("flat", UNEVEN))
 
 
-class _Counted(nn.Module):
-    """A block that returns what it has read: how many words, how many are positive, and another number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        numbers: dict[str, Any] = {"words": int(x.shape[0] * x.shape[1]), "positive": int((x[..., 0] > 0).sum())}
-        numbers["others"] = [float(x.detach().std())]
-        return self.layer(x), numbers
-
-
-class _Last(nn.Module):
-    """The loss of what a block has returned."""
-
-    def __init__(self, loss: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.first, self.last, self.loss = _Counted(), nn.Linear(4, 5), loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, numbers = self.first(x)
-        return self.loss(self.last(y), numbers)
+def counted(self: Any, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Returns what it has read, too: how many words, how many are positive, and another number."""
+    numbers: dict[str, Any] = {"words": int(x.shape[0] * x.shape[1]), "positive": int((x[..., 0] > 0).sum())}
+    numbers["others"] = [float(x.detach().std())]
+    return self.layer(x), numbers
 
 
 @pytest.mark.parametrize("loss", [
@@ -563,17 +510,20 @@ class _Last(nn.Module):
 ])
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
 def test_numbers_that_a_block_returns_are_said(options: dict[str, Any], loss: Callable[..., Tensor]) -> None:
-    plain = _Last(loss).double()
-    model = SplitPipe(copy.deepcopy(plain), cuts=["last"], devices=["cpu"] * 2, chunks=2, **options)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y, numbers = self.first(x)
+        return loss(self.last(y), numbers)
+
+    module = module_of(forward, first=module_of(counted, layer=nn.Linear(3, 6)), last=nn.Linear(6, 5))
     with pytest.warns(UserWarning, match="could not be traced beyond"):
-        model(torch.randn(8, 5, 4).double())
+        cut(module, chunks=2, **options)(torch.randn(8, 5, 3).double())
 
 
 def test_numbers_that_the_last_layer_returns_are_said() -> None:
     def loss(output: tuple[Tensor, dict[str, Any]], target: Tensor) -> Tensor:
         return (output[0] - target).square().sum() / output[1]["positive"]
 
-    plain = nn.Sequential(nn.Identity(), _Counted()).double()
+    plain = nn.Sequential(nn.Identity(), module_of(counted, layer=nn.Linear(4, 4))).double()
     model = SplitPipe(plain, balance=[1, 1], devices=["cpu"] * 2, chunks=2, schedule="1f1b", loss_fn=loss)
     x = torch.randn(7, 5, 4).double()
     with pytest.warns(UserWarning, match="could not be traced beyond"):
@@ -596,9 +546,7 @@ def test_a_mean_over_a_second_dimension_is_right_for_even_microbatches_and_said(
     x, y = torch.randn(2, 5, EVEN, 4, dtype=torch.float64).unbind()
     plain = Timed().double()
     name = "target" if "loss_fn" in options else "labels"
-    model = SplitPipe(
-        copy.deepcopy(plain), cuts=["2"], devices=["cpu"] * 2, chunks=3, batched={"x": 1, name: 1}, **options
-    )
+    model = cut(plain, cuts=["2"], batched={"x": 1, name: 1}, **options)
     with pytest.warns(UserWarning, match="could not be traced beyond a batch along dimension 1"):
         found: Any = model(x, **{name: y})
     found = found if isinstance(found, Tensor) else found["loss"]
