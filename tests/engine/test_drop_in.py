@@ -55,12 +55,13 @@ def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(checkpoint,
 
 
 @CHECKPOINT
-def test_a_backward_of_a_retained_graph_has_no_gradients_of_an_earlier_one(checkpoint: str) -> None:
-    layer = Call(lambda xs, w: (Scale.apply(xs[0], w), xs[1].exp()), w=torch.randn(3))
-    plain, model = twins(nn.Sequential(layer, nn.Identity()), chunks=2, checkpoint=checkpoint)
-    xs, found = torch.randn(2, 4, 3).requires_grad_().unbind(), []
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_a_backward_of_a_retained_graph_has_no_gradients_of_an_earlier_one(by: str, checkpoint: str) -> None:
+    layer = Call(lambda x, w: (Scale.apply(x[:, 0], w), x[:, 1].exp()), w=torch.randn(3))
+    plain, model = twins(nn.Sequential(layer, nn.Identity()), by=by, chunks=2, checkpoint=checkpoint)
+    x, found = torch.randn(4, 2, 3).requires_grad_(), []
     for each in (model, plain):
-        for y, wanted in zip(each(xs), (xs, [*xs, *each.parameters()])):
+        for y, wanted in zip(each(x), ([x], [x, *each.parameters()])):
             found.append(torch.autograd.grad(y.sum(), wanted, retain_graph=True, allow_unused=True))
     assert_same(found[:2], found[2:], "gradients")
 

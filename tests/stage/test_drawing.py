@@ -63,6 +63,14 @@ def test_the_step_of_any_checkpoint_mode_is_that_of_another_the_first_one_too(by
     assert (found[0] == 0).any() and len({*map(str, found[0].chunk(3))}) == 3, "microbatches draw different masks"
 
 
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_no_stage_draws_for_a_microbatch_what_another_draws_for_any(by: str) -> None:
+    drawn: list[float] = []
+    layers = [Apply(lambda x: drawn.append(torch.rand(()).item()) or x * 1) for _ in range(2)]
+    piped(*layers, by=by)(torch.ones(6, 4))
+    assert len(drawn) == len({*drawn}) == 6
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_layer_that_begins_to_draw_is_an_error_once(schedule: str) -> None:
     begun: list[bool] = []
