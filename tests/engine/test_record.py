@@ -89,11 +89,12 @@ def turned() -> Schedule:
 
 
 @pytest.mark.parametrize("backward", ["split", "autograd"])
+@pytest.mark.parametrize("by", ["balance", "cuts"])
 @pytest.mark.parametrize("make", [handmade, turned])
-def test_a_schedule_of_ones_own_runs_in_its_order(make: Any, backward: Any) -> None:
+def test_a_schedule_of_ones_own_runs_in_its_order(make: Any, by: str, backward: Any) -> None:
     plan = make()
     model = assert_transparent(mlp(4), torch.randn(7, 4), plan, plan.devices, chunks=plan.microbatches,
-                               backward=backward)
+                               backward=backward, by=by)
     with splitpipe.record(model) as timeline:
         model(torch.randn(2 * plan.microbatches, 4), target=0.25)
     assert [[span.op for span in spans if span.op.kind != "W"] for spans in timeline.spans] == [
