@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -106,7 +105,6 @@ class BlockRun:
 
     def __init__(self, call: Callable[..., Any], modules: Modules, described: str) -> None:
         self.call, self.modules, self.described = call, modules, described
-        self._context = copy_context()
         self._state = None if thread_state.is_default() else thread_state.capture()
         self.arguments: Any = None  #: Its arguments, with places: tensors have graphs, which refer to this.
         self.places: list[int] = []  #: Of the outputs that have a graph, among all tensors that it returns.
@@ -118,13 +116,10 @@ class BlockRun:
 
     def repeat(self, made: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """R: the outputs that have a graph, from those of earlier blocks and the chain's inputs."""
-        given = changed(self.arguments, lambda place: inputs[place] if place >= 0 else made[~place], _Place)
+        args, kwargs = changed(self.arguments, lambda k: inputs[k] if k >= 0 else made[~k], _Place)
         with nullcontext() if self._state is None else thread_state.use(self._state):
-            return self._context.run(self._repeat, *given)
-
-    def _repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        made = _tensors(self._checkpointed.recompute(partial(self.call, *args, **kwargs)))
-        return [made[k] for k in self.places]
+            found = _tensors(self._checkpointed.recompute(partial(self.call, *args, **kwargs)))
+        return [found[k] for k in self.places]
 
 
 class BlockChain:

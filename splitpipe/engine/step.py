@@ -103,7 +103,7 @@ class StepRun:
                     self.call.contexts[i].run(self.forwards[i].forward, op.stage)
                 elif kind == "R" and (dropped := stage.fwd_cache[i]).recompute is not None:  # Else it is kept.
                     stage.store.finish()  # What W has read is let go of: R needs as much.
-                    segment = self.call.contexts[i].copy().run(dropped.recompute, self, stage)
+                    segment = dropped.recompute(self, stage)
                     segment.arrived = dropped.arrived  # Not a copy: a later stage may be adding to it.
                     stage.fwd_cache[i] = segment
                 elif kind[0] == "B":

@@ -1,4 +1,4 @@
-"""What a recomputation must find as its forward found it: modes, parameters, buffers and random numbers.
+"""What a recomputation must find as its forward found it: modes, tensors, random numbers and context variables.
 
 F has written to buffers once, and R must not write to them again. So R gets copies with the values that F began with:
 spectral norm reads what it writes. Which buffers F writes to, the first checkpointed F shows, by version or by value,
@@ -10,6 +10,7 @@ has then computed with the value before: an error, after which the next step is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -67,7 +68,7 @@ class CheckpointedRun:
 
     def __init__(self, modules: Modules, rng_states: RNGStates, whose: str) -> None:
         self._modules, self._rng_states, self._whose = modules, rng_states, whose
-        self._version, self._hooks = modules.version, modules.hooks()
+        self._version, self._hooks, self._context = modules.version, modules.hooks(), copy_context()
         self._modes = [m.training for m in modules.modules]
         self._buffers = [(m, n, x, version_of(x)) for m, n in modules.buffers if (x := m._buffers.get(n)) is not None]
         known = modules.written
@@ -122,8 +123,10 @@ class CheckpointedRun:
         try:
             for table, name, value in found:
                 table[name] = value
-            with Bound(phase, "recomputing"), self._rng_states.repeated():
-                result = forward()
+            context = self._context.copy()  # R may run again, and changes the variables as F did.
+            context.run(phase.set, "recomputing")
+            with self._rng_states.repeated():
+                result = context.run(forward)
             for m, name, x in self._written:
                 if m._buffers.get(name) is copies[id(x)] and copies[id(x)]._version == 0:
                     raise RuntimeError(

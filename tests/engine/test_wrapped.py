@@ -14,9 +14,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 import splitpipe
 from splitpipe import SplitPipe, attach
-from tests.engine.models import SCHEDULES, Stack, batch, piped
+from tests.engine.models import CHECKPOINTS, SCHEDULES, Stack, batch, piped
 from tests.helpers.covering import pairwise
-from tests.helpers.scheduled import inside, loss_of
+from tests.helpers.scheduled import inside, loss_of, mean
 from tests.helpers.twin import assert_same_tensors, stages
 from tests.promise.layers import Apply
 
@@ -171,8 +171,9 @@ def test_saved_tensor_hooks_may_be_forbidden_around_the_call(schedule: str) -> N
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("by", ["balance", "cuts"])
-def test_context_variables_go_along_with_a_microbatch(by: str, schedule: str) -> None:
+def test_context_variables_go_along_with_a_microbatch(by: str, checkpoint: str, schedule: str) -> None:
     def sets(x: Tensor) -> Tensor:
         assert variable.get() == 7.0
         variable.set(float(x.detach().sum()))
@@ -180,14 +181,16 @@ def test_context_variables_go_along_with_a_microbatch(by: str, schedule: str) ->
 
     layers = nn.Sequential(Apply(sets), nn.Linear(4, 4), Apply(lambda x: x * variable.get()))
     module, where = stages(layers, [2, 1], by)
-    model = SplitPipe(module, devices=["cpu"] * 2, chunks=3, checkpoint="never", **where,
+    model = SplitPipe(module, devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint, **where,
                       **inside({"schedule": schedule}))
     token, x = variable.set(7.0), torch.randn(6, 4)
     try:
+        expected = torch.cat([layers[1](rows * 2) * rows.sum() for rows in x.chunk(3)])
         with torch.no_grad():
-            expected = torch.cat([layers[1](rows * 2) * rows.sum() for rows in x.chunk(3)])
             torch.testing.assert_close(model(x), expected)
+        grads = torch.autograd.grad(mean(expected), [*layers.parameters()])
         loss_of(model, x).backward()
+        torch.testing.assert_close([parameter.grad for parameter in layers.parameters()], [*grads])
         assert variable.get() == 7.0
     finally:
         variable.reset(token)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -46,7 +45,7 @@ class Checkpoint:
     def __init__(self, modules: Modules, rng_states: RNGStates, whose: str, compute: Stream) -> None:
         self._modules, self._whose, self._compute = modules, whose, compute
         self._run = CheckpointedRun(modules, rng_states, whose)
-        self._state, self._context = thread_state.capture(), copy_context()
+        self._state = thread_state.capture()
         self._saved, self._kinds = list[ref[SavedTensor]](), list[Any]()
         self._complete, self._task, self._lock = False, -1, threading.RLock()
 
@@ -73,7 +72,7 @@ class Checkpoint:
         with self._lock:
             task = _current_graph_task_id()
             if self._task != task or task < 0:
-                self._context.copy().run(self._repeat)
+                self._repeat()
                 self._task = task
 
     def wait(self, x: Tensor, first: Stream, second: Stream) -> Any:
