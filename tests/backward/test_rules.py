@@ -43,7 +43,7 @@ LINEAR: dict[str, Case] = {
     "no bias": (F.linear, ((4, 6),), (7, 6)),
     "a bias for all columns": (F.linear, ((4, 6), (1,)), (7, 6)),
     ".mT": (lambda x, w: x @ w.mT, ((4, 6),), (7, 6)),
-    "transposed three times": (lambda x, w: x @ w.T.mT.permute(1, 0), ((6, 6),), (7, 6)),
+    "transposed twice": (lambda x, w: x @ w.mT.permute(1, 0), ((6, 6),), (7, 6)),
     "a matrix on the left of several": (lambda x, w: w @ x, ((4, 6),), (7, 6, 3)),
     "matmul, four dimensions": (torch.matmul, ((6, 4),), (7, 2, 3, 6)),
     "both ways round": (lambda x, w: x @ w @ w.t(), ((6, 4),), (7, 6)),

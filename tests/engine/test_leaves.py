@@ -103,6 +103,17 @@ def test_gradients_of_a_leaf_that_only_the_last_microbatch_uses_are_added(last: 
         torch.testing.assert_close(held.grad, step * expected)
 
 
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_a_parameter_that_only_the_last_microbatch_uses_has_its_hook_called(by: str) -> None:
+    held, fired, x = nn.Parameter(torch.rand(4)), list[Tensor](), torch.tensor([[-1.0], [1.0]]).repeat(1, 4)
+    expert = module_of(lambda self, rows: self.always(rows) * (self.held if rows[0, 0] > 0 else 2), held=held,
+                       **linears("always"))
+    _, model = twins(nn.Sequential(expert, nn.Tanh()), None, balance=[1, 1], by=by, chunks=2, checkpoint="always")
+    held.register_hook(fired.append)
+    model(x).sum().backward()
+    assert_same(fired, [held.grad], "gradients")
+
+
 @ways
 def test_parameters_of_a_loss_function(way: Way) -> None:
     def loss(self: Any, output: Tensor, target: Tensor) -> Tensor:

@@ -85,6 +85,16 @@ def test_what_autograd_can_do(use: Callable[[nn.Module, Tensor], Results], by: s
 
 
 @CHECKPOINT
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_a_stage_that_writes_to_its_input_runs_again_in_each_backward(by: str, checkpoint: str) -> None:
+    plain, x = nn.Sequential(nn.Linear(4, 5), nn.ELU(inplace=True), nn.Linear(5, 2)), torch.rand(7, 4)
+    model = stitched(plain, [1, 2], by, checkpoint=checkpoint)
+    for each in plain, model:
+        parts_of_a_retained_graph(each, x)
+    assert_same_tensors(model, plain)
+
+
+@CHECKPOINT
 def test_skips_have_second_derivatives(checkpoint: str) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 2))
     model, x = stitched(plain, [2, 2, 2], checkpoint=checkpoint), torch.rand(5, 4)

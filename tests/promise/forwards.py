@@ -157,6 +157,17 @@ def view(self: Any, x: Tensor, many: int) -> Any:
     return (y, y[:, :2]) if many == 2 else y if many else y[:, 1:3]
 
 
+def returned(net: Net, x: Tensor) -> Tensor:
+    """Goes on with a value, and with what a function that wrote to it has returned: that is the value."""
+    a, b, c, d, e = net.blocks
+    h = a(x)
+    x = c(b(h * 1))
+    y = h.mul_(2)
+    x = e(x + y)
+    y.add_(1)
+    return x + h
+
+
 def packed(net: Net, x: Tensor) -> Any:
     """Packs a sequence, which blocks take and return."""
     y = pack_padded_sequence(x[:, :, None], [4] * len(x), batch_first=True)
@@ -172,7 +183,7 @@ def layered(forward: Callable[..., Any], *names: str) -> Callable[[], nn.Module]
 
 FORWARDS: dict[str, Callable[[], Net]] = {
     **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
-        unused, hooked, unseen, regions, other_weights,
+        unused, hooked, unseen, regions, other_weights, returned,
     )},
     "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),
     "handed on": lambda: Net(handed, layered(handing)),
