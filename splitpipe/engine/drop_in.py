@@ -100,7 +100,7 @@ class SecondHalf:
             gradients[None] = [of_input.get(k) for k in self._tracked]
         # Hooks of leaves without a gradient, because the loss doesn't use an output, are silent until backward ends.
         live = {id(x) for j, own in wanted.items() for x, grad in zip(own, gradients[j]) if grad is not None}
-        silent = [x for j, own in wanted.items() if j is not None for x in own if id(x) not in live]
+        silent = [x for own in wanted.values() for x in own if id(x) not in live]
         if silent:
             hooks.park(silent)
             queue_callback(hooks.restore)

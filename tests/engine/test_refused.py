@@ -54,6 +54,19 @@ def test_what_stages_would_mix_is_an_error_each_time(forward: Callable[[Net, Ten
     assert_same(dict(model.state_dict()), dict(state), "state")
 
 
+def tied(net: Net, x: Tensor) -> Tensor:
+    """Differentiates to a weight that an earlier stage has used, too: its part would be lost."""
+    a, b, c, d, e = net.blocks
+    y: Tensor = d(c(b(a(x)))) @ a.weight  # type: ignore[operator]
+    return y + torch.autograd.grad(y.sum(), a.weight, create_graph=True)[0].sum()  # type: ignore[arg-type]
+
+
+def test_a_derivative_to_a_parameter_between_blocks_of_a_later_stage_is_refused() -> None:
+    model = SplitPipe(Net(tied), cuts=CUTS, devices=["cpu"] * 3, chunks=2, checkpoint="never")
+    with pytest.raises(RuntimeError, match="to a parameter or a value of an earlier stage"):
+        model(torch.randn(8, 4))
+
+
 def test_a_split_point_is_looked_at_when_earlier_microbatches_have_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def called(self: ModuleForward, *args: Any, name: str, call: Any) -> None:
         order[self.i].append(name)

@@ -49,9 +49,9 @@ def hooked(net: Net, x: Tensor) -> Tensor:
 
 
 def unseen(net: Net, x: Tensor) -> Tensor:
-    """Writes to what blocks have returned, of which autograd is not to know."""
+    """Writes to what blocks have returned, of which autograd is not to know; they are given it by keyword."""
     for block in net.blocks:
-        x = block(x)
+        x = block(input=x)
         x.detach().mul_(2)
     return x
 
@@ -158,14 +158,24 @@ def view(self: Any, x: Tensor, many: int) -> Any:
 
 
 def returned(net: Net, x: Tensor) -> Tensor:
-    """Goes on with a value, and with what a function that wrote to it has returned: that is the value."""
+    """Goes on with a value, with what a function that wrote to it has returned, which is it, and with a view of that."""
     a, b, c, d, e = net.blocks
     h = a(x)
     x = c(b(h * 1))
     y = h.mul_(2)
     x = e(x + y)
+    view = y[:, :2]
+    x = x + view.repeat(1, 2)
     y.add_(1)
     return x + h
+
+
+def derived(net: Net, x: Tensor) -> Tensor:
+    """Differentiates between blocks, to a value of the same stage."""
+    a, b, c, d, e = net.blocks
+    y = c(b(a(x))) * 1
+    [slope] = torch.autograd.grad(y.square().sum(), y, create_graph=True)
+    return e(d(slope))  # type: ignore[no-any-return]
 
 
 def packed(net: Net, x: Tensor) -> Any:
@@ -183,7 +193,7 @@ def layered(forward: Callable[..., Any], *names: str) -> Callable[[], nn.Module]
 
 FORWARDS: dict[str, Callable[[], Net]] = {
     **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
-        unused, hooked, unseen, regions, other_weights, returned,
+        unused, hooked, unseen, regions, other_weights, returned, derived,
     )},
     "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),
     "handed on": lambda: Net(handed, layered(handing)),

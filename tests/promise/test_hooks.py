@@ -102,6 +102,19 @@ def test_what_a_loss_does_not_use_has_no_gradient_and_its_hooks_are_silent(use, 
     if way == "drop-in, autograd":  # In one graph, autograd calls the hooks of the head with None, as in a module.
         fired = Counter({name: count for name, count in fired.items() if "head" not in name})
     assert len(used) == (8 if large else 6) and fired == Counter(2 * used)
+    fired.clear()
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    assert fired == Counter(2 * [name for name, _ in plain.named_parameters()]), "all are called again"
+
+def test_hooks_of_an_argument_that_the_loss_does_not_use_are_silent() -> None:
+    fired, given = list[str](), {name: torch.rand(4, 4, requires_grad=True) for name in ("x", "y")}
+    both = module_of(lambda self, x, y: (self.last(self.first(x)), y.exp()), **linears("first", "last"))
+    model = SplitPipe(both, cuts=["last"], devices=["cpu"] * 2, chunks=2)
+    for name, x in given.items():
+        x.register_hook(lambda _, name=name: fired.append(name))
+        x.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    model(**given)[0].sum().backward()
+    assert fired == ["x", "x"] and given["y"].grad is None
 
 
 @ways

@@ -1,6 +1,7 @@
 """Checkpointing drops what autograd saves, and changes nothing else."""
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -129,6 +130,19 @@ def test_a_mode_that_changes_before_backward_is_that_of_the_forward_in_the_recom
         m.eval()
         loss.backward()
     assert not model[1].training
+    assert_same_tensors(model, plain)
+
+
+def test_a_block_within_autocast_is_recomputed_within_it() -> None:
+    def mixed(self: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.two(self.one(x).tanh())
+
+    block = module_of(lambda self, x: self.layer(x).float(), **linears("layer"))
+    plain, x = module_of(mixed, one=nn.Linear(4, 4), two=block), torch.rand(4, 4)
+    model = SplitPipe(copy.deepcopy(plain), cuts=["two"], devices=["cpu"] * 2, chunks=1, checkpoint="always")
+    for m in (plain, model):
+        m(x).square().sum().backward()
     assert_same_tensors(model, plain)
 
 
