@@ -28,7 +28,7 @@ from splitpipe.core import thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import sharing, version_of
-from splitpipe.engine.crossing import SIMPLE, changed
+from splitpipe.engine.crossing import changed
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace
 from splitpipe.partition.attributes import Attributes
@@ -54,8 +54,7 @@ class BlockChains:
 
     def run(self, stage: RunningStage, block: BlockRun, args: Any, kwargs: dict[str, Any], trace: Trace | None) -> Any:
         """The block's output, which has a node of the chain in place of the block's own graph."""
-        given = [*args, *kwargs.values()]
-        inputs = [x for x in given if isinstance(x, Tensor)] if SIMPLE.issuperset(map(type, given)) else _tensors(given)
+        inputs = _tensors([*args, *kwargs.values()])
         versions = [version_of(x) for x in inputs]
         with trace or nullcontext():
             output = block.first(RNGStates(self.step.call.draws, stage.device), args, kwargs)
@@ -88,8 +87,6 @@ class BlockChains:
 def _tensors(value: Any) -> list[Tensor]:
     """The tensors in a nesting."""
     found: list[Tensor] = []
-    if type(value) is Tensor:
-        return [value]
     changed(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
     return found
 
