@@ -43,9 +43,9 @@ def hooked(net: Net, x: Tensor) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda grad: grad * 3)
     for block in net.blocks:
-        x = block(x).tanh()
+        x = block(x)
         x.register_hook(lambda grad: grad * 2)
-    return x
+    return x.tanh()
 
 
 def unseen(net: Net, x: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def view(self: Any, x: Tensor, many: int) -> Any:
 
 
 def returned(net: Net, x: Tensor) -> Tensor:
-    """Goes on with a value, with what a function that wrote to it has returned, which is it, and with a view of that."""
+    """Goes on with a value, with what a function that wrote to it has returned, which is it, and a view of that."""
     a, b, c, d, e = net.blocks
     h = a(x)
     x = c(b(h * 1))

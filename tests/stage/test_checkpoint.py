@@ -146,6 +146,19 @@ def test_a_block_within_autocast_is_recomputed_within_it() -> None:
     assert_same_tensors(model, plain)
 
 
+def test_what_one_block_returns_to_another_may_retain_its_gradient() -> None:
+    def retaining(self: Any, x: Tensor) -> Any:
+        kept.append(y := self.one(x))
+        y.retain_grad()
+        return self.three(self.two(y))
+
+    kept, plain, x = list[Tensor](), module_of(retaining, **linears("one", "two", "three")), torch.rand(4, 4)
+    model = SplitPipe(copy.deepcopy(plain), cuts=["three"], devices=["cpu"] * 2, chunks=1, checkpoint="always")
+    for m in (plain, model):
+        m(x).square().sum().backward()
+    torch.testing.assert_close(kept[1].grad, kept[0].grad)
+
+
 @pytest.mark.parametrize("options", [{}, {"schedule": "1f1b"}])
 def test_tensors_that_functional_call_swaps_are_those_of_the_recomputation(options: dict[str, Any]) -> None:
     layers = mlp()
