@@ -83,7 +83,6 @@ class Detaching:
         """Called when the forward has ended."""
         for event in self._ends.values():
             stream.spent(event)
-        self._ends = {}
 
 
 class _Value:
@@ -142,7 +141,7 @@ class Crossing:
         value = self._values.get(id(x))
         if value is not None:
             return value.tensors[-1] if value.stage == self._stage else self._bring(x, value)
-        if x.requires_grad and x.grad_fn is not None:
+        if x.grad_fn is not None:
             source, base = self.stage_of(x), x._base
             if source != self._stage:
                 return self._bring(x, _Value(x, source))
@@ -156,7 +155,7 @@ class Crossing:
 
     def _bring(self, x: Tensor, value: _Value) -> Tensor:
         with DisableTorchFunction():  # Unseen by function modes.
-            if id(x) not in self._values and (copy := self._shared.copy(x, self._stage)) is not None:
+            if (copy := self._shared.copy(x, self._stage)) is not None:
                 return copy
             y: Tensor = self._carrier.carry(value.tensors[-1], value.stage, self._stage)
             value.tensors.append(y)

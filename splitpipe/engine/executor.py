@@ -49,12 +49,12 @@ class Executor:
     ) -> None:
         ops, self._rows = [run for row in rows for run in row], [deque(row) for row in rows]
         self._do_op, self._around, self._variables, self._whole = do, around, variables, whole
-        self._last = max([run.stage for run in ops], default=0)
+        self._last = max([run.stage for run in ops])
         self.size, self._free = len(rows), None if whole is None else list[int]()  # None: each row has a thread.
         if self._free is not None:
             backward = any([run.kind != "F" for run in ops])
             self.size = len({i for run in ops for i in run.microbatches}) + backward * (sum(map(bool, rows)) - 1)
-            self._free += reversed(range(self.size))  # The last one is taken first: it was the last to work.
+            self._free += range(self.size)  # The last one is taken first: it was the last to work.
         self._queues: list[SimpleQueue[OpRun | None]] = [SimpleQueue() for _ in range(self.size)]
         self._thread_of: dict[int, int] = {}  # The thread of each microbatch whose forward has begun.
         self._lock = threading.Lock()
@@ -98,8 +98,6 @@ class Executor:
 
     def _pause(self, number: int) -> None:
         """Ends F of a stage, and returns when that of the next one is ready. Called by the forward."""
-        if self._over:
-            raise Stopped
         self._after(number, at_cut=True)
         if self._queues[number].get() is None:
             raise Stopped
