@@ -123,8 +123,8 @@ class BlockChain:
     """Checkpointed blocks that follow each other: their calls, and what entered."""
 
     def __init__(self, of: BlockChains, stage: RunningStage, tracked: Sequence[Tensor]) -> None:
-        # Weak references, since the step refers to the graph, of which this is a part.
-        self._step, self._stage, self._i = weakref.ref(of.step), weakref.ref(stage), of.i
+        # A weak reference, since the step refers to the graph, of which this is a part.
+        self._step, self._stage, self._i = weakref.ref(of.step), stage.index, of.i
         self._attributes = of.attributes
         self.runs: list[BlockRun] = []
         #: Tensors that entered, by identity and version. Those that require grad come first.
@@ -152,15 +152,16 @@ class BlockChain:
         found = self._inputs.get((id(x), version))
         return None if found is None else found[0]
 
-    def backward(self) -> list[Tensor | None]:
+    def backward(self) -> Sequence[Tensor | None]:
         """R and B of the blocks, called by autograd; the gradients of the inputs that require grad."""
-        step, stage = self._step(), self._stage()
-        if step is None or stage is None or (own := stage.fwd_cache.get(self._i)) is not None and not own.ran:
+        step = self._step()
+        if step is None or (own := step.stages[self._stage].fwd_cache.get(self._i)) is not None and not own.ran:
             raise RuntimeError(
                 "a checkpointed block was run backward before its stage was, or without it: between blocks, from a "
                 "tensor that a hook or an attribute has kept, or in an autograd.Function or torch.func transform. "
                 "Expected these inside a block, and each term of the loss in the output; or checkpoint='never'."
             )
+        stage = step.stages[self._stage]
         if stage.compute is not None:
             step.launching.take()
         try:
@@ -168,7 +169,7 @@ class BlockChain:
         finally:
             step.launching.give()
 
-    def _backward(self, step: StepRun, stage: RunningStage) -> list[Tensor | None]:
+    def _backward(self, step: StepRun, stage: RunningStage) -> Sequence[Tensor | None]:
         grads, self.grads = self.grads, {}
         segment = Segment()
         stage.store.finish()
@@ -182,13 +183,12 @@ class BlockChain:
                     f"a checkpointed block on {stage.name} returned other outputs in its recomputation than in its "
                     "forward: expected blocks that depend on inputs and parameters alone, or checkpoint='never'."
                 )
-            segment.leave(y)
+            segment.arrived.append((segment.leave(y), grad, None))
         segment.close(step.split, stage.own)
-        segment.arrived = [(k, grad, None) for k, grad in enumerate(grads.values())]
         graph, gradients = step.differentiate(stage, segment, keep=False)
         if step.wants_weights:
             stage.store.add(self._i, graph, gradients, keep=False)
-        return list(gradients.entries)
+        return gradients.entries
 
     def _recompute(self, stage: RunningStage, segment: Segment) -> list[Tensor]:
         if any([version_of(x) != version for (_, version), (_, x) in self._inputs.items()]):
