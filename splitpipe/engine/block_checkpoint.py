@@ -59,7 +59,7 @@ class BlockChains:
         with trace or nullcontext():
             output = block.first(RNGStates(self.step.call.draws, stage.device), args, kwargs)
         made, own = _tensors(output), {*map(id, inputs)}
-        places = {id(y): k for k, y in reversed([*enumerate(made)]) if y.grad_fn is not None and id(y) not in own}
+        places = {id(y): k for k, y in enumerate(made) if y.grad_fn is not None and id(y) not in own}
         written = versions != [version_of(x) for x in inputs]
         block.places = [*places.values()]
         distinct = [made[k] for k in block.places]
