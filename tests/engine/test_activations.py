@@ -63,14 +63,15 @@ class Counts(nn.Module):
         return F.linear(y, self.weight)
 
 
-def counted(name: str, alone: bool = False, **options: Any) -> tuple[Schedule, Census]:
+def counted(name: str, alone: bool = False, by: str = "balance", **options: Any) -> tuple[Schedule, Census]:
     """The second step of a model that counts; alone: its stages share a buffer, and so one worker."""
     census, plan, shared = Census(), schedule.build(name, DEVICES, CHUNKS), torch.zeros(1)
     layers = [Counts(stage, census) for stage in range(plan.stages)]
     for layer in layers if alone else []:
         layer.register_buffer("shared", shared)
-    model = SplitPipe(nn.Sequential(*layers), [1] * plan.stages, devices=["cpu"] * DEVICES, chunks=CHUNKS,
-                      schedule=name, loss_fn=nn.MSELoss(), **options)
+    module, where = stages(nn.Sequential(*layers), [1] * plan.stages, by)
+    model = SplitPipe(module, devices=["cpu"] * DEVICES, chunks=CHUNKS, schedule=name, loss_fn=nn.MSELoss(), **where,
+                      **options)
     for _ in range(2):  # Whether a stage works in place shows in the first one, which keeps copies.
         for log in (census.saved, census.given, census.seen):
             log.clear()
@@ -97,10 +98,11 @@ def assert_alive(census: Census, plan: Schedule, which: int, begins: str, ends: 
 
 
 @graded({"name": schedule.names(), "backward": ["split", "autograd"], "checkpoint": ["never", "always"],
-         "alone": [False, True]},
-        essence=[["backward", "checkpoint", "alone"]], thorough=[["name", "backward", "alone"], ["name", "checkpoint"]])
-def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w_and_inputs_to_b(name, backward, checkpoint, alone):
-    plan, census = counted(name, alone, backward=backward, checkpoint=checkpoint)
+         "alone": [False, True], "by": ["balance", "cuts"]},
+        essence=[["backward", "checkpoint", "alone"], ["by"]],
+        thorough=[["name", "backward", "alone"], ["name", "checkpoint"], ["by", "backward", "checkpoint", "alone"]])
+def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w_and_inputs_to_b(name, backward, checkpoint, alone, by):
+    plan, census = counted(name, alone, by, backward=backward, checkpoint=checkpoint)
     split = backward == "split"
     if checkpoint == "never":
         assert_alive(census, plan, 0, "F", ("W", "BW") if split else ("B", "BW"))
