@@ -101,7 +101,7 @@ def assert_alive(census: Census, plan: Schedule, which: int, begins: str, ends: 
          "alone": [False, True], "by": ["balance", "cuts"]},
         essence=[["backward", "checkpoint", "alone"], ["by"]],
         thorough=[["name", "backward", "alone"], ["name", "checkpoint"], ["by", "backward", "checkpoint", "alone"]])
-def test_activations_live_from_f_to_w_or_checkpointed_from_b_to_w_and_inputs_to_b(name, backward, checkpoint, alone, by):
+def test_activations_live_from_f_to_w_or_checkpointed_from_b_and_inputs_to_b(name, backward, checkpoint, alone, by):
     plan, census = counted(name, alone, by, backward=backward, checkpoint=checkpoint)
     split = backward == "split"
     if checkpoint == "never":
