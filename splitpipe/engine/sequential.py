@@ -12,7 +12,6 @@ that in place, R gets a copy: the first F shows whether it does, and if it begin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -91,7 +90,7 @@ class SequentialForward:
         else:
             values = run.first(partial(layers, "forward"))
         written = verify_shared(stage.name, given, versions)
-        if call.state.grad and (run is None or step.drop_in and not (i > 0 and stage.reached_all())):
+        if call.state.grad and (run is None or step.drop_in and not stage.reached_all()):
             segment.close(step.split, stage.own)
             if step.drop_in:
                 stage.reached.update(segment.graph.parameters())
@@ -150,8 +149,7 @@ def run_layers(
     box: dict[Any, Any] = {key: unflatten(leaves, value.nesting) for (key, value), leaves in pairs}
     x = box.pop(None)
     try:
-        # If no layer is skippable, the box isn't used.
-        with open_box(box) if box or own.skippable else nullcontext(), Bound(deferring, split):
+        with open_box(box), Bound(deferring, split):
             for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
                 x = layer(x)
         values: Values = {key: Activation(*flatten(value)) for key, value in ((None, x), *box.items())}

@@ -17,7 +17,7 @@ from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.dtensor import sharded
 from splitpipe.core.stream import Place
 from splitpipe.schedule.op import Schedule
-from splitpipe.skip.skippable import Skippable, crossing
+from splitpipe.skip.skippable import crossing
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.recomputation import Modules
 
@@ -38,8 +38,6 @@ class StageLayers:
         self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
         #: The skips that go to later stages, and the stages.
         self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
-        #: True if a layer stashes or pops, even if only within the stage.
-        self.skippable = any(isinstance(module, Skippable) for module in self.modules)
         self.parameters = [*{id(x): x for layer in self.calls for x in layer.parameters()}.values()]
         #: The bytes of those that require grad.
         self.weight_bytes = sum([x.nbytes for x in self.parameters if x.requires_grad])
