@@ -157,17 +157,19 @@ def view(self: Any, x: Tensor, many: int) -> Any:
     return (y, y[:, :2]) if many == 2 else y if many else y[:, 1:3]
 
 
-def returned(net: Net, x: Tensor) -> Tensor:
+def returned(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
     """Goes on with a value, with what a function that wrote to it has returned, which is it, and a view of that."""
     a, b, c, d, e = net.blocks
     h = a(x)
+    k = h.tanh() * 1
     x = c(b(h * 1))
     y = h.mul_(2)
+    k.mul_(3)
     x = e(x + y)
     view = y[:, :2]
     x = x + view.repeat(1, 2)
     y.add_(1)
-    return x + h
+    return x + h, k
 
 
 def derived(net: Net, x: Tensor) -> Tensor:
