@@ -75,3 +75,17 @@ def test_the_sum_of_a_list_of_lengths_may_be_a_count_which_is_said(lengths: list
     model = piped(module_of(spoken, **linears("a", "b")), ["b"], schedule=schedule)
     with pytest.warns(UserWarning, match="a list with one number per row"):
         model(**batch(len(lengths)), lengths=lengths)
+
+
+@scheduled
+def test_a_loss_function_may_be_given_a_number_that_an_earlier_stage_has_computed(schedule: str) -> None:
+    def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return output[0] + (output[1] - target).square().mean()
+
+    plain = module_of(lambda self, x: ((y := self.a(x)).square().mean(), self.b(y)), **linears("a", "b"))
+    model, given = piped(plain, ["b"], schedule=schedule, loss_fn=penalised), batch(7)
+    losses = model(given["x"], target=given["labels"]), penalised(plain(given["x"]), given["labels"])
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_tensors(model, plain)
