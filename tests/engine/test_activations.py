@@ -18,6 +18,7 @@ from splitpipe import SplitPipe, attach, is_recomputing, schedule
 from splitpipe.schedule import Schedule
 from tests.engine.models import Stack, batch
 from tests.helpers.covering import graded
+from tests.helpers.faults import throws
 from tests.helpers.modules import module_of
 from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import stages
@@ -192,3 +193,12 @@ def test_what_layers_save_goes_with_a_dropped_call_or_with_backward_though_the_l
     loss.backward()
     del x
     assert not any(ref() is not None for ref in alive) and batch.expired()
+
+
+def test_what_layers_save_goes_with_an_error_in_backward_though_that_is_kept() -> None:
+    model, alive = watched("balance", {"checkpoint": "never"})
+    model[0].register_full_backward_hook(throws(LookupError("of a hook")))
+    loss = model(torch.randn(4, 4, requires_grad=True)).sum()
+    with pytest.raises(LookupError, match="of a hook") as error:
+        loss.backward()
+    assert not any(ref() is not None for ref in alive), f"it is kept by {error}"
