@@ -78,7 +78,7 @@ class SecondHalf:
             step.pool = None
         lowest = min([j or 0 for j in wanted], default=0)
         try:
-            step.run_rows(backward_rows(len(call.rows), step.workers, lowest, call.recomputed, step.wants_weights))
+            step.run_rows(backward_rows(call.microbatches, step.workers, lowest, call.recomputed, step.wants_weights))
         finally:
             hooks.restore()
             for stage in stages if not keep else ():

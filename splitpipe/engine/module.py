@@ -126,7 +126,7 @@ class ModuleForward:
             except BaseException as error:
                 if not isinstance(error, Stopped):
                     block = "the module" if self._block is None else self._call.blocks.described(self._block)
-                    where = f"{step.stages[self.stage].name}, microbatch {self.i} of {len(step.call.rows)}"
+                    where = f"{step.stages[self.stage].name}, microbatch {self.i} of {step.call.microbatches}"
                     add_note(error, f"in the forward of {block}, {where}")
                 raise
             finally:
@@ -149,7 +149,7 @@ class ModuleForward:
         self._inside = None if hooks == self._hooks else position_of(stage.device)
         self._within = stack = ExitStack()
         stack.enter_context(stream.use(stage.compute))
-        rng_states = RNGStates(step.call.draws, stage.device, j * len(step.call.rows) + self.i)
+        rng_states = RNGStates(step.call.draws, stage.device, j * step.call.microbatches + self.i)
         stack.enter_context(rng_states.first(recomputed=False))
         if step.call.state.grad:
             stage.fwd_cache[self.i] = Segment()

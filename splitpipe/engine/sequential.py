@@ -74,7 +74,7 @@ class SequentialForward:
         step, call, i, segment, run = self._step, self._step.call, self._i, Segment(), None
         if call.state.grad:
             stage.fwd_cache[i] = segment
-        rng_states = RNGStates(call.draws, stage.device, stage.index * len(call.rows) + i)
+        rng_states = RNGStates(call.draws, stage.device, stage.index * call.microbatches + i)
         versions, kept = versions_of(given), given
         if i < call.checkpointed:
             modules = stage.own.recomputed
@@ -127,7 +127,7 @@ def _recompute(
 
 def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segment: Segment, doing: str) -> Values:
     """The layers of a stage on values that enter a segment's graph; what leaves is outside."""
-    where = f"{stage.name}, microbatch {i} of {len(step.call.rows)}"
+    where = f"{stage.name}, microbatch {i} of {step.call.microbatches}"
     values = run_layers(stage.own, given, enter([*given.values()], segment), doing, where, step.split)
     mark_shared(values, [value.leaves[k] for value in given.values() for k in value.shared])
     leaves = [x for value in values.values() for x in value.leaves]

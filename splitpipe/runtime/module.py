@@ -113,14 +113,14 @@ class ModuleRuntime(Runtime):
         self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
     ) -> SharedParameters:
         call, options, placement, streams = step.call, self.options, self._placement, self._resources.named
-        attributes = self._attributes if len(call.rows) > 1 else Attributes()
-        if len(call.rows) > 1:
+        attributes = self._attributes if call.microbatches > 1 else Attributes()
+        if call.microbatches > 1:
             attributes.begin(batch.module.training and call.state.grad)
-        traced = len(call.rows) > 1 and options.reduction is None and self._traced.get(batch.kind, True)
+        traced = call.microbatches > 1 and options.reduction is None and self._traced.get(batch.kind, True)
         stitched = step.drop_in and not options.split_backward
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
-        carry = new(step, len(call.rows)).carry if stitched else None
+        carry = new(step, call.microbatches).carry if stitched else None
         shared = SharedParameters(batch.module, placement, step.stages, carry)
         finish: Callable[[Any, Any], None] = keep_stitched_output if stitched else keep_output
         if objective is not None:
@@ -141,7 +141,7 @@ class ModuleRuntime(Runtime):
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
         placement, training = self._placement, batch.module.training
-        if len(step.call.rows) > 1:
+        if step.call.microbatches > 1:
             numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
             traced = self._traced.setdefault(batch.kind, numbers)

@@ -127,8 +127,8 @@ class Runtime:
         step, _ = self._begin(batch, state if cached else state._replace(autocast_cache=False), drop_in=True)
         call = step.call
         with noted(call.input):
-            shared, forwards = self._begin_forwards(batch, step, None, [None] * len(call.rows)), step.forwards
-            step.run_rows(forward_rows(len(call.rows), step.workers))
+            shared, forwards = self._begin_forwards(batch, step, None, [None] * call.microbatches), step.forwards
+            step.run_rows(forward_rows(call.microbatches, step.workers))
             outputs = attach_outputs(step, [forward.output for forward in forwards], shared)
             call.rejoin()
             shared.verify()
@@ -153,7 +153,7 @@ class Runtime:
         call = step.call
         targets = call.scatter(target, TARGET, detached=True)
         shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
-        ops = self._rows(step.workers, len(call.rows), state.grad, call.recomputed)
+        ops = self._rows(step.workers, call.microbatches, state.grad, call.recomputed)
         with noted(call.input, target):
             own = None if objective is None else objective.batch_loss
             own = own or BatchLoss(call.input.counts, options.reduction, self._said, AS_FUNCTION)
@@ -191,7 +191,7 @@ class Runtime:
             self._last = stages
         call.draws.end(recomputes=call.checkpointed > 0 and call.state.grad)
         call.end()
-        if not self.own_forward and not self._looked and call.state.grad and len(call.rows) > 1:
+        if not self.own_forward and not self._looked and call.state.grad and call.microbatches > 1:
             self._looked = True
             warn_of_losses(batch.module)
 
@@ -213,7 +213,7 @@ class Runtime:
         odd = state.odd or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
         odd = odd or objective is not None and objective.compiled
         # Forwards that stay on their threads' stacks need one each.
-        pool = None if odd else resources.pool(layers.workers, len(call.rows) - 1 if self.own_forward else 0)
+        pool = None if odd else resources.pool(layers.workers, call.microbatches - 1 if self.own_forward else 0)
         sides = resources.named if drop_in else None
         stages = [RunningStage(own, call, drop_in, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.

@@ -63,7 +63,7 @@ class Call:
         devices = [place.device for place in places]
         self.copies = InputCopies()  #: Copies of the input and the target on the stages' devices.
         self.input = self.copies.input(input, devices if anywhere else devices[:1])
-        self.leaves, self.rows, self.state = self.input.leaves, self.input.rows, state
+        self.leaves, self.microbatches, self.state = self.input.leaves, len(self.input.rows), state
         #: The caller's current streams on the devices of the stages, and the streams on which these compute.
         self.callers = [stream.current(device) for device in devices]
         self.computes = [place.stream or caller for place, caller in zip(places, self.callers)]
@@ -76,7 +76,7 @@ class Call:
         self.variables = contextvars.copy_context()
         self._statistics = Statistics()
         self._statistics.collect(self.variables)
-        self.contexts = [self._statistics.collect(self.variables.copy(), i) for i in range(len(self.rows))]
+        self.contexts = [self._statistics.collect(self.variables.copy(), i) for i in range(self.microbatches)]
 
     def scatter(self, value: Division, key: Key | None = None, detached: bool = False) -> list[Activation]:
         """The microbatches of a value; ``detached``: as leaves with origins, outside the caller's graph."""

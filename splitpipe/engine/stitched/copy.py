@@ -80,7 +80,7 @@ class Lane:
     def __init__(self, step: StepRun, i: int, streams: NamedStreams) -> None:
         self._ports = [Port(each.device, each.compute, streams(each.device, f"microbatch {i}")) for each in step.stages]
         self._number = i * len(self._ports)
-        self._reserved = len(step.call.rows) * len(self._ports) if step.call.state.grad else 0
+        self._reserved = step.call.microbatches * len(self._ports) if step.call.state.grad else 0
 
     def begin(self) -> None:
         """Gives all later nodes of this thread higher numbers than those that end stages."""

@@ -63,8 +63,8 @@ class StitchedForward:
         call, checkpoint = self._step.call, None
         inputs, versions = [part.leaves for part in values.values()], versions_of(values)
         bare = {key: part.holding([]) for key, part in values.items()}
-        layers = partial(run_layers, own, bare, where=f"{own.name}, microbatch {self._i} of {len(call.rows)}")
-        rng_states = RNGStates(call.draws, own.place.device, own.index * len(call.rows) + self._i)
+        layers = partial(run_layers, own, bare, where=f"{own.name}, microbatch {self._i} of {call.microbatches}")
+        rng_states = RNGStates(call.draws, own.place.device, own.index * call.microbatches + self._i)
         if self._i < call.checkpointed:
             checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[own.index])
             first, rerun = partial(layers, inputs, "forward"), partial(layers, doing="recomputation")
