@@ -40,17 +40,17 @@ class Stopped(BaseException):
 class Executor:
     """The work of the threads in one call: ``do`` runs an op, in the state ``around`` and with context variables.
 
-    ``whole``: F of all stages of a microbatch, in one call, which calls what it is given between two stages.
+    ``forward_all``: F of all stages of a microbatch, in one call, which calls what it is given between two stages.
     """
 
     def __init__(
         self, rows: Sequence[Sequence[OpRun]], do: Callable[[OpRun], None], around: State, variables: Context,
-        whole: Callable[[int, Callable[[], None]], None] | None = None,
+        forward_all: Callable[[int, Callable[[], None]], None] | None = None,
     ) -> None:
         ops, self._rows = [run for row in rows for run in row], [deque(row) for row in rows]
-        self._do_op, self._around, self._variables, self._whole = do, around, variables, whole
+        self._do_op, self._around, self._variables, self._forward_all = do, around, variables, forward_all
         self._last = max([run.stage for run in ops])
-        self.size, self._free = len(rows), None if whole is None else list[int]()  # None: each row has a thread.
+        self.size, self._free = len(rows), None if forward_all is None else list[int]()  # None: each row has a thread.
         if self._free is not None:
             backward = any([run.kind != "F" for run in ops])
             self.size = len({i for run in ops for i in run.microbatches}) + backward * (sum(map(bool, rows)) - 1)
@@ -85,10 +85,10 @@ class Executor:
         with thread_state.use(self._around):
             while not self._over and (run := self._queues[number].get()) is not None:
                 try:
-                    if run.kind == "F" and self._whole is not None:
+                    if run.kind == "F" and self._forward_all is not None:
                         [i] = run.microbatches
                         self._thread_of[i] = number
-                        self._whole(i, partial(self._pause, number))
+                        self._forward_all(i, partial(self._pause, number))
                     else:
                         self._variables.copy().run(self._do_op, run)
                 except BaseException as error:
@@ -126,7 +126,7 @@ class Executor:
                 continue
             if self._free is None:
                 thread = number
-            elif self._whole is not None and run.kind == "F" and run.stage:
+            elif self._forward_all is not None and run.kind == "F" and run.stage:
                 thread = self._thread_of[run.microbatches[0]]
             elif self._free:
                 thread = self._free.pop()

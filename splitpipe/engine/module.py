@@ -64,7 +64,7 @@ class ModuleForward:
     """A microbatch of any module."""
 
     #: Whether its forward is one call, which stays on its thread's stack between two stages.
-    parked = True
+    own_forward = True
 
     def __init__(self, call: ModuleCall, i: int, activation: Activation, carrier: Detaching) -> None:
         self._call, self.step, self.i = call, call.step, i
@@ -83,7 +83,7 @@ class ModuleForward:
         self._block: nn.Module | None = None  #: The one that runs, or has raised an error.
         self.output: Any = None  #: What ``finish`` has made of the output.
 
-    def whole(self, pause: Callable[[int], None]) -> None:
+    def forward_all(self, pause: Callable[[int], None]) -> None:
         """The whole forward; ``pause`` is called between two stages, and raises Stopped if it must stop."""
         self._pause = pause
         try:
@@ -185,13 +185,13 @@ class ModuleForward:
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call: the split point if it is one, then the block itself, given only its arguments."""
         blocks, placement = self._call.blocks, self._call.placement
-        stage, whole = blocks.cuts.get(block), block in blocks.blocks
+        stage, is_block = blocks.cuts.get(block), block in blocks.blocks
         if stage is not None:
             before = self.stage
             self.advance(stage)  # First: another microbatch may have other parameters in the block.
             self._verify_split_point(block, stage, before)
-        local = placement.settle(block, whole, self.stage)
-        if not whole:
+        local = placement.settle(block, is_block, self.stage)
+        if not is_block:
             return call(*args, **_uncached(block, args, kwargs, self._call.labels))
         modes = _get_current_function_mode_stack()
         set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])

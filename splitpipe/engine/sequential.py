@@ -43,7 +43,7 @@ Versions = dict[tuple[Key | None, int], int | None]
 class SequentialForward:
     """A microbatch of an nn.Sequential; ``target``: for the loss, if that is the last layer."""
 
-    parked = False  #: Whether its forward is one call, which stays on its thread's stack between two stages.
+    own_forward = False  #: Whether its forward is one call, which stays on its thread's stack between two stages.
 
     def __init__(self, step: StepRun, i: int, activation: Activation, target: Activation | None = None) -> None:
         self._step, self._i, self._target = step, i, target

@@ -32,7 +32,7 @@ from splitpipe.stage.segment import RunningStage, Segment
 
 @dataclass(eq=False)
 class StepRun:
-    """The ops of a call; ``run`` and ``whole`` are what its threads do (see ``Executor``)."""
+    """The ops of a call; ``run`` and ``forward_all`` are what its threads do (see ``Executor``)."""
 
     call: Call
     stages: Sequence[RunningStage]
@@ -63,9 +63,9 @@ class StepRun:
     def run_rows(self, rows: OpRows) -> None:
         """Runs rows of ops; raises the first error."""
         pool = None if self.pool is None or self.pool.has_this_thread() else self.pool  # It would wait for itself.
-        whole = self.whole if pool is not None and self.forwards and self.forwards[0].parked else None
+        forward_all = self.forward_all if pool is not None and self.forwards and self.forwards[0].own_forward else None
         try:
-            Executor(rows, self.run, self.call.state.outside_forward(), self.call.variables, whole).run(pool)
+            Executor(rows, self.run, self.call.state.outside_forward(), self.call.variables, forward_all).run(pool)
         except BaseException:
             for stage in self.stages:  # What is freed now may still be being read or written.
                 stage.store.stop()
@@ -74,7 +74,7 @@ class StepRun:
         finally:
             self.forwards, self.scheduled = [], None  # They refer to this: the call is freed as soon as it is dropped.
 
-    def whole(self, i: int, pause: Callable[[], None]) -> None:
+    def forward_all(self, i: int, pause: Callable[[], None]) -> None:
         """F of all stages, for a forward that is one call; between two stages, it calls ``pause``."""
         def advance(j: int) -> None:
             self._end(OpRun("F", j, (i,)))
@@ -84,7 +84,7 @@ class StepRun:
 
         self._begin(0)
         try:
-            self.forwards[i].whole(advance)
+            self.forwards[i].forward_all(advance)
             self._end(OpRun("F", len(self.stages) - 1, (i,)))
         finally:
             self.launching.give()
@@ -92,9 +92,9 @@ class StepRun:
     def run(self, op: OpRun) -> None:
         """Runs an op on its stage's stream, in any thread."""
         kind, stage, i = op.kind, self.stages[op.stage], op.microbatches[0]
-        if kind == "F" and self.forwards[i].parked:  # In the caller's thread: past all stages at once.
+        if kind == "F" and self.forwards[i].own_forward:  # In the caller's thread: past all stages at once.
             if op.stage == 0:
-                self.whole(i, lambda: None)
+                self.forward_all(i, lambda: None)
             return
         try:
             with stream.use(stage.compute):

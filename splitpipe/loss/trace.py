@@ -57,7 +57,7 @@ class Trace(TorchFunctionMode):
     def begin(self, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
         """Records a microbatch's arguments, and their leaves."""
         for k, leaf in zip(input.places[i], leaves):
-            if k not in input.whole:
+            if k not in input.shared_places:
                 self.ledger.begin(leaf if isinstance(leaf, Tensor) else [*hidden(leaf)], input.dims[k] or 0)
         if input.root is not None and any([owner is not None for owner in input.owners]):
             for value in values:

@@ -39,23 +39,23 @@ class Divider:
         self._warned = set[str]()  # The values that it has warned of.
 
     def divide(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, whole: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, unsplit: bool = False
     ) -> tuple[Division, Division | None]:
-        """The arguments, and the target if there is one; ``whole``: as a single microbatch."""
-        if self._split is not None and not whole:
+        """The arguments, and the target if there is one; ``unsplit``: as a single microbatch."""
+        if self._split is not None and not unsplit:
             return self._collect(args, kwargs, target)
         root = self._tree(args, kwargs)
         reading = Reading(root, self._whose)
         # Microbatches can't share an object that may be a cache.
-        whole = whole or any(leaf.flag is None and _is_object(leaf.value) for leaf in root.leaves(shared=True))
-        rows = reading.verify(slices(reading.size, 1 if whole else self._chunks), self._warned)
+        unsplit = unsplit or any(leaf.flag is None and _is_object(leaf.value) for leaf in root.leaves(shared=True))
+        rows = reading.verify(slices(reading.size, 1 if unsplit else self._chunks), self._warned)
         return divide(root, rows, reading.batch), None if target is None else divide_target(target, self._target, rows)
 
     def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A few rows of a call's arguments, as in a microbatch."""
         if self._split is not None:
             return self._parts(args, kwargs)[0]
-        return self.divide(args, kwargs, whole=True)[0].some(1)
+        return self.divide(args, kwargs, unsplit=True)[0].some(1)
 
     def _collect(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Division, Division | None]:
         """A loss is a mean weighted by rows: with a target, by the rows of that."""
@@ -104,7 +104,7 @@ class ArgumentDivider(Divider):
         if needless and takes and "use_cache" not in given:
             kwargs = {**kwargs, "use_cache": False}
         cache = cache or takes and cache is None and not needless
-        return self.divide(args, kwargs, target, whole=not training and target is None and bool(cache))
+        return self.divide(args, kwargs, target, unsplit=not training and target is None and bool(cache))
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """The nodes of (args, kwargs). Raises a ValueError if ``batched`` names none of the arguments."""

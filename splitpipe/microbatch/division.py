@@ -50,7 +50,7 @@ class Division:
         return [[k for k, own in enumerate(self.owners) if own is None or own == i] for i in range(len(self.rows))]
 
     @cached_property
-    def whole(self) -> frozenset[int]:
+    def shared_places(self) -> frozenset[int]:
         """The indices of tensors with dimensions that several microbatches share."""
         counts = Counter(id(self.leaves[k]) for own in self.places for k in own)
         return frozenset(

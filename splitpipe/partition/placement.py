@@ -126,8 +126,8 @@ class Placement:
             for part in () if self.several else module.modules():
                 self._bring(part, self._devices[0])
 
-    def settle(self, module: nn.Module, whole: bool, stage: int) -> bool:
-        """Assigns a module that a stage calls, or (``whole``) those parts of it that have no stage yet, to the stage.
+    def settle(self, module: nn.Module, is_block: bool, stage: int) -> bool:
+        """Assigns a module that a stage calls, or (``is_block``) its parts that have no stage yet, to the stage.
 
         Returns True if all their tensors are on the stage's device.
         """
@@ -135,7 +135,7 @@ class Placement:
         if local is None:
             self.called[stage][module] = None
             local = True
-            for part in module.modules() if whole else [module]:
+            for part in module.modules() if is_block else [module]:
                 home = self.stage_of.get(part, stage)
                 if self.several:
                     self._bring(part, self._devices[home])

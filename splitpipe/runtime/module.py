@@ -75,16 +75,17 @@ class ModuleRuntime(Runtime):
         """Places parameters by a call with one row of a sample, which leaves no other trace."""
         args, kwargs = map_tensors(lambda x: x.detach().clone(), self._divider.sample(*arguments_of(sample)))
         with rehearsal(self.module, self._resources.devices):
-            self.run(self.batch(self.module, args, kwargs, whole=True))
+            self.run(self.batch(self.module, args, kwargs, unsplit=True))
 
     def batch(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, whole: bool = False
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None,
+        unsplit: bool = False,
     ) -> Batch:
         """What the module, or what wraps it, was called with."""
         module, given = self.module, name_arguments(self.signature, args, kwargs)
         names = tuple([name for name, value in given if value is not None])
         kind = module.training, torch.is_grad_enabled(), target is not None, names
-        return Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), whole, kind)
+        return Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), unsplit, kind)
 
     def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
         """If modules or parameters have changed, it looks at all of them again."""
@@ -105,8 +106,8 @@ class ModuleRuntime(Runtime):
             for stage in known[1].stages:
                 stage.weight_bytes = bytes // len(parts)
             self._known = None if known[1].computed else known
-        if batch.whole:
-            return *divider.divide(batch.args, batch.kwargs, whole=True), known[1]
+        if batch.unsplit:
+            return *divider.divide(batch.args, batch.kwargs, unsplit=True), known[1]
         return *divider.divide_call(batch.args, batch.kwargs, batch.target, batch.module.training), known[1]
 
     def _begin_forwards(

@@ -55,14 +55,14 @@ class Activation:
 
 
 class Call:
-    """What all stages share in one call; ``anywhere``: with cuts, when tensors may stay on later stages' devices."""
+    """What all stages share in one call; ``own_forward``: with cuts, when tensors may stay on later devices."""
 
     def __init__(
-        self, input: Division, places: Sequence[Place], state: State, checkpointed: int, draws: Draws, anywhere: bool
+        self, input: Division, places: Sequence[Place], state: State, checkpointed: int, draws: Draws, own_forward: bool
     ) -> None:
         devices = [place.device for place in places]
         self.copies = InputCopies()  #: Copies of the input and the target on the stages' devices.
-        self.input = self.copies.input(input, devices if anywhere else devices[:1])
+        self.input = self.copies.input(input, devices if own_forward else devices[:1])
         self.leaves, self.microbatches, self.state = self.input.leaves, len(self.input.rows), state
         #: The caller's current streams on the devices of the stages, and the streams on which these compute.
         self.callers = [stream.current(device) for device in devices]
@@ -71,7 +71,7 @@ class Call:
         #: Whether stages on one device compute on different streams of it.
         self.beside = len(own) > len({device for device, _ in own})
         #: How many microbatches are checkpointed, from the first one; and of these, R's: with cuts, B recomputes.
-        self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if anywhere else checkpointed, draws
+        self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if own_forward else checkpointed, draws
         #: The caller's context variables, and a copy of them for each microbatch.
         self.variables = contextvars.copy_context()
         self._statistics = Statistics()
@@ -86,7 +86,7 @@ class Call:
         for i, (leaves, nesting) in enumerate(parts):
             places, origins = value.places[i], Origins([None] * len(leaves))
             given = [value.leaves[k] for k in places]
-            shared = sharing(given) | {at for at, k in enumerate(places) if k in value.whole}  # All have these.
+            shared = sharing(given) | {at for at, k in enumerate(places) if k in value.shared_places}  # All have these.
             for caller, compute in zip(self.callers, self.computes):
                 hand(leaves, caller, compute)
             for at, leaf in enumerate(given if detached and self.state.grad else ()):

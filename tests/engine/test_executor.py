@@ -20,12 +20,12 @@ F00, F10, B00, B10 = OpRun("F", 0, (0,)), OpRun("F", 1, (0,)), OpRun("B", 0, (0,
 def run(rows: list[list[OpRun]], how: str, does: Callable[[OpRun], object] = lambda op: None) -> None:
     """Forwards by cuts, which are parked at split points; ops that are each a call; all in the caller's thread."""
 
-    def whole(i: int, pause: Callable[[], None]) -> None:
+    def forward_all(i: int, pause: Callable[[], None]) -> None:
         does(OpRun("F", 0, (i,)))
         pause()
         does(OpRun("F", 1, (i,)))
 
-    executor = Executor(rows, does, thread_state.capture(), copy_context(), whole if how == "parked" else None)
+    executor = Executor(rows, does, thread_state.capture(), copy_context(), forward_all if how == "parked" else None)
     executor.run(None if how == "caller" else Pool([str(number) for number in range(executor.size)]))
 
 

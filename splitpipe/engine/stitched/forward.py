@@ -36,7 +36,7 @@ from splitpipe.stage.segment import RunningStage
 class StitchedForward:
     """A microbatch of an nn.Sequential; ``streams``: those for copies."""
 
-    parked = False
+    own_forward = False
 
     def __init__(self, step: StepRun, i: int, activation: Activation, streams: NamedStreams) -> None:
         self._step, self._i, self._lane = step, i, Lane(step, i, streams)
