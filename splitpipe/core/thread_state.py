@@ -100,7 +100,7 @@ class use:
         state = self._state
         now = _settings([kind for kind, *_ in state.autocast])
         self._grad = now.grad
-        if now[1:5] != state[1:5]:  # Usually, they are equal, as in a recomputation.
+        if now[1:5] != state[1:5]:  # All but grad mode. Usually, they are equal, as in a recomputation.
             self._rest = stack = ExitStack()
             if now.default_device is not state.default_device:
                 modes = _get_current_function_mode_stack()

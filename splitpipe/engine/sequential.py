@@ -95,7 +95,8 @@ class SequentialForward:
             if step.drop_in:
                 stage.reached.update(segment.graph.parameters())
         if run is not None:
-            modules.in_place, kept = written or bool(modules.in_place), kept if written else given
+            modules.in_place = written or bool(modules.in_place)
+            kept = kept if written else given
             versions = versions if kept is given else versions_of(kept)
             signatures = [value.signature for value in values.values()]
             stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions, signatures, run))  # Without a graph.
