@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
 
@@ -96,6 +97,20 @@ def test_the_examples_run_from_top_to_bottom(page: Path, no_accelerator: None, a
             continue
         # Empty lines in front, so that a traceback names the page's own lines.
         exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
+
+
+@pytest.mark.cuda
+@pytest.mark.devices(2)
+@pytest.mark.thorough
+def test_the_readmes_examples_run_on_gpus() -> None:
+    def on_gpus(found: re.Match[str]) -> str:
+        count = found[0].count('"cpu"') * int(found[1] or 1)
+        return str([f"cuda:{number % torch.cuda.device_count()}" for number in range(count)])
+
+    namespace: dict[str, object] = {"__name__": "readme"}
+    for _, source in blocks(README, "python"):
+        if not missing(source):
+            exec(re.sub(r'\["cpu"(?:, "cpu")*\](?: \* (\d+))?', on_gpus, source), namespace)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)

@@ -49,9 +49,7 @@ def parts() -> dict[str, Part]:
         ),
         "host": Part("python -m benchmarks.parts.host: the host's time for a step whose kernels take none",
                      ("-m", "benchmarks.parts.host"), {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_DEVICES": "8"}),
-        "readme": Part("README's examples with cuda devices", ("-m", "tests.softcuda.readme"), WATCHED),
-        "clients": Part("models of transformers by cuts, drop-in and scheduled, under the same eyes as hazards",
-                        ("-m", "tests.softcuda.clients"), WATCHED, ("test", "clients")),
+        "clients": Part("of these, transformers, cut", (*tests[:6], "tests/clients"), WATCHED, ("test", "clients")),
         "python": Part("the environment's Python, with arguments of your own", ()),
     }
 
