@@ -19,10 +19,8 @@ from tests.helpers import scheduled
 from tests.helpers.covering import graded, pairs
 from tests.helpers.world import both
 
-
-@pytest.fixture(scope="module", autouse=True)
-def there() -> None:
-    pytest.importorskip("torch.distributed.tensor.parallel", reason="needs DTensor, and this build of torch has none")
+parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="this build of torch has no DTensor")
+tensor = torch.distributed.tensor
 
 
 class Mlp(nn.Module):
@@ -42,20 +40,16 @@ def layers() -> nn.Sequential:
 @lru_cache(None)
 def mesh(number: int) -> Any:
     """Made once a process: each group has a permanent thread, which looks for work a hundred times a second."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=40))
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{number}",))
+    group = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=40))
+    return torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"{number}",))
 
 
 def shard(module: nn.Module) -> None:
     """Shards each Mlp, with local tensors between them."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     for part in module.modules():
         if isinstance(part, Mlp):
-            parallelize_module(part, mesh(0), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+            parallel.parallelize_module(part, mesh(0), plan)
 
 
 class Parts(nn.Module):
@@ -66,20 +60,16 @@ class Parts(nn.Module):
         self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Any:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        if not isinstance(self.linear.weight, DTensor):
+        if not isinstance(self.linear.weight, tensor.DTensor):
             return self.linear(x)
         mesh = self.linear.weight.device_mesh
-        shared: Any = DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [Shard(0)])
-        return self.linear(shared).redistribute(mesh, [Replicate()]).to_local()
+        shared: Any = tensor.DTensor.from_local(x, mesh, [tensor.Replicate()]).redistribute(mesh, [tensor.Shard(0)])
+        return self.linear(shared).redistribute(mesh, [tensor.Replicate()]).to_local()
 
 
 def in_parts(module: nn.Module) -> None:
-    from torch.distributed.tensor import distribute_module
-
     for number, part in enumerate(each for each in module.modules() if isinstance(each, Parts)):
-        distribute_module(part.linear, mesh(number))
+        tensor.distribute_module(part.linear, mesh(number))
 
 
 class Block(nn.Module):
@@ -102,41 +92,30 @@ def words() -> nn.Sequential:
 
 def in_sequence(module: nn.Module) -> None:
     """Shards words, the sequence too; between layers there are DTensors."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-
     plan: dict[str, Any] = {
-        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
-        "3": SequenceParallel(),
-        "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "0": parallel.RowwiseParallel(
+            input_layouts=tensor.Replicate(), output_layouts=tensor.Shard(1), use_local_output=False),
+        "3": parallel.SequenceParallel(),
+        "4": parallel.ColwiseParallel(input_layouts=tensor.Shard(1), output_layouts=tensor.Replicate()),
     }
     for at in "12":
-        plan[f"{at}.norm"] = SequenceParallel()
-        plan[f"{at}.up"] = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
-        plan[f"{at}.down"] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    parallelize_module(module, mesh(0), plan)
+        plan[f"{at}.norm"] = parallel.SequenceParallel()
+        plan[f"{at}.up"] = parallel.ColwiseParallel(input_layouts=tensor.Shard(1), use_local_output=False)
+        plan[f"{at}.down"] = parallel.RowwiseParallel(output_layouts=tensor.Shard(1), use_local_output=False)
+    parallel.parallelize_module(module, mesh(0), plan)
 
 
 def with_parted_scores(module: nn.Module) -> None:
     """Shards words, and of the scores each process has those of its words: as loss_parallel takes them."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    plan: dict[str, Any] = {"0": RowwiseParallel(input_layouts=Replicate()),
-                            "4": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    plan: dict[str, Any] = {"0": parallel.RowwiseParallel(input_layouts=tensor.Replicate()),
+                            "4": parallel.ColwiseParallel(output_layouts=tensor.Shard(-1), use_local_output=False)}
     for at in "12":
-        plan |= {f"{at}.up": ColwiseParallel(), f"{at}.down": RowwiseParallel()}
-    parallelize_module(module, mesh(0), plan)
+        plan |= {f"{at}.up": parallel.ColwiseParallel(), f"{at}.down": parallel.RowwiseParallel()}
+    parallel.parallelize_module(module, mesh(0), plan)
 
 
 def entropy(scores: Any, y: Tensor) -> Any:
     return F.cross_entropy(scores.flatten(0, 1), y.flatten())
-
-
-def loss_parallel() -> AbstractContextManager[None]:
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    return loss_parallel()
 
 
 def numbers() -> tuple[Tensor, Tensor]:
@@ -163,7 +142,7 @@ class Model(NamedTuple):
 MODELS = {"local": Model(layers, shard),
           "parts": Model(lambda: nn.Sequential(nn.Linear(6, 6), nn.Identity(), Parts(), Parts()).double(), in_parts),
           "words": Model(words, in_sequence, text, entropy),
-          "parted scores": Model(words, with_parted_scores, text, entropy, around=loss_parallel)}
+          "parted scores": Model(words, with_parted_scores, text, entropy, around=lambda: parallel.loss_parallel())}
 AXES: dict[str, list[Any]] = {
     "name": [*MODELS],
     "way": [(None, "split"), (None, "autograd"), ("1f1b", "split"), ("zb-h1", "split"), ("zb-v", "split"),
