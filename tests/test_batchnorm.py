@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import splitpipe
+from splitpipe import SplitPipe
 from splitpipe.batchnorm import DeferredBatchNorm, Statistics
 from splitpipe.core.phase import phase
 from splitpipe.core.thread_state import Bound
+from tests.helpers.modules import module_of
+from tests.helpers.scheduled import loss_of
 
 KINDS = {nn.BatchNorm1d: (3, 7), nn.BatchNorm2d: (3, 4, 5), nn.BatchNorm3d: (3, 2, 3, 4)}
 convert = DeferredBatchNorm.convert_deferred_batch_norm
@@ -156,6 +160,18 @@ def test_empty_batch_counts_as_batch_norm_counts_it():
         plain(torch.zeros(0, 3, dtype=dtype))
         run(deferred, [torch.zeros(0, 3, dtype=dtype)])
         assert_same(plain, deferred)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "1f1b", "loss_fn": nn.MSELoss()}])
+def test_what_runs_again_in_backward_adds_nothing(options):
+    def forward(self, x):
+        return checkpoint(lambda y: self.norm(y).tanh(), x, use_reentrant=False)
+
+    layer, x = module_of(forward, norm=nn.BatchNorm1d(4)), torch.rand(8, 4)
+    model = SplitPipe(nn.Sequential(nn.Linear(4, 4), layer), [1, 1], devices=["cpu"] * 2, chunks=2,
+                      deferred_batch_norm=True, **options)
+    loss_of(model, x, x).backward()
+    assert layer.norm.num_batches_tracked == 1
 
 
 def test_it_is_made_by_conversion():

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
+from tests.helpers.modules import module_of
+from tests.helpers.scheduled import loss_of, twins
+from tests.helpers.twin import assert_same_tensors
 
 WAYS = pytest.mark.parametrize("options", [{}, {"backward": "autograd"}, {"checkpoint": "always"}],
                                ids=["split", "autograd", "checkpointed"])
@@ -127,3 +130,20 @@ def test_in_one_graph_gradients_of_microbatches_are_added_in_single_precision() 
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.tensor([[256.0], [1.0], [1.0], [1.0]])).sum().backward()
     assert model[0].weight.grad == 259  # bfloat16 would have 256.
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_in_a_first_call_gradients_are_not_computed_within_its_autocast(name: str) -> None:
+    def exact(self: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return self.layer(x.float())
+
+    layers = [module_of(exact, layer=nn.Linear(8, 8)) for _ in range(2)]
+    plain, model = twins(nn.Sequential(*layers), name, chunks=1)
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [loss_of(each, x) for each in (plain, model)]
+    for loss in losses:
+        loss.backward()
+    assert_same_tensors(model, plain)
