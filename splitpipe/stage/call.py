@@ -91,7 +91,6 @@ class Call:
                 hand(leaves, caller, compute)
             for at, leaf in enumerate(given if detached and self.state.grad else ()):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaves[at].requires_grad_()
                     origins[at] = key, places[at]
             activations.append(Activation(leaves, nesting, origins, shared))
         return activations

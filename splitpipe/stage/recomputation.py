@@ -143,8 +143,6 @@ class CheckpointedRun:
 def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """A copy of each tensor, by identity; most in one call, since a model may have hundreds of statistics."""
     distinct = {id(x): x for x in tensors}
-    if not distinct:  # As in most blocks.
-        return {}
     many = {key: x for key, x in distinct.items() if x.is_floating_point() and is_plain(x)}
     with torch.no_grad():
         made = dict(zip(many, _foreach_add([*many.values()], 0))) if many else {}

@@ -171,7 +171,5 @@ def enter(activations: Sequence[Activation], segment: Segment) -> list[list[Any]
     """The leaves of values as they enter a segment's graph, through one guard. A tensor that occurs twice stays one."""
     pairs = [pair for value in activations for pair in zip(value.leaves, value.origins)]
     known = {id(x): (x, origin) for x, origin in pairs if origin is not None}
-    if not known:
-        return [value.leaves for value in activations]
     entered = dict(zip(known, segment.enter([x for x, _ in known.values()], [origin for _, origin in known.values()])))
     return [[entered.get(id(x), x) for x in value.leaves] for value in activations]

@@ -55,7 +55,7 @@ class SharedParameters:
         for key, x in leaves.items():
             if (original := originals.get(key)) is not None:
                 self._stages[self._home(original)].reached[id(original)] = original
-            elif x is not stage.phony:
+            else:
                 stage.reached[key] = x
 
     def _home(self, x: Tensor) -> int:
