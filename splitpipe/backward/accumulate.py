@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import is_
 
 import torch
 from torch import Tensor
@@ -79,8 +78,6 @@ class Sums:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Tensor, Total]] = {}
-        #: The last weights given to ``add``, and their sums: a stage's microbatches usually lead to the same ones.
-        self._last: tuple[Sequence[Tensor], list[Total]] = ((), [])
 
     def of(self, weight: Tensor) -> Total:
         """The growing sum of a tensor."""
@@ -94,10 +91,7 @@ class Sums:
 
         In one call, if possible: a model may have hundreds of weights, most of them tiny.
         """
-        known, totals = self._last
-        if len(known) != len(weights) or not all(map(is_, known, weights)):
-            totals = [self.of(weight) for weight in weights]
-            self._last = weights, totals
+        totals = [self.of(weight) for weight in weights]
         if not _added_together(totals, grads):
             for total, grad in zip(totals, grads):
                 total.add(grad)
@@ -105,7 +99,6 @@ class Sums:
     def take(self, weight: Tensor) -> Total | None:
         """Removes and returns the sum of a tensor; None if it has no gradient."""
         _, total = self._sums.pop(id(weight), (None, None))
-        self._last = (), []
         return total if total is not None and total.value is not None else None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Total]]:
