@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.modules import linears, module_of
 
@@ -182,6 +183,13 @@ def derived(net: Net, x: Tensor) -> Tensor:
     return e(d(slope))  # type: ignore[no-any-return]
 
 
+def rerun(net: Net, x: Tensor) -> Tensor:
+    """Has checkpoints of its own."""
+    for block in net.blocks:
+        x = checkpoint(lambda x, block=block: block(x).tanh(), x, use_reentrant=False)
+    return x
+
+
 def packed(net: Net, x: Tensor) -> Any:
     """Packs a sequence, which blocks take and return."""
     y = pack_padded_sequence(x[:, :, None], [4] * len(x), batch_first=True)
@@ -197,7 +205,7 @@ def layered(forward: Callable[..., Any], *names: str) -> Callable[[], nn.Module]
 
 FORWARDS: dict[str, Callable[[], Net]] = {
     **{function.__name__: lambda function=function: Net(function) for function in (  # type: ignore[misc]
-        unused, hooked, unseen, regions, other_weights, returned, derived,
+        unused, hooked, unseen, regions, other_weights, returned, derived, rerun,
     )},
     "one tensor in two arguments": lambda: Net(repeated, layered(asking, "one", "other")),
     "handed on": lambda: Net(handed, layered(handing)),

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
+from tests.helpers.faults import throws
 from tests.helpers.twin import Looped
 from tests.promise.layers import Apply
 
@@ -100,6 +101,14 @@ def test_a_model_that_draws_in_training_only_goes_back_and_forth() -> None:
         grad = gradient(model, x)
         assert bool((grad == 0).any()) is training
         assert torch.default_generator.get_state().equal(state) is not training
+
+
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_after_an_error_the_generator_is_where_it_was(by: str) -> None:
+    model, state = piped(nn.Dropout(0.5), Apply(throws(LookupError("of a layer"))), by=by), torch.get_rng_state()
+    with pytest.raises(LookupError, match="of a layer"):
+        model(torch.ones(6, 32))
+    assert torch.get_rng_state().equal(state)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
