@@ -87,7 +87,6 @@ class OuterGraph:
             stream.spent(event)
         running = [key for key, node in self._releases.items() if (own := node()) and _will_engine_execute_node(own)]
         wanted = {key: self._groups[key] for key in running}
-        self._gradients.clear()
         try:
             self._gradients |= compute({k: grad for k, grad in arrived.items() if grad is not None}, wanted, keep)
         finally:
@@ -137,5 +136,4 @@ class _Phony(Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            return None, *ctx.give()
+        return None, *ctx.give()
