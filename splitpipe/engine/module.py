@@ -74,6 +74,8 @@ class ModuleForward:
         link = None if self.trace is None else self.trace.ledger.link
         self.crossing = Crossing(carrier, call.placement, call.shared, link)
         self._follow = Follow(self.crossing.here, self.crossing.latest, carrier.one_graph)
+        #: Whether values may be elsewhere on the first stage, too: until a training call has moved all parameters.
+        self._follow_first = call.placement.several and not call.placement.trained
         self._chains = call.new_chains(self.step, i, call.shared, call.attributes)
         self.stage = 0
         self._within = ExitStack()
@@ -101,8 +103,7 @@ class ModuleForward:
             Bound(taker, self), open_box({}),
         ):
             before = _get_current_function_mode_stack()
-            # On the first stage, functions are followed until a training call has moved uncalled modules' parameters.
-            first = [self._follow] if placement.several and not placement.trained else []
+            first = [self._follow] if self._follow_first else []
             try:
                 self._enter(0)
                 placement.settle(self._call.blocks.module, False, 0)
@@ -233,7 +234,7 @@ class ModuleForward:
         traced: Trace | None,
     ) -> Any:
         simple = SIMPLE.issuperset(map(type, (*args, *kwargs.values())))
-        if self.stage:
+        if self.stage or self._follow_first:
             args, kwargs = changed((args, kwargs), self.crossing.here)
         objects = not simple and holds_objects((args, kwargs))
         # Not with tensors on another device: in B, no function is followed. Nor inside torch.utils.checkpoint.

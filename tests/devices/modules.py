@@ -73,7 +73,7 @@ class Carried(Module):
         h = x
         for block, gate in zip(self.blocks, self.gates):
             states.append(h)
-            h = block(h, table) * gate
+            h = block(h, table, gate) * gate
             h = scaled(h) + torch.arange(WIDTH, device=h.device) * 0.01
         for state in reversed(states):
             h = h + state * mask

@@ -49,7 +49,7 @@ def parts() -> dict[str, Part]:
         ),
         "host": Part("python -m benchmarks.parts.host: the host's time for a step whose kernels take none",
                      ("-m", "benchmarks.parts.host"), {"SOFTCUDA_NUMBERS": "0", "SOFTCUDA_DEVICES": "8"}),
-        "clients": Part("of these, transformers, cut", (*tests[:6], "tests/clients"), WATCHED, ("test", "clients")),
+        "clients": Part("those of transformers models", (*tests[:6], "tests/clients"), WATCHED, ("test", "clients")),
         "python": Part("the environment's Python, with arguments of your own", ()),
     }
 
