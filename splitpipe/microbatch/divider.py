@@ -109,11 +109,15 @@ class ArgumentDivider(Divider):
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """The nodes of (args, kwargs). Raises a ValueError if ``batched`` names none of the arguments."""
         given, flags = name_arguments(self._signature, args, kwargs), self._flags or {}
-        known = {"target", *(name for name, _ in given), *self._signature.parameters}
-        if unknown := sorted(map(str, flags.keys() - known)):
+        star = f"{_star(self._signature)}["  # A call may have fewer of these than another.
+        known = {"target", *(name for name, _ in given)}
+        known |= {name for name, x in self._signature.parameters.items() if x.kind != x.VAR_KEYWORD}
+        if unknown := sorted([name for name in flags.keys() - known if not name.startswith(star)]):
             names = ", ".join(repr(name) for name, _ in given)
             raise ValueError(f"batched names {unknown[0]!r}, which the call doesn't have: expected some of {names}.")
-        nodes = [Node(value, flags.get(name), f"argument {name!r}") for name, value in given]
+        every = flags.get(star[:-1])
+        nodes = [Node(value, flags.get(name, every if name.startswith(star) else None), f"argument {name!r}")
+                 for name, value in given]
         root, positional, named = (Node((), None, "the arguments", record=True) for _ in range(3))
         root.children, positional.children, named.children = [positional, named], nodes[: len(args)], nodes[len(args) :]
         named.rebuild = lambda values: dict(zip(kwargs, values))
@@ -132,10 +136,14 @@ def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def name_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Each argument with its name."""
+    """Each argument with its name; of those that *mems takes: mems[0], mems[1], ..."""
     names = [name for name, x in signature.parameters.items() if x.kind <= x.POSITIONAL_OR_KEYWORD]
-    names += [f"args[{number}]" for number in range(len(names), len(args))]
+    names += [f"{_star(signature)}[{number}]" for number in range(len(args) - len(names))]
     return [*zip(names, args), *kwargs.items()]
+
+
+def _star(signature: inspect.Signature) -> str:
+    return next((name for name, x in signature.parameters.items() if x.kind == x.VAR_POSITIONAL), "args")
 
 
 def labelled(given: Mapping[str, Any]) -> bool:

@@ -106,6 +106,15 @@ def test_what_is_said_wrongly_is_an_error(values: Any, flags: Any, says: str) ->
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("batched", [{"mems": 1}, {"mems[0]": 1, "mems[1]": 1}])
+def test_a_flag_for_all_of_star_arguments_or_for_one(batched: Any) -> None:
+    divider = ArgumentDivider(inspect.signature(lambda data, *mems, **more: None), batched, None, 2)
+    for given in ((x(4),), (x(4), x(3, 4), x(4, 4))):  # The first segment has no memories.
+        assert divider.divide(given, {})[0].dims == [0, 1, 1][: len(given)]
+    with pytest.raises(ValueError, match="batched names 'more', which the call doesn't have"):
+        ArgumentDivider(inspect.signature(lambda x, **more: None), {"more": 0}, None, 2).divide((x(4),), {})
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_of_a_single_microbatch_no_error_shows_two_readings(rows: int) -> None:
     given = x(rows, 2), x(2 * rows), [x(rows)] * rows, x(3, rows, 2)
