@@ -83,12 +83,14 @@ def _join_tensors(column: list[Tensor], batch: _Batch, where: str) -> Tensor:
     if not dims and same and all(torch.equal(x, first) for x in column):
         return first
     second = batch.has_rows(column, 1) and (max(rows) > 1 or first.dim() > 2)
-    if not dims and not second and (not same or len({*rows}) == 1 and first.shape[0] % rows[0] == 0):
-        dims = [0]  # Several entries per row, or selected ones.
+    several = not dims and not second and (not same or len({*rows}) == 1 and first.shape[0] % rows[0] == 0)
+    if several and 0 in batch.along:
+        dims = [0]  # Several entries per row, or selected ones; those of rows that are second may be in any order.
     if len(dims) != 1:
         raise ValueError(
             f"{where} has the shape {[*first.shape]} and differs between microbatches, of {rows[0]} rows: expected the "
-            "batch first, or where batched names it for an input: y.transpose(0, 1); or another number of chunks."
+            "batch first, or where batched names it for an input, and not flattened: y.transpose(0, 1); or another "
+            "number of chunks."
         )
     try:
         return torch.cat(column, dims[0])

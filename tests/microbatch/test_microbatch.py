@@ -203,6 +203,12 @@ def test_where_batched_names_another_dimension_the_first_still_counts_if_only_th
     assert_same(joined(lambda y: y.t()[:3], [3, 3], (1,)), whole(lambda y: y.t()[:3], [3, 3]), "length first")
 
 
+def test_entries_of_rows_that_are_second_are_an_error_as_their_order_is_unknown() -> None:
+    for function in (lambda y: y.t().flatten(), lambda y: y.t()[y.t() > 3]):  # Length first, or only some.
+        with pytest.raises(ValueError, match="and not flattened"):
+            joined(function, EVEN, (1, None))
+
+
 def test_dataclasses_are_containers() -> None:
     found = gather([Frozen((torch.ones(2, 3), Frozen(None))), Frozen((torch.ones(1, 3), Frozen(None)))], [2, 1])
     assert type(found) is Frozen and found.y[0].shape == (3, 3) and found.y[1] == Frozen(None)
