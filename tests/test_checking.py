@@ -297,6 +297,14 @@ def test_what_is_rounding_and_what_rows_do_to_attributes_is_no_difference() -> N
     assert found, str(found)
 
 
+def test_sparse_buffers_and_gradients_are_compared_too() -> None:
+    net = module_of(lambda net, x: net.last(net.first(x)), first=nn.Embedding(9, WIDTH, sparse=True),
+                    last=nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+    net.register_buffer("heads", torch.eye(3).to_sparse())
+    found = check(splitpipe.attach(net, devices=CPUS, chunks=4), torch.randint(9, (ROWS,)))
+    assert found, str(found)
+
+
 def test_differences_that_a_cast_may_have_made_are_said_to_be_that() -> None:
     net = type("Casting", (Net,), {"between": lambda net, x: F.linear(x.float(), net.first.weight.float()).double()})()
     model = SplitPipe(net.double(), cuts=["last"], devices=CPUS, chunks=4)

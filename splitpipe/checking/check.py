@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from splitpipe.core.tensors import map_tensors, version_of
+from splitpipe.core.tensors import dense, map_tensors, version_of
 from splitpipe.core.torch_private import _BatchNorm
 from splitpipe.microbatch.division import Division, describe
 from splitpipe.microbatch.gather import find_loss
@@ -201,7 +201,7 @@ def _run(model: nn.Module, runtime: Runtime | None, batch: Batch, loss_fn: Any, 
         dtypes = {x.dtype for x in tensors if x.is_floating_point()}
         dtypes |= {torch.get_autocast_dtype(d.type) for d in devices if torch.is_autocast_enabled(d.type)}
         return Run(
-            map_tensors(lambda x: x.detach().to("cpu", copy=True), values),
+            map_tensors(lambda x: dense(x.detach().to("cpu", copy=True)), values),
             {name: x - numbers[name] for name, x in _numbers(parts, parameters).items() if name in numbers},
             dtypes, before != _positions(parts, devices),
         )

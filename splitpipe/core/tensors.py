@@ -22,6 +22,11 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr() if is_plain(x) else 0
 
 
+def dense(x: Tensor) -> Tensor:
+    """A sparse tensor with all of its zeros; any other one as it is."""
+    return x if x.layout is torch.strided or x.is_nested else x.to_dense()
+
+
 def version_of(x: Tensor) -> int | None:
     """The tensor's version; None for an inference tensor, which has none."""
     try:

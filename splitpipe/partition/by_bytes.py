@@ -39,8 +39,9 @@ def parts_of(module: nn.Module, where: Sequence[str]) -> list[Section]:
         for x in (*part.parameters(recurse=block), *part.buffers(recurse=block)):
             if id(x) not in seen:
                 seen.add(id(x))
-                last, trained = parts[-1], x.nbytes * (4 if x.requires_grad else 1)  # Itself, gradient, two averages.
-                parts[-1] = Section(last.name, last.weights + x.nbytes, last.trained + trained)
+                last, own = parts[-1], x.nbytes if x.layout is torch.strided else 0  # A sparse one has few entries.
+                trained = own * (4 if x.requires_grad else 1)  # Itself, gradient, two averages.
+                parts[-1] = Section(last.name, last.weights + own, last.trained + trained)
     return parts
 
 

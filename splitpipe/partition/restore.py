@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from splitpipe.core.tensors import dense
+
 #: Whose entries are restored, as those of a module's own tables: of buffers, of hooks.
 _TABLES = list, set, dict, OrderedDict, defaultdict, Counter, deque
 
@@ -53,7 +55,7 @@ def restore_after(modules: Sequence[nn.Module], devices: Sequence[torch.device])
         for x, content in tensors:
             if x.shape != content.shape:
                 x.data = content
-            elif not torch.equal(x, content.to(x.device)):
+            elif not torch.equal(dense(x), dense(content.to(x.device))):
                 with torch.inference_mode(x.is_inference()), torch.no_grad():
                     x.detach().copy_(content)
 
