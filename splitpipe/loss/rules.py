@@ -66,7 +66,9 @@ def add_up(call: FunctionCall) -> Meaning | None:
 
 
 def matmul(call: FunctionCall) -> Meaning | None:
-    """Products of rows with constant weights."""
+    """Products of rows with constant weights, or of each row's matrices."""
+    if call.kinds == {Rows} and min([x.dim() for x in call.operands]) > 2:
+        return call.joined()
     x, others = call.args[0], [call.of(y) == GIVEN and y.dim() < 3 for y in call.operands[1:]]
     return call.joined() if Rows not in call.kinds else call.meaning if x.dim() > 1 and all(others) else None
 
@@ -101,7 +103,10 @@ _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
 
 
 def vary(call: FunctionCall) -> Meaning:
-    """Numbers of positions, which begin again in each microbatch; or random ones."""
+    """Numbers of positions, which begin again in each microbatch; or random ones, perhaps of each row."""
+    ledger, drawn = call.ledger, call.name in ("rand", "randn", "randint") and call.kwargs.get("generator") is None
+    if drawn and ledger.sizes and ledger.most > 1 and call.out.shape[:1] == (ledger.rows,):
+        return Rows()
     plain = call.name == "arange" and len(call.args) == 1 and not {"start", "end", "step"} & {*call.kwargs}
     return Constant.POSITIONS if plain else VARIED
 
@@ -161,7 +166,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
                  "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
                  "itruediv idiv rdiv rtruediv broadcast_tensors"),
-    (along, " ".join(_ALONG)), (add_up, "scatter_add"), (matmul, "matmul mm linear"), (pad, "pad interpolate"),
+    (along, " ".join(_ALONG)), (add_up, "scatter_add"), (matmul, "matmul mm bmm linear"), (pad, "pad interpolate"),
     (vary, "arange range linspace logspace randperm eye rand randn randint"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)}"),
@@ -169,7 +174,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "cuda alias data real one_hot view_as_real"),
     (views.reshape, "view reshape view_as reshape_as flatten unflatten ravel repeat_interleave"),
     (views.turn, "t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze"),
-    (views.view, "squeeze expand expand_as broadcast_to select narrow unbind split chunk"),
+    (views.view, "squeeze expand expand_as broadcast_to select narrow unbind split chunk tensor_split"),
     (views.join, "stack cat concat concatenate hstack"),
     (views.index, "__getitem__ masked_select"), (views.gather, "gather scatter"),
     (torch_losses.loss, " ".join(torch_losses.NAMES)),

@@ -15,7 +15,7 @@ from splitpipe.loss.numbers import Number, Unknown, tensors
 
 #: Functions that repeat entries, perhaps for each row.
 REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
-_DIVIDING = "unbind", "split", "chunk"
+_DIVIDING = "unbind", "split", "chunk", "tensor_split"
 
 
 def keep(call: FunctionCall) -> Meaning | None:
@@ -136,7 +136,9 @@ def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | N
 
 
 def gather(call: FunctionCall) -> Meaning | None:
-    """Entries that an index takes from each row, or to which it writes."""
+    """Entries that an index takes from each row, or from a table, or to which it writes."""
     x, index = call.args[0], call.argument(2, "index")
+    if call.name == "gather" and call.meaning is GIVEN and x.dim() == 1:
+        return call.of(index) if isinstance(call.of(index), Rows) else None
     plain = 0 not in dims_of(x, call.argument(1, "dim")) and isinstance(call.of(index), Rows)
     return call.joined(shape=call.out.shape) if plain else None

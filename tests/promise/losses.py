@@ -361,6 +361,12 @@ HAND: Table = {
     "each word": ("values", lambda o, t: sum(F.mse_loss(o[:, i], t[:, i]) for i in range(o.shape[1]))),
     "norm of rows": ("flat", lambda o, t: (o - t).norm(dim=1).mean()),
     "cosine similarity": ("flat", lambda o, t: 1 - F.cosine_similarity(o, t).mean()),
+    "products of each row": ("values", lambda o, t: torch.bmm(o, t.mT).square().mean() + (o @ t.mT).mean()),
+    "pieces of words": ("tokens", lambda o, t: sum(
+        F.cross_entropy(x.reshape(-1, CLASSES), y.reshape(-1), reduction="sum")
+        for x, y in zip(o.tensor_split(2, 1), t.tensor_split(2, dim=1))) / counted(t).sum()),
+    "gathered weights": ("classes", lambda o, t: (
+        WEIGHT.gather(-1, t) * F.cross_entropy(o, t, reduction="none")).mean()),
     "logsumexp": ("classes", lambda o, t: (o.logsumexp(1) - o.gather(1, t[:, None])[:, 0]).mean()),
     "ppo": ("flat", lambda o, t: -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t).mean()),
     "smoothing by hand": ("classes", smoothed),

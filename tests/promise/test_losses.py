@@ -352,6 +352,13 @@ def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, 
 
 
 @pytest.mark.draws
+@pytest.mark.parametrize("way", ["own", "own scheduled"])
+def test_random_numbers_of_each_row_are_rows(way: str) -> None:
+    verify("flat", UNEVEN, *made(way, lambda o, t: (
+        F.mse_loss(o, t, reduction="none").mean(1) * losses.WEIGHT[torch.randint(1, (len(o),))]).mean()))
+
+
+@pytest.mark.draws
 @pytest.mark.parametrize(("loss", "way"), in_turn(losses.COUPLED))
 def test_rows_that_are_compared_with_each_other_are_not_claimed_to_be_exact(loss: str, way: str) -> None:
     name, function = losses.COUPLED[loss]
