@@ -15,7 +15,7 @@ from splitpipe import checks
 from splitpipe.balance.rig import Layer, measure
 from splitpipe.balance.survey import survey
 from splitpipe.core.stream import Device, Place
-from splitpipe.partition.blocks import Blocks, no_blocks, repeated, verify_cuts
+from splitpipe.partition.blocks import Blocks, called, no_blocks, repeated, verify_cuts
 from splitpipe.partition.by_bytes import cuts_of_map, divide, memory_of, parts_of
 from splitpipe.partition.device_map import device_map as map_of
 from splitpipe.partition.placement import by_stage
@@ -126,6 +126,8 @@ def chosen_cuts(module: nn.Module, cuts: Iterable[str] | None, given: Arguments)
     """The cuts of a module and all arguments, with cuts and devices chosen where they are None."""
     devices, schedule, sample = given["devices"], given["schedule"], given["sample"]
     verify_unsplit(module)
+    if not called(module):
+        raise TypeError(f"{type(module).__name__} has no forward, the method that is split: expected one that has.")
     names, homes = cuts_of_map(module) if devices is None else ([], [])
     if cuts is not None:
         wanted = verify_cuts(module, cuts)

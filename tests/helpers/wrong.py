@@ -142,7 +142,8 @@ UNWRAPPED = [*each(TypeError, "expected an nn.Module", UNMODULE),
              *each(TypeError, "module is a SplitPipe: expected an nn.Module that isn't split yet", [lambda: model()]),
              *each(TypeError, "the module itself is a torch.jit.ScriptModule: expected", [torch.jit.ScriptModule()]),
              *each(TypeError, "'b' is a torch.jit.ScriptModule: expected modules whose forward",
-                   [nn.ModuleDict({"b": torch.jit.ScriptModule()})])]
+                   [nn.ModuleDict({"b": torch.jit.ScriptModule()})]),
+             *each(TypeError, "ModuleList has no forward", [nn.ModuleList(layers())])]
 SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(skippable(stash=["a"])(nn.Identity)(), *layers()[:3]),
     lambda: nn.Sequential(*layers()[:3], skippable(pop=["a"])(nn.Identity)()),
