@@ -41,6 +41,8 @@ def along(call: FunctionCall) -> Meaning | None:
     whole = call.args[0] if one else torch.broadcast_tensors(*call.operands)[0]
     rows = call.meaning if one and isinstance(call.meaning, Rows) else call.joined(shape=whole.shape)
     dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
+    if isinstance(call.meaning, TimeMajor):
+        return call.meaning if call.name in ("softmax", "log_softmax") and 1 not in dims else None
     if isinstance(rows, Rows):
         return rows if 0 not in dims else _added(call, whole, rows) if adds else None
     if isinstance(rows, Constant) and rows.made and whole.dim() and 0 in dims and call.name != "mean":

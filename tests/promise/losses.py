@@ -365,6 +365,8 @@ HAND: Table = {
     "pieces of words": ("tokens", lambda o, t: sum(
         F.cross_entropy(x.reshape(-1, CLASSES), y.reshape(-1), reduction="sum")
         for x, y in zip(o.tensor_split(2, 1), t.tensor_split(2, dim=1))) / counted(t).sum()),
+    "letters of words first": ("letters", lambda o, t: F.ctc_loss(
+        o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),
     "gathered weights": ("classes", lambda o, t: (
         WEIGHT.gather(-1, t) * F.cross_entropy(o, t, reduction="none")).mean()),
     "logsumexp": ("classes", lambda o, t: (o.logsumexp(1) - o.gather(1, t[:, None])[:, 0]).mean()),
