@@ -126,6 +126,8 @@ def chosen_cuts(module: nn.Module, cuts: Iterable[str] | None, given: Arguments)
     """The cuts of a module and all arguments, with cuts and devices chosen where they are None."""
     devices, schedule, sample = given["devices"], given["schedule"], given["sample"]
     verify_unsplit(module)
+    if type(module).__name__ == "OptimizedModule":
+        raise TypeError("module is compiled as a whole: expected torch.compile(model) later, or compile=True.")
     if not called(module):
         raise TypeError(f"{type(module).__name__} has no forward, the method that is split: expected one that has.")
     names, homes = cuts_of_map(module) if devices is None else ([], [])

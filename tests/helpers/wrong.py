@@ -143,7 +143,9 @@ UNWRAPPED = [*each(TypeError, "expected an nn.Module", UNMODULE),
              *each(TypeError, "the module itself is a torch.jit.ScriptModule: expected", [torch.jit.ScriptModule()]),
              *each(TypeError, "'b' is a torch.jit.ScriptModule: expected modules whose forward",
                    [nn.ModuleDict({"b": torch.jit.ScriptModule()})]),
-             *each(TypeError, "ModuleList has no forward", [nn.ModuleList(layers())])]
+             *each(TypeError, "ModuleList has no forward", [nn.ModuleList(layers())]),
+             *each(TypeError, "compiled as a whole: expected torch.compile", [
+                 type("OptimizedModule", (nn.Linear,), {})(3, 3)])]
 SKIPS = each(TypeError, "the layers' skips do not fit", [
     lambda: nn.Sequential(skippable(stash=["a"])(nn.Identity)(), *layers()[:3]),
     lambda: nn.Sequential(*layers()[:3], skippable(pop=["a"])(nn.Identity)()),
