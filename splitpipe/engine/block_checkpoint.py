@@ -77,6 +77,9 @@ class BlockChains:
             self._token = _Chain.apply(chain, stage.phony, *tracked)
         block.arguments = changed((args, kwargs), chain.enter)
         stand = _Outputs.apply(chain, len(chain.versions), self._token, [y.detach() for y in distinct])
+        if trace is not None:
+            for y, z in zip(distinct, stand):
+                trace.ledger.link(y, z)
         chain.runs.append(block)
         chain.versions += map(version_of, stand)
         chain.size += sum([y.nbytes for y in stand])
