@@ -5,6 +5,7 @@ import copy
 import math
 import random
 from collections import Counter, deque
+from threading import current_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -295,6 +296,14 @@ def test_what_is_rounding_and_what_rows_do_to_attributes_is_no_difference() -> N
     model, y = SplitPipe(layers, [5, 6], devices=CPUS, chunks=4), torch.randint(5, (8,))
     found = check(model, torch.randn(8, 3, 32, 32), loss=lambda output: F.cross_entropy(output, y))
     assert found, str(found)
+
+
+@pytest.mark.draws
+def test_microbatches_run_at_the_same_time() -> None:
+    names = set[str]()
+    net = nn.Sequential(*(module_of(lambda _, x: (names.add(current_thread().name), x + 1)[1]) for _ in range(2)))
+    assert check(SplitPipe(net, [1, 1], devices=CPUS, chunks=2), torch.rand(4, 2))
+    assert names == {"MainThread", "splitpipe worker 0", "splitpipe worker 1"}  # The first call shows what is drawn.
 
 
 def test_sparse_buffers_and_gradients_are_compared_too() -> None:

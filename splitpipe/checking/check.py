@@ -120,7 +120,8 @@ def check(
     other, alone = (model, _fresh(runtime, 1)) if against is None else (against, None)
     for quiet in range(3):  # No schedule runs if the model itself is in eval mode.
         given = batch, loss if target is None else options.loss_fn, quiet
-        one, many = _run(other, alone, *given), _run(model, several, *given)
+        one, _ = _run(other, alone, *given), _run(model, several, *given)
+        many = _run(model, several, *given)  # Not its first call: microbatches run at the same time.
         if not one.drew and not many.drew:
             break
     mode = "train mode without dropout and batch statistics." if model.training else "eval mode."

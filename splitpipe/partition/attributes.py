@@ -1,13 +1,12 @@
 """What a block leaves in an attribute with a graph (``self.aux = router(x)``): it is None from the next stage on.
 
 All microbatches share it, and code that reads it later would get any of theirs: gradients would be added to the wrong
-graph, in silence. Where such tensors are left, the first microbatch of the first call shows. Rows without a graph stay,
-and are warned of if a module that runs on several stages leaves them for itself.
+graph, in silence. Where such tensors are left, the first microbatch of the first call shows.
 """
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,20 +24,11 @@ class Attributes:
         #: Whether the current call shows them: then it runs op after op.
         self.looks = False
         self._warned = False
-        self._before: list[Any] = []  #: All attributes before a call that shows them.
 
-    def begin(self, module: nn.Module, trains: bool) -> None:
+    def begin(self, trains: bool) -> None:
         """Called before a call of several microbatches."""
         self.looks = trains not in self._seen
         self._seen.add(trains)
-        self._before = [x for part in module.modules() for x in vars(part).values()] if self.looks else []
-
-    def end(self, parts: Iterable[tuple[str, nn.Module]], rows: int) -> None:
-        """Called after such a call; ``parts`` run on several stages. Warns of rows that these have left."""
-        before, self._before = {*map(id, self._before)}, []
-        _warn([f"{name}.{own}".strip(".") for name, part in parts for own, x in vars(part).items()
-               if isinstance(x, Tensor) and x.dim() and len(x) == rows and id(x) not in before],
-              "what a later stage or a recomputation reads there may be another one's", "rows of a microbatch")
 
     def withdraw(self, stage: int, first: nn.Module | None = None) -> None:
         """Called when the code of a stage has run; ``first``: the module, if it was F of the first microbatch."""
@@ -57,11 +47,11 @@ def warn_of_losses(module: nn.Module) -> None:
     _warn(names, "it is that of the last microbatch, and a loss outside that uses it lacks the others")
 
 
-def _warn(names: list[str], then: str, what: str = "a tensor with a graph") -> None:
+def _warn(names: list[str], then: str) -> None:
     if names:
         warnings.warn(
-            f"the forward left {', '.join(map(repr, sorted(names)[:3]))}, {what}, in an attribute of a module, which "
-            f"all microbatches share: {then}. Keep it in a local variable, or return it.", stacklevel=3,
+            f"the forward left {', '.join(map(repr, sorted(names)[:3]))}, a tensor with a graph, in an attribute of a "
+            f"module, which all microbatches share: {then}. Keep it in a local variable, or return it.", stacklevel=3,
         )
 
 

@@ -116,7 +116,7 @@ class ModuleRuntime(Runtime):
         call, options, placement, streams = step.call, self.options, self._placement, self._resources.named
         attributes = self._attributes if call.microbatches > 1 else Attributes()
         if call.microbatches > 1:
-            attributes.begin(batch.module, batch.module.training and call.state.grad)
+            attributes.begin(batch.module.training and call.state.grad)
         traced = call.microbatches > 1 and options.reduction is None and self._traced.get(batch.kind, True)
         stitched = step.drop_in and not options.split_backward
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
@@ -149,11 +149,6 @@ class ModuleRuntime(Runtime):
             if numbers and not traced:
                 self._traced[batch.kind] = True
                 self._said.discard(UNSEEN.function)  # It is said once for each kind of call.
-            if self._attributes.looks:
-                self._attributes.end([
-                    (name, part) for name, part in batch.module.named_modules()
-                    if part in batch.blocks.opened or sum([part in own for own in placement.called]) > 1
-                ], step.call.input.counts[-1])
         if not placement.complete and not any([x in batch.blocks.blocks for x in placement.called[0]]):
             warnings.warn(
                 "stage 0 calls no module, so its device is idle: expected cuts= without the module that is called "

@@ -119,23 +119,6 @@ def test_a_block_that_takes_anothers_place_is_looked_at_too() -> None:
     assert net.a.weights is None
 
 
-def scaling(self: Any, x: Tensor, back: bool) -> Tensor:
-    """Leaves what it has divided by, to multiply by it later (RevIN)."""
-    if not back:
-        self.scale, self.ones = x.norm(dim=1, keepdim=True), torch.ones(4)
-    return self.layer(x * self.scale if back else x / self.scale)  # type: ignore[no-any-return]
-
-
-def test_rows_that_are_left_for_a_later_stage_cause_one_warning() -> None:
-    net = module_of(lambda net, x: net.revin(net.b(net.revin(x, False)), True), revin=module_of(
-        scaling, **linears("layer")), **linears("b"))
-    model = SplitPipe(net, cuts=["b"], devices=["cpu"] * 2, chunks=2)
-    with pytest.warns(UserWarning, match="the forward left 'revin.scale', rows of a microbatch") as caught:
-        for _ in range(2):
-            model(torch.randn(6, 4))
-    assert len(caught) == 1
-
-
 def keeping(self: Any, x: Tensor) -> Tensor:
     """Keeps a constant, a number and a count, which have no graph."""
     if self.scale is None:

@@ -54,28 +54,6 @@ def test_gradients_of_some_parameters_and_of_all_of_a_retained_graph(checkpoint,
     assert_same_tensors(model, plain)
 
 
-def test_what_nobody_asks_for_is_not_computed() -> None:
-    """To the input, no weight gradients; to weights of the last stage, nothing of the first one."""
-    halves: list[str] = []
-
-    class Noted(Scale):
-        @staticmethod
-        def backward_input(ctx: Any, grad_output: Tensor) -> Tensor:
-            halves.append("B")
-            return Scale.backward_input(ctx, grad_output)
-
-        @staticmethod
-        def backward_weight(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            halves.append("W")
-            return Scale.backward_weight(ctx, grad_output)
-
-    model, x = SplitPipe(nn.Sequential(scale(4, Noted), scale(4, Noted)), [1, 1], devices=["cpu"] * 2), torch.rand(1, 4)
-    for wanted, order in (x.requires_grad_(), "BB"), (model[1].weight, "BW"):
-        torch.autograd.grad(model(x).sum(), wanted)
-        assert "".join(halves) == order
-        halves.clear()
-
-
 @CHECKPOINT
 @pytest.mark.parametrize("by", ["balance", "cuts"])
 def test_a_backward_of_a_retained_graph_has_no_gradients_of_an_earlier_one(by: str, checkpoint: str) -> None:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,6 @@ from torch import Tensor, nn
 
 import splitpipe
 from splitpipe import SplitPipe, schedule
-from splitpipe.core.stream import Place
-from splitpipe.engine import record
-from splitpipe.engine.record import Recorder
 from splitpipe.schedule import Op, Schedule, Timeline
 from tests.helpers.covering import graded
 from tests.helpers.deferring import double as double
@@ -39,28 +35,6 @@ def test_each_device_has_done_its_row_in_order(name: str, backward: str, checkpo
     page = (tmp_path / "page.html").read_text()
     assert page.index(f"{name}, recorded") < page.index(f"{name}, planned")
     assert "bottleneck" in str(timeline) and "cpu" in str(timeline)
-
-
-def test_times_are_those_of_the_clock_from_the_first_op_and_r_is_a_part_of_b(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = {"0F0": (9.0, 10.0), "0F1": (10.0, 12.0), "0R0": (12.0, 13.0), "0B0": (14.0, 16.0), "0B1": (16.0, 17.0)}
-    recorder, clock = Recorder(schedule.build("zb-h1", 1, 2), [Place(torch.device("cpu"))], None), [0.0]
-    monkeypatch.setattr(record, "perf_counter", lambda: clock[0])
-    [trace] = recorder.begin([None])
-    for text, times in ops.items():
-        for clock[0], note in zip(times, (trace.start, partial(trace.end, text[1], (int(text[2]),)))):
-            note()
-        trace.copied(None)
-    for clock[0], note in (19.0, trace.start), (25.0, partial(trace.end, "W", (0, 1))):
-        note()
-    trace.copied(None)
-    recorder.end([trace])
-    recorder.finish()
-    [spans] = recorder.recording.spans
-    assert [(str(span.op), span.start, span.end) for span in spans] == [
-        ("0F0", 0, 1000), ("0F1", 1000, 3000), ("0B0", 4000, 7000), ("0B1", 7000, 8000),
-        ("0W0", 10000, 13000), ("0W1", 13000, 16000),
-    ]
-    assert recorder.recording.costs().copy == 3000  # From the ends of ops, of 2, 3 and 8 seconds.
 
 
 def test_only_training_steps_that_completed_are_recorded() -> None:
