@@ -222,27 +222,22 @@ def test_a_loss_that_the_first_stage_keeps_is_warned_of_once(options: dict[str, 
     loss_of(model, torch.rand(4, 4))
 
 
-class Late(list[Any]):
-    """Takes gradients when the stage has recomputed."""
-
-    recomputed = threading.Event()
-
-    def extend(self, values: Any) -> None:
-        assert self.recomputed.wait(60)
-        super().extend(values)
-
-
 def test_a_gradient_that_arrives_while_a_stage_recomputes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, arriving = StepRun.run, threading.Event()
+    run, arriving, recomputed = StepRun.run, threading.Event(), threading.Event()
+
+    class Late(list[Any]):
+        def extend(self, values: Any) -> None:
+            arriving.set()
+            assert recomputed.wait(60)
+            super().extend(values)
 
     def ordered(step: StepRun, op: OpRun) -> None:
         if op == OpRun("B", 1, (0,)):
             step.stages[0].fwd_cache[0].arrived = Late()
-            arriving.set()
         assert op != OpRun("R", 0, (0,)) or arriving.wait(60)
         run(step, op)
         if op == OpRun("R", 0, (0,)):
-            Late.recomputed.set()
+            recomputed.set()
 
     monkeypatch.setattr(StepRun, "run", ordered)
     plain, model = twins(mlp(), chunks=1, checkpoint="always")
