@@ -130,8 +130,8 @@ def _convolution(node: Any, edges: Any) -> WeightNode | None:
     elements = x.shape[0] * prod(x.shape[2:]) // (1 if transposed else prod(stride))
     if x.is_cpu and leaf.numel() * elements < _MANY:
         return None
-    values = stride, node._saved_padding, node._saved_dilation, transposed, node._saved_output_padding
-    geometry = *[tuple(each) if isinstance(each, (list, tuple)) else each for each in values], node._saved_groups
+    padding, dilation = node._saved_padding, node._saved_dilation
+    geometry = stride, padding, dilation, transposed, node._saved_output_padding, node._saved_groups
     used = node._saved_weight  # Its gradient needs the weight's shape and layout; its dtype may be that of autocast.
     return WeightNode(node, convolution, (leaf, other), (x, used), (geometry, used.dtype))
 
