@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
@@ -202,3 +203,15 @@ def test_what_layers_save_goes_with_an_error_in_backward_though_that_is_kept() -
     with pytest.raises(LookupError, match="of a hook") as error:
         loss.backward()
     assert not any(ref() is not None for ref in alive), f"it is kept by {error}"
+
+
+@pytest.mark.parametrize("by", ["balance", "cuts"])
+def test_weights_that_the_caller_has_computed_go_with_their_call(by: str) -> None:
+    module, where = stages(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], by)
+    model = SplitPipe(module, devices=["cpu"] * 2, chunks=2, backward="autograd", checkpoint="never", **where)
+    name, parameter = next(model.named_parameters())
+    weight = parameter * 2
+    kept = weakref.ref(weight)
+    functional_call(model, {name: weight}, (torch.rand(4, 4),)).sum().backward()
+    del weight
+    assert kept() is None
