@@ -71,15 +71,6 @@ def test_by_default_no_more_waits_than_the_weights_take_and_w_comes_before_the_n
     assert kinds(log) == "FBW" * 4
 
 
-@pytest.mark.parametrize(("checkpoint", "order"), [("never", "BBWWBBWW"), ("always", "BWBWBWBW")])
-def test_by_default_a_quarter_of_that_waits_if_the_stage_is_checkpointed(checkpoint: str, order: str) -> None:
-    log: list[Any] = []
-    model = logged(log, chunks=4, checkpoint=checkpoint)
-    model[0].spare = nn.Linear(16, 1, bias=False)  # So that weights take more bytes than a microbatch leaves.
-    model(torch.randn(8, 4, requires_grad=True)).sum().backward()
-    assert kinds(log) == order
-
-
 class Overwriting(torch.autograd.Function):
     """Twice x; backward overwrites its input, which another layer has saved, and its gradient, which others have."""
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
-from splitpipe.engine.rows import OpRun
-from splitpipe.engine.step import StepRun
 from tests.helpers.modules import linears, module_of, popping, stashing
 from tests.helpers.scheduled import assert_steps, inside, loss_of, mean
 from tests.helpers.twin import assert_same_tensors, twins
@@ -220,28 +218,6 @@ def test_a_loss_that_the_first_stage_keeps_is_warned_of_once(options: dict[str, 
         loss_of(model, torch.rand(4, 4))
     assert len(told) == 1
     loss_of(model, torch.rand(4, 4))
-
-
-def test_a_gradient_that_arrives_while_a_stage_recomputes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, arriving, recomputed = StepRun.run, threading.Event(), threading.Event()
-
-    class Late(list[Any]):
-        def extend(self, values: Any) -> None:
-            arriving.set()
-            assert recomputed.wait(60)
-            super().extend(values)
-
-    def ordered(step: StepRun, op: OpRun) -> None:
-        if op == OpRun("B", 1, (0,)):
-            step.stages[0].fwd_cache[0].arrived = Late()
-        assert op != OpRun("R", 0, (0,)) or arriving.wait(60)
-        run(step, op)
-        if op == OpRun("R", 0, (0,)):
-            recomputed.set()
-
-    monkeypatch.setattr(StepRun, "run", ordered)
-    plain, model = twins(mlp(), chunks=1, checkpoint="always")
-    assert_steps(plain, model, torch.rand(4, 6), 1)
 
 
 def test_a_stage_recomputes_before_its_gradient_arrives() -> None:

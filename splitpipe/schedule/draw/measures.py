@@ -35,12 +35,7 @@ def title(timeline: TimedSchedule) -> str:
 
 
 def name(timeline: TimedSchedule) -> str:
-    return printable(timeline.label) or "schedule"
-
-
-def printable(text: str) -> str:
-    """A text without control characters that would affect its display."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return timeline.label or "schedule"
 
 
 def short(number: float) -> str:
