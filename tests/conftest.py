@@ -40,10 +40,6 @@ hypothesis.settings.load_profile("repeats")
 
 #: Folders whose files take longest, so that they are not left to the end of a run by several processes.
 LONG = "devices", "gpu", "clients", "compiled", "promise", "benchmarks", "schedule", "doors", "faults", "distributed"
-#: What setup.cfg selects where the command line selects nothing.
-ESSENCE = "not thorough"
-NO_CUDA = "needs a CUDA device, and torch sees none here"
-NO_FAKE = "needs the fake CUDA runtime: python -m tests.softcuda tests"
 
 
 @pytest.hookimpl(tryfirst=True)  # Before items are taken out by their markers.
@@ -55,9 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         needs = item.get_closest_marker("devices")
         if item.get_closest_marker("cuda") and not there:
-            item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none here"))
         elif item.get_closest_marker("fake") and softcuda is None:
-            item.add_marker(pytest.mark.skip(reason=NO_FAKE))
+            item.add_marker(pytest.mark.skip(reason="needs the fake CUDA runtime: python -m tests.softcuda tests"))
         elif needs and needs.args[0] > there:
             reason = f"needs {needs.args[0]} CUDA devices, and torch sees {there}"
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -122,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # The tensors are small, and threads that spin for work take others' cores.
     if measuring is not None:
         config.pluginmanager.register(Giving())
-    if config.option.markexpr == ESSENCE:
+    if config.option.markexpr == "not thorough":  # As setup.cfg has it.
         if any("::" in argument for argument in config.args):  # A test that is named runs.
             config.option.markexpr = ""
         else:

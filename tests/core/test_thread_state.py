@@ -1,4 +1,4 @@
-"""The caller's settings are set exactly, off as well as on, and put back exactly; with others, its thread is odd."""
+"""What a thread has of the caller's state, and of random numbers: all of it, exactly, and given back."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import _autograd
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from splitpipe.core import thread_state
+from splitpipe.core.random_numbers import Draws, RNGStates
 
 
 def settings() -> tuple[dict[str, object], list[object]]:
@@ -84,3 +85,39 @@ def test_the_casts_of_weights_go_with_autocast() -> None:
             found.append(nn.functional.linear(torch.ones(1, 1), weight).item())
         weight.data += 1
     assert found == [1, 2]
+
+
+CPU = torch.device("cpu")
+
+
+def default() -> Tensor:
+    return torch.default_generator.get_state()
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> None:
+    draws = Draws({True: True}, True)
+    rng_states = RNGStates(draws, CPU)
+    with rng_states.first(recomputed=True):
+        first = torch.rand(3)
+    torch.rand(5)  # Others draw meanwhile.
+    before = default()
+    with pytest.raises(error), rng_states.repeated():
+        assert torch.equal(torch.rand(3), first)
+        raise error
+    assert torch.equal(default(), before)
+
+
+@pytest.mark.cuda
+def test_a_device_repeats_its_draws_and_is_as_it_was_after_also_with_another_seed() -> None:
+    device = torch.device("cuda", 0)
+    rng_states = RNGStates(Draws({True: False}, True), device)
+    with rng_states.first(recomputed=True):
+        first = torch.rand(9, device=device)
+    torch.cuda.manual_seed(2**64 - 3)
+    torch.rand(5, device=device)
+    before = torch.cuda.get_rng_state(device)
+    with pytest.raises(KeyError), rng_states.repeated():
+        assert torch.equal(torch.rand(9, device=device), first)
+        raise KeyError
+    assert torch.equal(torch.cuda.get_rng_state(device), before)

@@ -1,7 +1,8 @@
-"""Worker threads: order, and the threads that torch's ops have; the lock of the host's part of ops on accelerators."""
+"""Worker threads: order, and the threads that torch's ops have; the lock of the host's part of ops; notes on errors."""
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from splitpipe.core import worker
+from splitpipe.core.note import add_note
 from splitpipe.core.worker import LaunchLock, Pool
 
 T = TypeVar("T")
@@ -97,3 +99,22 @@ def test_who_waits_goes_on_without_it_and_leaves_it_to_its_owner() -> None:
     assert not lock._lock.acquire(blocking=False)  # The other thread's give was no give.
     lock.give()
     assert lock._lock.acquire(blocking=False)
+
+
+class Slotted(Exception):
+    __slots__ = ("code",)
+
+
+class Stubborn(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TypeError(f"no {name}")
+
+
+@pytest.mark.parametrize("error", [ValueError("why"), KeyboardInterrupt(), Slotted(), Stubborn()], ids=repr)
+def test_notes_are_kept_in_order_behind_those_of_others_and_shown(error: BaseException) -> None:
+    vars(error)["__notes__"] = ["of others"]
+    add_note(error, "in layer '0'")
+    add_note(error, "in stage 1")
+    assert getattr(error, "__notes__", None) == ["of others", "in layer '0'", "in stage 1"]
+    if hasattr(BaseException, "add_note"):
+        assert "".join(traceback.format_exception(error)).endswith("in layer '0'\nin stage 1\n")

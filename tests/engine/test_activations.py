@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
@@ -19,7 +18,6 @@ from splitpipe import SplitPipe, attach, is_recomputing, schedule
 from splitpipe.schedule import Schedule
 from tests.engine.models import Stack, batch
 from tests.helpers.covering import graded
-from tests.helpers.faults import throws
 from tests.helpers.modules import module_of
 from tests.helpers.scheduled import inside, loss_of
 from tests.helpers.twin import stages
@@ -194,24 +192,3 @@ def test_what_layers_save_goes_with_a_dropped_call_or_with_backward_though_the_l
     loss.backward()
     del x
     assert not any(ref() is not None for ref in alive) and batch.expired()
-
-
-def test_what_layers_save_goes_with_an_error_in_backward_though_that_is_kept() -> None:
-    model, alive = watched("balance", {"checkpoint": "never"})
-    model[0].register_full_backward_hook(throws(LookupError("of a hook")))
-    loss = model(torch.randn(4, 4, requires_grad=True)).sum()
-    with pytest.raises(LookupError, match="of a hook") as error:
-        loss.backward()
-    assert not any(ref() is not None for ref in alive), f"it is kept by {error}"
-
-
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-def test_weights_that_the_caller_has_computed_go_with_their_call(by: str) -> None:
-    module, where = stages(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], by)
-    model = SplitPipe(module, devices=["cpu"] * 2, chunks=2, backward="autograd", checkpoint="never", **where)
-    name, parameter = next(model.named_parameters())
-    weight = parameter * 2
-    kept = weakref.ref(weight)
-    functional_call(model, {name: weight}, (torch.rand(4, 4),)).sum().backward()
-    del weight
-    assert kept() is None

@@ -51,18 +51,6 @@ def test_the_output_is_that_of_the_module_and_each_row_runs_once(mode: Any, back
     assert model.calls == [2] * 4 and found["a"][0].requires_grad is expected["a"][0].requires_grad
 
 
-def force(self: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        h = self.one(x)
-        return torch.autograd.grad(self.two(h).tanh().sum(), h)[0]
-
-
-def test_in_a_call_without_grad_the_module_may_differentiate_through_stages() -> None:
-    plain, x = module_of(force, **linears("one", "two")), torch.randn(8, 4)
-    with torch.no_grad():
-        torch.testing.assert_close(piped(plain, ["two"], chunks=4)(x), plain(x))
-
-
 @pytest.mark.parametrize("function", [lambda y: (y, y.argmax()), lambda y: (y, Cache())], ids=["an index", "an object"])
 def test_what_cannot_be_joined_is_the_same_error_as_in_training(function: Any) -> None:
     model, x, errors = piped(Plain(function), ["two"], chunks=4), torch.randn(8, 4), []

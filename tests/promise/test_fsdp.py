@@ -14,11 +14,7 @@ from splitpipe.distributed import Pipeline
 from tests.helpers.world import both
 
 REFUSED = r"(?s)FSDP \(fully_shard\) has {}: expected .*DistributedDataParallel\(SplitPipe.*splitpipe\.distributed"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def there() -> None:
-    pytest.importorskip("torch.distributed.fsdp", reason="needs FSDP, and this build of torch has none")
+fsdp = pytest.importorskip("torch.distributed.fsdp", reason="this build of torch has no FSDP")
 
 
 def layers() -> nn.Sequential:
@@ -31,12 +27,9 @@ def pipeline(module: nn.Sequential, schedule: str = "gpipe") -> SplitPipe:
 
 
 def shard(*modules: nn.Module) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     for module in modules:
-        fully_shard(module, mesh=mesh)
+        fsdp.fully_shard(module, mesh=mesh)
 
 
 @pytest.mark.parametrize(("schedule", "part", "names"), [
@@ -80,8 +73,6 @@ def test_a_pipeline_that_fsdp_was_given_afterwards_refuses_to_run(rank: int, sch
 
 @both
 def test_the_older_fsdp_is_refused(rank: int) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    wrapped = FullyShardedDataParallel(nn.Linear(6, 6).double(), device_id=torch.device("cpu"))
+    wrapped = fsdp.FullyShardedDataParallel(nn.Linear(6, 6).double(), device_id=torch.device("cpu"))
     with pytest.raises(TypeError, match=REFUSED.format("'1'")):
         SplitPipe(nn.Sequential(nn.Linear(6, 6).double(), wrapped), [1, 1], devices=["cpu"] * 2)

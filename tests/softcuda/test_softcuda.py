@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from tests.softcuda.__main__ import main
 from tests.softcuda.kept import whole
 from tests.softcuda.parts import parts
 from tests.tools import covered
-
-NAME = f"torch-2.13.0-{wheel.TAG}-{wheel.TAG}-manylinux_2_28_x86_64.whl"
 
 
 @pytest.fixture
@@ -32,22 +29,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(subprocess, "run", run)
     return them
-
-
-def archive(folder: Path, *files: str, name: str = NAME) -> Path:
-    """A wheel with these files."""
-    with zipfile.ZipFile(folder / name, "w") as made:
-        for file in files:
-            made.writestr(file, "Requires-Dist: sympy\nRequires-Dist: triton==3; platform_system == \"Linux\"\n")
-    return folder / name
-
-
-def made(cache: Path) -> list[str]:
-    """The folders of a cache, and whatever was left in it."""
-    return sorted(file.name for file in cache.iterdir() if file.suffix != ".lock")
-
-
-CUDA = ("torch/__init__.py", "torch/lib/libtorch_cuda.so", "torch-2.13.0.dist-info/METADATA")
 
 
 def test_each_part_runs_in_the_environment_with_its_variables_and_arguments(tmp_path, monkeypatch, ran):
@@ -79,14 +60,6 @@ def test_a_folder_is_filled_once_and_again_if_that_was_interrupted(tmp_path, cap
     assert whole(tmp_path / "it", fills, "fills") == whole(tmp_path / "it", breaks, "fills") == tmp_path / "it"
     assert sorted(file.name for file in (tmp_path / "it").rglob("*")) == ["whole"]
     assert capsys.readouterr().out == "fills ...\n" * 2
-
-
-def test_a_wheel_that_is_there_is_unpacked_and_needs_no_library_of_nvidias(tmp_path: Path) -> None:
-    found = wheel.unpacked("2.13.0", tmp_path / "cache", archive(tmp_path, *CUDA))
-    assert (found / "lib/libtorch_cuda.so").exists()
-    assert (found.parent / "torch-2.13.0.dist-info/METADATA").read_text() == "Requires-Dist: sympy\n"
-    assert wheel.unpacked("2.13.0", tmp_path / "cache", tmp_path / "gone") == found
-    assert (tmp_path / NAME).exists()  # The user's stays.
 
 
 @pytest.mark.parametrize("file", sorted(Path(__file__).parent.glob("*.py")), ids=lambda file: file.stem)

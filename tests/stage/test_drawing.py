@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
-from tests.helpers.faults import throws
 from tests.helpers.twin import Looped
 from tests.promise.layers import Apply
 
@@ -101,23 +99,6 @@ def test_a_model_that_draws_in_training_only_goes_back_and_forth() -> None:
         grad = gradient(model, x)
         assert bool((grad == 0).any()) is training
         assert torch.default_generator.get_state().equal(state) is not training
-
-
-@pytest.mark.parametrize("by", ["balance", "cuts"])
-def test_after_an_error_the_generator_is_where_it_was(by: str) -> None:
-    model, state = piped(nn.Dropout(0.5), Apply(throws(LookupError("of a layer"))), by=by), torch.get_rng_state()
-    with pytest.raises(LookupError, match="of a layer"):
-        model(torch.ones(6, 32))
-    assert torch.get_rng_state().equal(state)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_model_by_cuts_draws_with_hooks_for_saved_tensors_around_it(checkpoint: str) -> None:
-    model, x = piped(nn.Dropout(0.5), nn.Dropout(0.5), by="cuts", checkpoint=checkpoint), torch.ones(6, 32)
-    with save_on_cpu():
-        y = model(x.requires_grad_())
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, y)
 
 
 @pytest.mark.parametrize("draws", [True, False])
