@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,8 +41,7 @@ def test_a_model_that_is_cut_by_names(name: str, way: str) -> None:
 @pytest.mark.parametrize("by", ["balanced", "splitpipe"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])  # The head of one is its own, that of the other the embedding's.
 def test_a_model_that_accelerate_has_loaded(name: str, by: str, tmp_path: Path) -> None:
-    tiny = FOUR[name]
-    plain: Any = tiny.made()
+    tiny, plain = FOUR[name], FOUR[name].made()
     with torch.device("meta"):
         empty = tiny.made()
     plain.save_pretrained(tmp_path)

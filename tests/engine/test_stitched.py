@@ -13,7 +13,7 @@ from torch.func import functional_call
 from splitpipe import SplitPipe
 from tests.helpers.covering import pairwise
 from tests.helpers.deferring import double as double
-from tests.helpers.modules import Pop, Stash, linears, module_of
+from tests.helpers.modules import Pop, Stash, linears, module_of, popping, stashing
 from tests.helpers.twin import assert_same, assert_same_tensors, stages
 from tests.promise.layers import forced
 
@@ -96,8 +96,9 @@ def test_a_stage_that_writes_to_its_input_runs_again_in_each_backward(by: str, c
 
 @CHECKPOINT
 def test_skips_have_second_derivatives(checkpoint: str) -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 2))
-    model, x = stitched(plain, [2, 2, 2], checkpoint=checkpoint), torch.rand(5, 4)
+    idle = [module_of(lambda _, x: x * 2, inner=kind("b")()) for kind in (stashing, popping)]  # It isn't called.
+    plain = nn.Sequential(nn.Linear(4, 4), Stash(), idle[0], nn.Linear(4, 4), idle[1], Pop(), nn.Linear(4, 2))
+    model, x = stitched(plain, [3, 1, 3], checkpoint=checkpoint), torch.rand(5, 4)
     for each in plain, model:
         penalty(each, x.clone().requires_grad_())
     assert_same_tensors(model, plain)

@@ -52,7 +52,7 @@ class StitchedForward:
             lane.begin()
             given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in parts.items()}
             values, checkpoint = self._run(own, given)
-            for key in (None, *[key for key, _ in own.leaving]):
+            for key in [key for key in (None, *[key for key, _ in own.leaving]) if key in values]:
                 wait = Wait.apply if key is not None or checkpoint is None else checkpoint.wait
                 self._ways[key] = _each(values[key], partial(lane.leave, stage=j, wait=wait)), j
         if j == len(step.stages) - 1:
