@@ -2,12 +2,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from splitpipe import SplitPipe
 from splitpipe.distributed import Pipeline
@@ -23,7 +21,7 @@ def layers() -> nn.Sequential:
 
 
 def pipeline(module: nn.Sequential, schedule: str = "gpipe") -> SplitPipe:
-    return SplitPipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=F.mse_loss)
+    return SplitPipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=nn.functional.mse_loss)
 
 
 def shard(*modules: nn.Module) -> None:
@@ -42,13 +40,13 @@ def test_a_module_that_fsdp_has_is_refused_and_left_as_it_was(rank: int, schedul
     with pytest.raises(TypeError, match=REFUSED.format(names)):
         pipeline(module, schedule)
     with pytest.raises(TypeError, match=REFUSED.format(names)):
-        Pipeline(module, [2, 3], chunks=2, loss_fn=F.mse_loss, device="cpu")
+        Pipeline(module, [2, 3], chunks=2, loss_fn=nn.functional.mse_loss, device="cpu")
     # It is as it was, and of use: both processes have the same batch, so the mean of their gradients is that of each.
     x = torch.ones(2, 6, dtype=torch.float64)
     for each in (module, plain):
         each(x).square().mean().backward()
     for p, q in zip(module.parameters(), plain.parameters()):
-        grad: Any = p.grad
+        grad = p.grad
         torch.testing.assert_close(grad.full_tensor() if hasattr(grad, "full_tensor") else grad, q.grad)
 
 

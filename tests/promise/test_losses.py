@@ -426,10 +426,8 @@ def test_numbers_that_a_sequential_gives_are_reduced_as_said_and_stacked_if_not(
 
 @pytest.mark.parametrize("number", [lambda y: y.square().mean(), lambda y: y.square().mean(0)], ids=["one", "many"])
 def test_a_number_that_a_block_with_parameters_returns_is_said(number: Callable[[Tensor], Tensor]) -> None:
-    """In a vector, as a codebook returns its loss."""
     def numbered(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        y: Tensor = self.layer(x)
-        return y, number(y).reshape(-1)
+        return (y := self.layer(x)), number(y).reshape(-1)  # In a vector, as a codebook returns its loss.
 
     def forward(self: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         y, found = self.block(self.first(x))
