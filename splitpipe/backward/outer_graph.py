@@ -94,10 +94,10 @@ class OuterGraph:
         return phonies
 
 
-def adds_gradients(groups: Groups) -> bool:
-    """Whether the backward at work, with these groups, adds to ``.grad``; torch.autograd.grad doesn't."""
+def adds_gradients(reached: Sequence[Tensor]) -> bool:
+    """Whether the backward at work, which reaches these, adds to all ``.grad``; torch.autograd.grad adds to none."""
     try:
-        return _will_engine_execute_node(get_gradient_edge([x for own in groups.values() for x in own][0]).node)
+        return all([_will_engine_execute_node(get_gradient_edge(x).node) for x in reached if x.is_leaf])
     except RuntimeError:  # What torch says of a leaf whose gradient autograd.grad returns.
         return False
 

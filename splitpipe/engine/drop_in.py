@@ -92,7 +92,7 @@ class SecondHalf:
             gradients[stage.index] = hand(grads_of, stage.compute, stream.current(stage.device))
             # Leaves that weren't known at the end of the first half: their hooks are not called.
             late = [(x, total) for x, total in sums if id(x) not in stage.reached]
-            for x, total in late if late and adds_gradients(wanted) else ():
+            for x, total in late if late and adds_gradients([x for own in wanted.values() for x in own]) else ():
                 assert total.value is not None
                 x.grad = total.value if x.grad is None else x.grad + total.value
         if None in wanted:

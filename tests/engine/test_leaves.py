@@ -98,7 +98,8 @@ def test_gradients_of_a_leaf_that_only_the_last_microbatch_uses_are_added(last: 
     _, model = twins(layers, None, balance=[2], by=by, chunks=2, checkpoint="always")
     [expected] = torch.autograd.grad(layers(x[1:]).sum(), held)
     for step in (1, 2):
-        torch.autograd.grad(model(x).sum(), [x, *model.parameters()])  # Which adds nothing.
+        torch.autograd.grad(model(x * 1).sum(), [x, *model.parameters()])  # Which adds nothing.
+        model(x).sum().backward(inputs=[x, *model.parameters()][:2])
         model(x).sum().backward()
         torch.testing.assert_close(held.grad, step * expected)
 
