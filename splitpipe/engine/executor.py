@@ -99,7 +99,7 @@ class Executor:
     def _pause(self, number: int) -> None:
         """Ends F of a stage, and returns when that of the next one is ready. Called by the forward."""
         self._after(number, at_cut=True)
-        if self._queues[number].get() is None:
+        if self._over or self._queues[number].get() is None:  # A forward that goes on after Stopped comes here again.
             raise Stopped
 
     def _after(self, number: int, at_cut: bool = False) -> None:
