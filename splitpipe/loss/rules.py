@@ -108,7 +108,7 @@ def vary(call: FunctionCall) -> Meaning:
     """Numbers of positions, which begin again in each microbatch; or random ones, perhaps of each row."""
     ledger, drawn = call.ledger, call.name in ("rand", "randn", "randint") and call.kwargs.get("generator") is None
     if drawn and ledger.sizes and ledger.most > 1 and call.out.shape[:1] == (ledger.rows,):
-        return Rows()
+        return Rows(counting=True)  # It may be a coincidence, which no mean would show.
     plain = call.name == "arange" and len(call.args) == 1 and not {"start", "end", "step"} & {*call.kwargs}
     return Constant.POSITIONS if plain else VARIED
 

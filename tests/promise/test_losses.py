@@ -356,6 +356,8 @@ def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, 
 def test_random_numbers_of_each_row_are_rows(way: str) -> None:
     verify("flat", UNEVEN, *made(way, lambda o, t: (
         F.mse_loss(o, t, reduction="none").mean(1) * losses.WEIGHT[torch.randint(1, (len(o),))]).mean()))
+    with pytest.warns(UserWarning, match="could not be traced"):  # As many as the rows by chance.
+        made(way, lambda o, t: len(o) and o.mean() * (torch.rand(2) < 2).sum())[3](*batch("flat", EVEN))
 
 
 @pytest.mark.draws
