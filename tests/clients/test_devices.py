@@ -10,13 +10,12 @@ from torch import nn
 
 import splitpipe
 from splitpipe import SplitPipe
-from tests.clients.test_transformers import FAMILY_WAYS, trained
+from tests.clients.test_transformers import FAMILIES, FAMILY_WAYS, trained
 from tests.clients.tiny import FOUR, MORE, Tiny
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices(2), pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
-FAMILIES = {**FOUR, **MORE}
 #: What Gemma 3n's blocks hand on is of a class of their own, which can't be run again.
-WAYS = [(name, way) for name in FAMILIES for way in FAMILY_WAYS[name] if (name, way) != ("gemma3n", "always")]
+WAYS = [(name, way) for name in (*FOUR, *MORE) for way in FAMILY_WAYS[name] if (name, way) != ("gemma3n", "always")]
 
 
 def verify(tiny: Tiny, plain: nn.Module, model: nn.Module) -> None:
