@@ -4,8 +4,8 @@
     correction              the true slope divided by the estimated one; in the end, it multiplies all gradients
 
 The loss is linear in its sums (numbers), so slopes depend on counts alone. There is one correction, so several sums
-must have proportional counts. What else has a graph, such as a penalty or a learned weight, is in the part of the last
-microbatch, when all is known.
+must have proportional counts. A loss with something else that has a graph, such as a penalty or a learned weight, is
+averaged over rows.
 """
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class BatchLoss:
         self._by_rows: bool | None = None  #: Whether all are taken as means over rows, as the first one was.
         self._slopes: dict[int, Tensor] | None = None  #: The estimated slopes, by the place of the sum.
         self._estimates: list[Amount] = []  #: Those of the batch's sums and constants.
-        self._last: int | None = None  #: The microbatch with which all are known.
 
     def part(self, i: int, value: Tensor, number: Number | Unknown, count: Count | None = None) -> Tensor:
         """The part of a microbatch with this loss. Called in each F, and again in a recomputation.
@@ -56,11 +55,7 @@ class BatchLoss:
         if isinstance(number, Unknown) or wrong is not None or self._by_rows:
             number = numbers.mean(value, float(self._rows[i]))
         self._numbers[i] = number.mapped(Tensor.detach)
-        if self._last is None and len(self._numbers) == len(self._rows):
-            self._last = i
         if number.formula.nothing or not value.requires_grad:
-            if i == self._last and number.formula.nothing and any(map(_adds_graph, self._numbers.values())):
-                raise self._refused("terms of different kinds, or other factors, in its microbatches")
             return value
         if self._slopes is None:
             self._estimates = self._estimated(self._numbers[i], self._rows[i], None if self._by_rows else count)
@@ -75,12 +70,6 @@ class BatchLoss:
             return value  # A factor of 1 would be saved for backward.
         values = [*number.amounts.values()]
         part: Any = sum([values[k] * slope for k, slope in self._slopes.items()])
-        if i == self._last and _adds_graph(number):
-            totals = self._batch([*self._numbers.values()])[1]
-            rest = number.evaluate([
-                x if one.constant else total for (one, x), total in zip(number.amounts.items(), totals)])
-            correction = self._correction(number, totals)  # Which multiplies this part's gradients, too.
-            part = part + (rest if correction is None else rest / correction)
         return part.reshape(()) if isinstance(part, Tensor) else value * 0
 
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -122,7 +111,7 @@ class BatchLoss:
         half = any([isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in totals])
         if not all([math.isclose(float(first), float(x), rel_tol=1e-2 if half else 1e-4) for x in others]):
             raise self._refused("terms whose counts aren't proportional")
-        return torch.where(first == 0, 2.0 ** -64, first) if _adds_graph(number) else first  # It divides the rest.
+        return first
 
     def _refused(self, found: str) -> ValueError:
         each = [
@@ -137,14 +126,10 @@ class BatchLoss:
 
 
 def _unfit(number: Number) -> str | None:
-    """The function that isn't linear in the sums, or has made one with a graph that isn't a single real number."""
-    steps: list[tuple[Formula, Any]] = [(x, y) for x, y in number.steps.items() if x.grad and not x.constant]
-    return next((x.name for x, y in steps if not x.linear or y is not None and (y.numel() > 1 or y.is_complex())), None)
-
-
-def _adds_graph(number: Number) -> bool:
-    """Whether a constant has a graph, which has to be in the last microbatch's part."""
-    return any([one.constant and one.grad and not one.nothing for one in number.amounts])
+    """A constant with a graph; or the function that isn't linear in sums, or has made one that isn't a real number."""
+    steps: list[tuple[Formula, Any]] = [(x, y) for x, y in number.steps.items() if x.grad and not x.nothing]
+    return next((x.name for x, y in steps if x.constant or not x.linear
+                 or y is not None and (y.numel() > 1 or y.is_complex())), None)
 
 
 def _slopes(number: Number, amounts: Sequence[Amount]) -> dict[int, Tensor]:

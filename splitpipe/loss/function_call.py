@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import SCALING, Number, Unknown, tensors
+from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, quotient, tensors
 
 
 class FunctionCall:
@@ -51,7 +51,15 @@ class FunctionCall:
 
     def summed(self, rows: Rows) -> Number | Unknown:
         """The result, as a sum of these rows."""
-        return MAY_COUNT if self.counting else self.ledger.sum(self.name, self.out.clone(), rows)
+        if self.counting:
+            return MAY_COUNT
+        return amount(self.name, self.out.clone(), selected=rows.selected, asked=self.ledger.asked)
+
+    def averaged(self, rows: Rows, total: Tensor, count: Amount) -> Number:
+        """The result, as a mean of these rows: a total by a count."""
+        # It counts entries that a mask has made 0, too; but not targets that are ignored.
+        facts: Any = {"selected": isinstance(count, Tensor) or rows.chosen is not None, "asked": self.ledger.asked}
+        return quotient(amount(self.name, total, **facts), amount(self.name, count, **facts), self.out)
 
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
@@ -76,7 +84,7 @@ class FunctionCall:
             return None  # Rows meet other rows: x[:, None] - x[None].
         for y, constant in constants:
             if not constant.uniform and y.dim() >= max(1, dims):
-                if not dims or len(y) > 1 and y.stride(0) or constant.made and self.ledger.most == 1:
+                if not dims or len(y) > 1 and y.stride(0) or constant is not GIVEN and self.ledger.most == 1:
                     return None  # Entry k meets the k-th row of every microbatch.
         if len(shape) != dims or dims and shape[0] != size:
             return None

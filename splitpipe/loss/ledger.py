@@ -10,7 +10,7 @@
 Numbers of Python don't show where they come from. One is a constant unless Python had read
 
     a size along the rows      and it, or its inverse, is a multiple of the rows of the largest microbatch: then it may
-                               count rows. A factor of constants alone may only if it is a size that was read
+                               count rows. Among the entries of what code makes, only a size that was read may
     a value of the batch       then any number may be computed from that
 """
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import DisableTorchFunction, tree_flatten
-from splitpipe.loss.numbers import Amount, Number, Unknown, amount, quotient, tensors
+from splitpipe.loss.numbers import Number, Unknown, amount, tensors
 
 MAY_COUNT = Unknown("a number that may count rows")
 
@@ -47,11 +47,11 @@ class Rows:
     counting: bool = False
 
     def alike(self, other: Meaning) -> bool:
-        """True for rows that the same mask has selected, or none. Selecting by it has waited for the device already."""
+        """True for rows that the same mask has selected, or none."""
         if not isinstance(other, Rows) or self.chosen is None or other.chosen is None:
             return isinstance(other, Rows) and self.chosen is other.chosen
-        x, y = self.chosen, other.chosen
-        return x is y or x.shape == y.shape and x.device == y.device and torch.equal(x, y)
+        x, y = self.chosen, other.chosen  # Selecting by them has waited for the device already.
+        return x is y or x.shape == y.shape and x.device == y.device and x.equal(y)
 
 
 class TimeMajor:
@@ -64,18 +64,12 @@ class Constant(Enum):
     GIVEN = "given"
     UNIFORM = "made, and all entries are the same"
     ZEROS = "made of zeros"
-    COUNTS = "made of a number that may count rows"
     VARIED = "made"
     POSITIONS = "torch.arange(n)"
 
     @property
-    def made(self) -> bool:
-        """Whether the code of the microbatch has made it."""
-        return self is not Constant.GIVEN
-
-    @property
     def uniform(self) -> bool:
-        """Whether all entries are the same."""
+        """Whether the code has made it, and all entries are the same."""
         return self in (Constant.UNIFORM, Constant.ZEROS)
 
 
@@ -165,24 +159,12 @@ class Ledger:
         """What a tensor without rows consists of; None for one with rows."""
         with DisableTorchFunction():
             meaning = self.of(x)
-            if meaning is Constant.COUNTS:
-                return MAY_COUNT
             if isinstance(meaning, Constant) and not x.dim():
-                nothing = meaning.made and not x.requires_grad
+                nothing = meaning is not GIVEN and not x.requires_grad
                 meaning = amount("a constant", x, constant=True, nothing=nothing, asked=self.asked)
         if not isinstance(meaning, Number):
             return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
         return replace(meaning, asked=self.asked, empty=self.empty)
-
-    def sum(self, name: str, value: Amount, rows: Rows) -> Number:
-        """A new sum of these rows."""
-        return amount(name, value, selected=rows.selected, asked=self.asked)
-
-    def mean(self, total: Tensor, count: Amount, name: str, rows: Rows, like: Tensor) -> Number:
-        """A new mean of these rows, a total by a count, with the type of the tensor ``like``."""
-        # It counts entries that a mask has made 0, too; but not targets that are ignored.
-        rows = replace(rows, selected=isinstance(count, Tensor) or rows.chosen is not None)
-        return quotient(self.sum(name, total, rows), self.sum(name, count, rows), like)
 
     def note_numbers(self, value: Any, block: str) -> bool:
         """Records the Python numbers that a block has returned; true if there are any."""
@@ -203,10 +185,6 @@ class Ledger:
 
     def _variable(self, values: Iterable[Any]) -> list[float]:
         return [x for x in values if isinstance(x, (int, float)) and (x not in self._given or x in self.sizes)]
-
-    def may_be_rows(self, count: int) -> bool:
-        """True for a number of entries of which there may be one for each row, or several."""
-        return self.rows == self.most and not count % self.rows
 
 
 def _nearest(value: float) -> int:

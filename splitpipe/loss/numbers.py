@@ -98,8 +98,8 @@ class Unknown:
 def amount(name: str, value: Amount, constant: bool = False, **facts: Any) -> Number:
     """A sum or a constant."""
     grad = isinstance(value, Tensor) and value.requires_grad
-    facts = {"grows": not constant, "live": grad and not constant, **facts}
-    return Number({Formula(name, grad, constant=constant, **facts): value})
+    varies = not constant
+    return Number({Formula(name, grad, constant=constant, grows=varies, live=grad and varies, **facts): value})
 
 
 def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, grad: bool, **facts: Any) -> Number:

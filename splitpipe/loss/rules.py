@@ -30,7 +30,7 @@ _GROWS = _ADDS - {"mean"} | set("prod logsumexp norm vector_norm linalg_vector_n
 
 def along(call: FunctionCall) -> Meaning | None:
     """A function along dimensions: if the rows' is one of them, rows are added up, or meet."""
-    (at, default), adds = _ALONG[call.name], call.name in _ADDS
+    at, default = _ALONG[call.name]
     named = [call.kwargs[key] for key in ("axis", "dims", "other") if key in call.kwargs]
     dims = call.argument(at, "dim", named[0] if named else default)
     if isinstance(dims, Tensor):  # torch.max(x, y)
@@ -43,20 +43,17 @@ def along(call: FunctionCall) -> Meaning | None:
     dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
     if isinstance(call.meaning, TimeMajor):
         return call.meaning if call.name in ("softmax", "log_softmax") and 1 not in dims else None
-    if isinstance(rows, Rows):
-        return rows if 0 not in dims else _added(call, whole, rows) if adds else None
-    if isinstance(rows, Constant) and rows.made and whole.dim() and 0 in dims and call.name != "mean":
-        counts = call.name in _GROWS and call.ledger.may_be_rows(len(whole))  # torch.ones_like(output).sum()
-        return MAY_COUNT if counts else rows if call.name in _GROWS else VARIED
-    return VARIED if rows is Constant.POSITIONS else rows
-
-
-def _added(call: FunctionCall, x: Tensor, rows: Rows) -> Meaning | None:
-    """A sum or mean of rows."""
-    if call.name != "mean":
-        return call.summed(rows)
-    count = float(len(x) if x.dim() else 1)
-    return call.ledger.mean(product(call.out, count), count, call.name, rows, call.out)
+    if not isinstance(rows, Rows):  # The sum of what code makes may count rows: torch.ones_like(output).sum()
+        made = isinstance(rows, Constant) and rows is not GIVEN and whole.dim() and 0 in dims and call.name in _GROWS
+        counts = made and call.ledger.rows == call.ledger.most and not len(whole) % call.ledger.rows
+        kept = rows in (GIVEN, None) or rows in (UNIFORM, Constant.ZEROS) and call.name in _ADDS
+        return MAY_COUNT if counts else rows if kept else VARIED
+    if 0 not in dims:
+        return rows
+    if call.name == "mean":
+        count = float(len(whole) if whole.dim() else 1)
+        return call.averaged(rows, product(call.out, count), count)
+    return call.summed(rows) if call.name in _ADDS else None
 
 
 def add_up(call: FunctionCall) -> Meaning | None:
@@ -87,18 +84,17 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
-        like = call.meaning if "like" in name and Rows in call.kinds else UNIFORM
-        return Constant.ZEROS if "zeros" in name and like is UNIFORM else like
-    value: Any = args[-1] if args else None
-    value = call.kwargs.get("fill_value", value[0] if type(value) in (list, tuple) and len(value) == 1 else value)
-    if isinstance(value, Tensor) or any([not isinstance(call.of(x), Constant) for x in tensors((value,))]):
-        return None  # torch.tensor([mask.sum()])
-    if ledger.read and not (isinstance(value, (int, float)) and not ledger.may_be_read([value])):
-        return Unknown(ledger.read)
+        like = "like" in name and Rows in call.kinds
+        return call.meaning if like else Constant.ZEROS if "zeros" in name else UNIFORM
+    value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
+    if not all([isinstance(call.of(x), Constant) for x in tensors(each)]):
+        return None  # torch.tensor([mask.sum()])
+    if ledger.may_be_read(each):
+        return Unknown(ledger.read)
     if ledger.may_count(numbers_among(each), size=each is value or not call.out.is_floating_point()):
-        return Constant.COUNTS
-    return UNIFORM if numbers_among([value]) else VARIED
+        return MAY_COUNT
+    return UNIFORM if len(each) == len(numbers_among(each)) == 1 else VARIED
 
 
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
@@ -141,16 +137,15 @@ def size(call: FunctionCall) -> Meaning:
         views.note_size(call, meaning)
     elif isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
         call.ledger.read = call.ledger.read or meaning.function
-    elif isinstance(meaning, (Unknown, TimeMajor)) or isinstance(meaning, Constant) and meaning.made:  # ones_like(x)
+    elif meaning is not GIVEN and not isinstance(meaning, (Rows, Number)):  # ones_like(x)
         sizes = call.out if isinstance(call.out, tuple) else [call.out]
         call.ledger.sizes |= {each for each in sizes if each and not each % call.ledger.rows}
     return GIVEN
 
 
-#: Functions whose results have as many entries as values say.
-BY_VALUES = frozenset("nonzero argwhere unique unique_consecutive bincount".split())
 #: Where recognition ended at values whose number depends on the batch.
-_RAGGED = BY_VALUES | {"an entry of a list with one per row", "__getitem__", "where", "index_select", "masked_select"}
+_RAGGED = frozenset(["an entry of a list with one per row", *"nonzero argwhere unique unique_consecutive bincount "
+                     "__getitem__ where index_select masked_select".split()])
 #: Rules that answer Python, or make a tensor, also of numbers.
 ANSWERS = frozenset([ask, read, size, create])
 #: Rules that say themselves what Unknown arguments mean.

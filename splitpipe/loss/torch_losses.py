@@ -60,8 +60,7 @@ def loss(call: FunctionCall) -> Meaning | None:
         return rows
     if how == "sum":
         return call.summed(rows)
-    total = product(call.out, call.count) if call.total is None else call.total
-    return call.ledger.mean(total, call.count, call.name, rows, call.out)
+    return call.averaged(rows, product(call.out, call.count) if call.total is None else call.total, call.count)
 
 
 def _entries(call: FunctionCall) -> Meaning | None:
@@ -74,21 +73,17 @@ def _entries(call: FunctionCall) -> Meaning | None:
             return None  # Its mean divides by their sum.
         if call.kwargs.get("reduction") == "batchmean" and not isinstance(call.of(x), Rows):
             return None  # It divides by the length of a constant.
-        shapes = {y.shape for y in call.operands}
-        return call.joined(shape=shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes))
-    rows, others = call.of(x), [y for y in call.operands if y is not x and y is not weight]
-    kinds = [call.of(y) for y in others]
+        return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
+    rows, others = call.of(x), [(y, call.of(y)) for y in call.operands if y is not x and y is not weight]
     if isinstance(rows, TimeMajor) and call.name == "ctc_loss":
-        same = UNIFORM, Constant.ZEROS, Constant.COUNTS
-        call.counting = False  # Lengths aren't factors.
-        return Rows() if all([isinstance(each, Rows) or each in same for each in kinds]) else None
+        return Rows() if all([isinstance(each, Rows) or each is UNIFORM for _, each in others]) else None
     if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
     plain = x.dim() > 1 and isinstance(call.of(target), Rows) if counted else x.dim() == 2
     return rows if plain and all([
         rows.alike(each) or isinstance(each, Constant) and (each.uniform or counted and y is not target)
-        for y, each in zip(others, kinds)
+        for y, each in others
     ]) else None
 
 

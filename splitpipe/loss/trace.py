@@ -23,9 +23,9 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
 from splitpipe.loss import torch_losses, views
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows, TimeMajor
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, mapped, tensors
-from splitpipe.loss.rules import ANSWERS, BY_PLACE, BY_VALUES, OF_ANYTHING, RULES
+from splitpipe.loss.rules import ANSWERS, BY_PLACE, OF_ANYTHING, RULES
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
@@ -114,11 +114,10 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         if ledger.may_be_read([x for x in call.scalars if whole or type(x) is float]):
             return Unknown(ledger.read)
         call.counting = _may_count(call)
-    factors = [x is Constant.COUNTS or isinstance(x, Rows) and x.counting for x in call.meanings]
-    call.counting = call.counting or any(factors)
+    call.counting |= any([isinstance(x, Rows) and x.counting for x in call.meanings])
     if call.kwargs.get("out") is not None:
         return None
-    if call.counting and call.kinds == {Constant} and call.name in _FACTORS | _FILLING:
+    if call.counting and Rows not in call.kinds and call.kinds:
         return MAY_COUNT
     if rule is views.keep and isinstance(call.meaning, Number) and len(call.operands) > 1:  # loss.to(rows)
         out, function = call.out, torch.Tensor.to
@@ -126,38 +125,26 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         call.out = out
     if Number in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
-    if rule is None:
-        plain = {*call.meanings} == {GIVEN} and call.name not in views.REPEATING
-        given = GIVEN if plain else Constant.COUNTS if call.counting else VARIED
-        return unknown if not call.kinds <= {Constant} else given
-    if unknown is not None and rule not in OF_ANYTHING:
+    if rule is None and unknown is None and call.kinds <= {Constant}:
+        return GIVEN if {*call.meanings} == {GIVEN} and call.name not in views.REPEATING else VARIED
+    if rule is None or unknown is not None and rule not in OF_ANYTHING:
         return unknown
     try:
-        return _counting(rule(call)) if call.counting else rule(call)
+        meaning = rule(call)
     except torch.OutOfMemoryError:
         raise
     except ODD:
         return None
-
-
-def _counting(meaning: Meaning | None) -> Meaning | None:
-    """The meaning of a result that may have a number of rows as a factor."""
-    if isinstance(meaning, Rows):
-        return replace(meaning, counting=True)
-    if isinstance(meaning, TimeMajor):
-        return MAY_COUNT
-    return Constant.COUNTS if isinstance(meaning, Constant) else meaning
+    return replace(meaning, counting=True) if call.counting and isinstance(meaning, Rows) else meaning
 
 
 def _may_count(call: FunctionCall) -> bool:
     """Whether a number of Python, which may be a number of rows, may be a factor of the result, or of its entries."""
     may_count, sums = call.ledger.may_count, any([isinstance(x, Number) and x.formula.grows for x in call.meanings])
-    if call.name in _FACTORS or "alpha" in call.kwargs:
+    if call.name in _FACTORS or call.name in _FILLING or "alpha" in call.kwargs:
         return may_count(call.scalars, size=Rows not in call.kinds and not sums)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
-    if call.name in _FILLING:
-        return may_count(call.scalars)
     return may_count([x for x in call.scalars if type(x) is float or call.name == "pad"], size=True)
 
 
@@ -168,46 +155,39 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
         ledger.put(call.args[0], Unknown(name))
     if not isinstance(out, Tensor) or in_place and out.requires_grad and not torch.is_grad_enabled():
         return None  # The graph doesn't have what is written.
-    if call.counting:
-        return MAY_COUNT
     numbers: dict[int, Any] = {}
     for x in call.operands:
         meaning = numbers[id(x)] = call.of(x)
-        if isinstance(meaning, Constant) and (meaning is GIVEN or meaning.uniform):
+        if meaning is GIVEN or isinstance(meaning, Constant) and meaning.uniform:
             learned = x.requires_grad
             numbers[id(x)] = amount("a constant", x, constant=True, asked=ledger.asked) if learned else x.clone()
         elif not isinstance(meaning, Number):
             return meaning if isinstance(meaning, Unknown) else None
     formulas = [x.formula for x in numbers.values() if isinstance(x, Number)]
-    live = out.requires_grad and any([x.live for x in formulas])
-    if live and name not in RULES:
-        return None
-    if RULES.get(name) is views.index and len(call.operands) > 1 or name in BY_VALUES:  # As many as n[n > 0] has.
+    if name not in RULES or RULES[name] is views.index and len(call.operands) > 1:  # As many as n[n > 0] has.
         return None
     widest = max([x.numel() for x in call.operands if isinstance(call.of(x), Number)])
-    made = any([x.numel() > widest for x in call.operands if getattr(call.of(x), "made", False)])
+    made = any([x.numel() > widest for x in call.operands if getattr(call.of(x), "uniform", False)])
     if made or name in views.REPEATING:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
         return MAY_COUNT
     if name in SCALING and 0 in call.scalars:
         return amount("0", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
     args, kwargs = mapped(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
     nothing = all([x.nothing for x in formulas]) and len(formulas) == len(numbers) and not call.scalars
-    counted = name in DIVIDING and len(formulas) == 2 and all([x.grows for x in formulas])
-    grows = any([x.grows for x in formulas]) and not counted
+    grows = any([x.grows for x in formulas]) and not (name in DIVIDING and len(formulas) == 2)
+    live = out.requires_grad and any([x.live for x in formulas])
     factors = [x for x in formulas if x.live or not live or name not in ADDING]
     linear = all([x.linear and x.live <= live for x in factors]) and (not live or _linear(call))
-    return applied(name, function, args, kwargs, out.requires_grad, grows=grows, nothing=nothing, live=live,
+    return applied(name, function, args, kwargs, out.requires_grad, nothing=nothing, grows=grows, live=live,
                    linear=linear)
 
 
 def _linear(call: FunctionCall) -> bool:
     """Whether a function is linear in what has the graph of a sum; its factors may depend on counts."""
-    if call.name in ADDING:
-        return True
     live = [x for x in call.operands if isinstance(each := call.of(x), Number) and each.formula.live]
     below = call.name in DIVIDING and (call.args[0] is not live[0] or call.name[0] == "r")
     scales = call.name in _SCALES and len(live) == 1 and not below
-    return scales or RULES.get(call.name) in _LINEAR or call.name in ("sum", "mean")
+    return scales or RULES.get(call.name) in _LINEAR or call.name in ADDING | {"sum", "mean"}
 
 
 def _written(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:

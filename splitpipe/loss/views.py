@@ -51,7 +51,8 @@ def turn(call: FunctionCall) -> Meaning | None:
     if not isinstance(call.meaning, Rows):
         return _of_others(call)
     dims = dims_of(out, [y for each in given for y in (each if isinstance(each, (tuple, list)) else [each])])
-    if not (dims[0] != 0 if call.name == "permute" else 0 in dims and (bool(given) or out.dim() == 2)):
+    moved = dims[0] != 0 if call.name == "permute" else 0 in dims and (bool(given) or out.dim() == 2)
+    if not moved:
         return view(call)
     return TimeMajor() if out.dim() == 3 else None  # If they are the third one, ctc_loss raises an error.
 
@@ -68,7 +69,7 @@ def view(call: FunctionCall) -> Meaning | None:
         return Unknown(call.ledger.read)
     if not out.dim():
         return rows if call.name == "squeeze" and call.ledger.most > 1 else None  # Of a single row.
-    added = ("expand" in call.name or "broadcast" in call.name) and out.dim() != x.dim()
+    added = call.name in REPEATING and out.dim() != x.dim()
     return rows if len(out) == len(x) and out.stride(0) == x.stride(0) and not added else None
 
 
@@ -87,41 +88,40 @@ def join(call: FunctionCall) -> Meaning | None:
     parts = tensors(call.args[:1])
     like = next((x for x in parts if isinstance(call.of(x), Rows)), parts[0])
     joined = call.joined(parts, like.shape) if len({x.dim() for x in parts}) < 2 else None
-    if not isinstance(joined, Rows):  # The same part several times may be there for each row.
-        once = len({*map(id, parts)}) == len(parts)
-        return VARIED if isinstance(joined, Constant) and (joined.made or not once) else joined
+    if not isinstance(joined, Rows):  # Constants may be there for each row.
+        return VARIED if isinstance(joined, Constant) else None
     [dim] = dims_of(call.out, call.argument(1, "dim", 0))
     return joined if dim or len(parts) == 1 and "cat" in call.name else None
 
 
 def index(call: FunctionCall) -> Meaning | None:
     """Entries by slices and numbers, by a mask, or one of each row."""
-    (x, given), meaning, ledger = call.args, call.meaning, call.ledger
+    (x, given), rows, ledger = call.args, call.meaning, call.ledger
     places = given if isinstance(given, tuple) else (given,)
-    if isinstance(meaning, Unknown):  # A row that is indexed by a tensor has as many entries as that says.
-        return None if any([isinstance(each, Tensor) for each in places]) else meaning
+    if isinstance(rows, Unknown):  # A row that is indexed by a tensor has as many entries as that says.
+        return None if any([isinstance(each, Tensor) for each in places]) else rows
     if not any([isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places]):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
         if ledger.may_be_read([y for y in numbers_among(bounds) if abs(y) > 1]):
             return Unknown(ledger.read)
         if not all([isinstance(ledger.of(y), Constant) for y in bounds]):
             return None  # x[:, :lengths.max()]
-        return _cut(call, meaning, places) if isinstance(meaning, Rows) else _of_others(call)
+        return _cut(call, rows, places) if isinstance(rows, Rows) else _of_others(call)
     [first, *rest], kinds = places, [call.of(each) for each in places]
-    if isinstance(meaning, Constant):  # A table with an entry for each class.
-        if all([isinstance(each, Constant) and not each.made for each in (meaning, *kinds)]):
-            return GIVEN
-        return kinds[0] if isinstance(kinds[0], Rows) and not rest and first.dtype != torch.bool else None
-    if not isinstance(meaning, Rows):
+    if call.kinds == {Constant}:  # A table with an entry for each class.
+        return GIVEN if {*kinds, rows} == {GIVEN} else None
+    if rows is GIVEN and isinstance(kinds[0], Rows) and not rest:  # WEIGHT[labels]
+        return kinds[0] if first.dtype != torch.bool else None
+    if not isinstance(rows, Rows):
         return None
     if kinds[0] is Constant.POSITIONS and len(first) == len(x):  # x[arange(len(x)), labels]
         plain = all([
             isinstance(each, int) or isinstance(each, Tensor) and each.dim() == 1 and each.dtype != torch.bool
-            and meaning.alike(kind) for each, kind in zip(rest, kinds[1:])
+            and rows.alike(kind) for each, kind in zip(rest, kinds[1:])
         ])
-        return meaning if plain else None
+        return rows if plain else None
     selects = not rest and first.dtype == torch.bool and first.dim() and first.shape == x.shape[: first.dim()]
-    return replace(meaning, chosen=first, selected=True) if selects and meaning.alike(kinds[0]) else None
+    return replace(rows, chosen=first, selected=True) if selects and rows.alike(kinds[0]) else None
 
 
 def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | None:
@@ -137,8 +137,8 @@ def _cut(call: FunctionCall, rows: Rows, places: tuple[Any, ...]) -> Meaning | N
 
 def gather(call: FunctionCall) -> Meaning | None:
     """Entries that an index takes from each row, or from a table, or to which it writes."""
-    x, index = call.args[0], call.argument(2, "index")
+    x, rows = call.args[0], call.of(call.argument(2, "index"))
     if call.name == "gather" and call.meaning is GIVEN and x.dim() == 1:
-        return call.of(index) if isinstance(call.of(index), Rows) else None
-    plain = 0 not in dims_of(x, call.argument(1, "dim")) and isinstance(call.of(index), Rows)
+        return rows if isinstance(rows, Rows) else None
+    plain = 0 not in dims_of(x, call.argument(1, "dim")) and isinstance(rows, Rows)
     return call.joined(shape=call.out.shape) if plain else None

@@ -58,6 +58,14 @@ def test_the_host_waits_for_no_count(loss_fn: Any) -> None:
     assert_same_tensors(model, plain)
 
 
+def test_in_a_single_microbatch_any_loss_is_that_of_the_batch() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).norm()
+
+    plain, model = twins(mlp(4), "1f1b", 2, loss_fn=loss_fn, chunks=1)
+    assert_equal(plain, model, torch.randn(3, 4), torch.randn(3, 4), loss_fn)
+
+
 def test_a_list_of_targets_has_one_for_each_row_whatever_their_sizes() -> None:
     def loss_fn(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
         return torch.stack([F.mse_loss(o[:2], own["y"][torch.tensor([1, 0])]) for o, own in zip(output, target)]).mean()

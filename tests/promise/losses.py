@@ -7,7 +7,7 @@
     COMPUTED   of sums and means by any functions: drop-in exact; scheduled as UNKNOWN
     UNKNOWN    one warning that names a function; taken as a mean over rows
     COUPLED    rows are compared with each other: a warning or an error, whatever the value
-    PENALTIES  as EXACT; the function is given the module's parameters, too; SAID_PENALTIES as SAID
+    PENALTIES  drop-in exact, scheduled as SAID; they are given the module's parameters, too; SAID_PENALTIES as SAID
 
 To add a loss, add a line to one of these tables: its name, the batch that it is for (``BATCHES``), the function.
 Outputs are [rows, 5] for batches in ``FLAT``, else [rows, WORDS, 5]; all is float64.
@@ -373,8 +373,6 @@ HAND: Table = {
     "ppo": ("flat", lambda o, t: -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t).mean()),
     "smoothing by hand": ("classes", smoothed),
     "vae": ("flat", vae),
-    "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + sum(
-        kl_divergence(Normal(o, o.exp()), Normal(0.0, scale)).sum(1).mean() for scale in (1.0, 2.0))),
     "sum by a count times a tensor": ("tokens", lambda o, t: 2 * (o.square().sum() / counted(t).sum() * WEIGHT[0])),
     "sum by a count or a tensor of 1": ("tokens", lambda o, t: (lambda n: (each(o, t) * counted(t)).sum() / n.maximum(
         torch.ones_like(n)))(counted(t).sum())),
@@ -550,6 +548,8 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + sum(
+        kl_divergence(Normal(o, o.exp()), Normal(0.0, scale)).sum(1).mean() for scale in (1.0, 2.0))),
     "a guard of what doesn't count": ("flat", lambda o, t: (lambda m: F.binary_cross_entropy_with_logits(
         o, m.double(), reduction="sum") / m.sum() if m.any() else o.sum() * 0)(t > 1.5)),
     "by the length of ones": ("flat", lambda o, t: (
