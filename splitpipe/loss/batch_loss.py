@@ -114,13 +114,10 @@ class BatchLoss:
         return first
 
     def _refused(self, found: str) -> ValueError:
-        each = [
-            ", ".join([f"{one.name} {'' if one.grad else f'of {float(torch.as_tensor(x).sum()):g}'}".rstrip()
-                       for one, x in number.amounts.items()])
-            for _, number in sorted(self._numbers.items())
-        ]
+        counts = [[float(torch.as_tensor(x).sum()) for one, x in number.amounts.items() if not one.grad]
+                  for _, number in sorted(self._numbers.items())]
         return ValueError(
-            f"the loss has {found} (by microbatch: {'; '.join(each)}). A schedule runs backward before all counts are "
+            f"the loss has {found} (counts by microbatch: {counts}). A schedule runs backward before all counts are "
             f"known, and corrects all gradients by one factor. Expected the same terms, with one count: {_WAYS}"
         )
 

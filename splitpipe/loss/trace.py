@@ -115,8 +115,6 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
             return Unknown(ledger.read)
         call.counting = _may_count(call)
     call.counting |= any([isinstance(x, Rows) and x.counting for x in call.meanings])
-    if call.kwargs.get("out") is not None:
-        return None
     if call.counting and Rows not in call.kinds and call.kinds:
         return MAY_COUNT
     if rule is views.keep and isinstance(call.meaning, Number) and len(call.operands) > 1:  # loss.to(rows)
