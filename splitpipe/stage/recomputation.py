@@ -77,7 +77,7 @@ class CheckpointedRun:
 
     def first(self, forward: Callable[[], T]) -> T:
         """Runs F."""
-        with Bound(phase, "checkpointing"), self._rng_states.first(recomputed=True):
+        with Bound(phase, "checkpointing"):
             result = forward()
         modules, buffers, self._hooks = self._modules, self._buffers, self._modules.hooks()
         self._written = [
