@@ -1,4 +1,4 @@
-"""The threads and streams of one model, which last as long as the model, and the locks that threads take.
+"""The threads and streams of one model, which last as long as the model, and the lock of the host's part of ops.
 
 Each thread takes calls from a separate queue, in order. Guarantees, and what would break them:
 
@@ -11,7 +11,6 @@ Each thread takes calls from a separate queue, in order. Guarantees, and what wo
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import time
@@ -19,7 +18,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import torch
 
@@ -33,24 +31,6 @@ _GRACE = 30.0  # Seconds for which the interpreter's exit waits for running call
 _LOOK = 0.1  # Seconds between two checks of threads whose calls are waited for.
 #: Seconds after which a thread goes on without the launch lock, as after the interpreter's own switch interval.
 _PATIENCE = 0.005
-
-
-class WorkerDiedError(RuntimeError):
-    """Raised if a worker thread ended before it had finished a call."""
-
-
-class ProcessLock:
-    """A lock that is free in a forked child: the thread that held it at the fork only exists in the parent."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, Any] = {}
-
-    @property
-    def lock(self) -> Any:
-        """The lock of this process."""
-        pid = os.getpid()
-        lock = self._of.get(pid)
-        return self._of.setdefault(pid, threading.RLock()) if lock is None else lock  # Atomic: both get one.
 
 
 class LaunchLock:
@@ -161,8 +141,7 @@ class Pool:
                     del waiting[ended.get(timeout=0 if lost else _LOOK)]
                 except Empty:
                     if lost:
-                        raise WorkerDiedError(
-                            "a worker thread ended before it had finished this call; try again") from None
+                        errors.append(RuntimeError("a worker thread ended before it had finished this call"))
                 if errors:
                     raise errors.pop(0)
         except BaseException as error:
