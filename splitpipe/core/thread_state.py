@@ -38,7 +38,6 @@ class State(NamedTuple):
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     default_device: DeviceContext | None
-    odd: bool  #: True if the thread has state that no other one gets.
 
     def outside_forward(self) -> State:
         """The state of B and W: grad mode and autocast are off."""
@@ -47,23 +46,8 @@ class State(NamedTuple):
 
 def capture() -> State:
     """The state of this thread."""
-    return _settings(_kinds())._replace(odd=is_odd())
-
-
-def is_default() -> bool:
-    """True if this thread has no autocast, and neither a default device nor a function mode."""
-    return not _get_current_function_mode_stack() and not any(map(torch.is_autocast_enabled, _kinds()))
-
-
-def _kinds() -> Sequence[str]:
-    """The types of device of this machine."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
-def _settings(kinds: Sequence[str]) -> State:
-    """The state without what is odd, with the autocast of these types of device."""
-    device: DeviceContext | None = None
+    accelerator, device = torch.accelerator.current_accelerator(), None
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     for mode in _get_current_function_mode_stack():
         device = mode if isinstance(mode, DeviceContext) else device  # The innermost counts.
     return State(
@@ -72,7 +56,6 @@ def _settings(kinds: Sequence[str]) -> State:
         tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]),
         torch.is_autocast_cache_enabled(),
         device,
-        False,
     )
 
 
@@ -97,21 +80,18 @@ class use:
         self._rest: ExitStack | None = None
 
     def __enter__(self) -> None:
-        state = self._state
-        now = _settings([kind for kind, *_ in state.autocast])
+        state, now = self._state, capture()
         self._grad = now.grad
-        if now[1:5] != state[1:5]:  # All but grad mode. Usually, they are equal, as in a recomputation.
+        if now[1:] != state[1:]:  # All but grad mode. Usually, they are equal, as in a recomputation.
             self._rest = stack = ExitStack()
             if now.default_device is not state.default_device:
                 modes = _get_current_function_mode_stack()
                 stack.callback(set_function_modes, modes)
                 others = [mode for mode in modes if not isinstance(mode, DeviceContext)]
                 set_function_modes(others if state.default_device is None else [*others, state.default_device])
-            if now.autocast != state.autocast or now.autocast_cache != state.autocast_cache:
-                # torch.autocast isn't used: it warns about dtypes for which the caller has already been warned.
-                torch.autocast_increment_nesting()
-                stack.callback(_leave_autocast, now)
-                _set_autocast(state)
+            if now[2:4] != state[2:4]:
+                for kind, enabled, dtype in state.autocast:
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, state.autocast_cache))
             if now.inference != state.inference:
                 stack.enter_context(torch.inference_mode(state.inference))
         torch.set_grad_enabled(state.grad)
@@ -120,19 +100,6 @@ class use:
         if self._rest is not None:
             self._rest.close()
         torch.set_grad_enabled(self._grad)
-
-
-def _set_autocast(state: State) -> None:
-    for kind, enabled, dtype in state.autocast:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(state.autocast_cache)
-
-
-def _leave_autocast(before: State) -> None:
-    if torch.autocast_decrement_nesting() == 0:
-        torch.clear_autocast_cache()
-    _set_autocast(before)
 
 
 def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:

@@ -66,7 +66,7 @@ SITUATIONS = MOVED | ODD
 def test_settings_are_entered_from_any_state_and_restored(name: str) -> None:
     with SITUATIONS[name]():
         state, (expected, _) = thread_state.capture(), settings()
-    assert state.odd is (name in ODD)
+        assert thread_state.is_odd() is (name in ODD)
     for where, there in SITUATIONS.items():
         with there():
             before = settings()
