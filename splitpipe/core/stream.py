@@ -14,8 +14,8 @@ the previous one like torch.accelerator.device_index, by an exchange that create
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,8 +28,6 @@ from splitpipe.core.torch_private import _accelerator_maybeExchangeDevice
 Stream = torch.Stream | None
 #: Returns a device's stream with a name, always the same: ``cache(new)``.
 NamedStreams = Callable[[torch.device, str], Stream]
-
-_NOTHING = nullcontext()
 
 
 @cache
@@ -127,34 +125,26 @@ def hold(tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
 
 
-def use(*streams: Stream) -> AbstractContextManager[object]:
+def use(*streams: Stream) -> AbstractContextManager[None]:
     """Makes each stream its device's current one in this thread, and the last one's device current."""
     real = [stream for stream in streams if stream is not None]
-    return _Use(real) if real else _NOTHING
+    return _using(real) if real else nullcontext()
 
 
-class _Use:
-    """Keeps the previous streams itself: torch's ``with stream:`` keeps them in the stream, which threads share."""
-
-    def __init__(self, streams: list[torch.Stream]) -> None:
-        self._streams = streams
-
-    def __enter__(self) -> None:
-        self._device = torch.accelerator.current_device_index()
-        self._before: list[torch.Stream] = []
-        try:
-            for stream in self._streams:
-                self._before.append(torch.accelerator.current_stream(stream.device_index))
-                torch.accelerator.set_stream(stream)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        for stream in reversed(self._before):
+@contextmanager
+def _using(streams: Sequence[torch.Stream]) -> Iterator[None]:
+    # Not torch's ``with stream:``, which keeps the previous ones in the stream, which threads share.
+    device, before = torch.accelerator.current_device_index(), list[torch.Stream]()
+    try:
+        for stream in streams:
+            before.append(torch.accelerator.current_stream(stream.device_index))
+            torch.accelerator.set_stream(stream)
+        yield
+    finally:
+        for stream in reversed(before):
             torch.accelerator.set_stream(stream)
         # Like the end of torch.accelerator.device_index; using that guard here would take as long as everything else.
-        _accelerator_maybeExchangeDevice(self._device)
+        _accelerator_maybeExchangeDevice(device)
 
 
 Device = torch.device | int | str | torch.Stream

@@ -9,10 +9,10 @@ Function and dispatch modes, saved-tensor hooks and profilers gather what they s
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextvars import ContextVar, Token
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -70,36 +70,25 @@ def is_odd() -> bool:
     )
 
 
-class use:
+@contextmanager
+def use(state: State) -> Iterator[None]:
     """Sets this thread's state to the captured one inside the block, and restores it afterwards."""
-
-    __slots__ = ("_grad", "_rest", "_state")
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._rest: ExitStack | None = None
-
-    def __enter__(self) -> None:
-        state, now = self._state, capture()
-        self._grad = now.grad
-        if now[1:] != state[1:]:  # All but grad mode. Usually, they are equal, as in a recomputation.
-            self._rest = stack = ExitStack()
-            if now.default_device is not state.default_device:
-                modes = _get_current_function_mode_stack()
-                stack.callback(set_function_modes, modes)
-                others = [mode for mode in modes if not isinstance(mode, DeviceContext)]
-                set_function_modes(others if state.default_device is None else [*others, state.default_device])
-            if now[2:4] != state[2:4]:
-                for kind, enabled, dtype in state.autocast:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, state.autocast_cache))
-            if now.inference != state.inference:
-                stack.enter_context(torch.inference_mode(state.inference))
-        torch.set_grad_enabled(state.grad)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._rest is not None:
-            self._rest.close()
-        torch.set_grad_enabled(self._grad)
+    now = capture()
+    if now[1:] == state[1:]:  # All but grad mode, as in a recomputation: the usual case, and faster.
+        with torch.set_grad_enabled(state.grad):
+            yield
+        return
+    with ExitStack() as stack:
+        if now.default_device is not state.default_device:
+            modes = _get_current_function_mode_stack()
+            stack.callback(set_function_modes, modes)
+            others = [mode for mode in modes if not isinstance(mode, DeviceContext)]
+            set_function_modes(others if state.default_device is None else [*others, state.default_device])
+        for kind, enabled, dtype in state.autocast:
+            stack.enter_context(torch.autocast(kind, dtype, enabled, state.autocast_cache))
+        stack.enter_context(torch.inference_mode(state.inference))
+        stack.enter_context(torch.set_grad_enabled(state.grad))
+        yield
 
 
 def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
@@ -110,17 +99,11 @@ def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
         _push_on_torch_function_stack(mode)
 
 
-class Bound(Generic[T]):
-    """Binds the variable to the value inside the block, only for this context: cheaper than a generator."""
-
-    __slots__ = ("_token", "_value", "_variable")
-
-    def __init__(self, variable: ContextVar[T], value: T) -> None:
-        self._variable, self._value = variable, value
-
-    def __enter__(self) -> T:
-        self._token: Token[T] = self._variable.set(self._value)
-        return self._value
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._variable.reset(self._token)
+@contextmanager
+def bound(variable: ContextVar[T], value: T) -> Iterator[T]:
+    """Binds the variable to the value inside the block, only for this context."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)

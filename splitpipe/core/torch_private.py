@@ -45,6 +45,7 @@ with needed("to run layers in the state of the thread that called the model"):
 
 with needed("to split a model's inputs into microbatches"):
     from torch.utils._pytree import tree_flatten, tree_unflatten  # A value as leaves and structure, and back.
+    from torch.utils._pytree import tree_map_only  # A copy of a value, with leaves of a type changed.
 
 with needed("to run and to tell apart backward calls"):
     from torch._C import _current_graph_task_id  # The number of the call that this thread runs; -1 outside.

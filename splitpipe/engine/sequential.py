@@ -23,7 +23,7 @@ from splitpipe.core.dtensor import wait_for_collectives
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import sharing, version_of
-from splitpipe.core.thread_state import Bound
+from splitpipe.core.thread_state import bound
 from splitpipe.engine.module_output import Output, chain_output
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import MICROBATCH, TARGET
@@ -145,7 +145,7 @@ def run_layers(
     box: dict[Any, Any] = {key: unflatten(leaves, value.nesting) for (key, value), leaves in pairs}
     x = box.pop(None)
     try:
-        with open_box(box), Bound(deferring, split):
+        with open_box(box), bound(deferring, split):
             for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
                 x = layer(x)
         values: Values = {key: Activation(*flatten(value)) for key, value in ((None, x), *box.items())}

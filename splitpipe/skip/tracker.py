@@ -5,12 +5,13 @@ that they stash. Layers without an opened box share one that belongs to their th
 """
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import local
 from uuid import UUID, uuid4
 
-from splitpipe.core.thread_state import Bound
+from splitpipe.core.thread_state import bound
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ _box: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
 _unopened = local()  # The box of each thread.
 
 
-def open_box(box: Box) -> Bound[Box | None]:
+def open_box(box: Box) -> AbstractContextManager[Box | None]:
     """Makes ``box`` the current one inside the block, only for this context."""
-    return Bound(_box, box)
+    return bound(_box, box)
 
 
 def current() -> Box:
