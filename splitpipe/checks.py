@@ -5,9 +5,8 @@ import math
 import operator
 import reprlib
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -146,11 +145,8 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
 
 
 def is_integer(number: Any) -> bool:
-    """True for whole numbers of any type; bools don't count."""
-    try:  # NumPy has warned of the index of its bools.
-        return "bool" not in f"{type(number)} {getattr(number, 'dtype', '')}" and operator.index(number) is not None
-    except TypeError:
-        return False
+    """True for an int, also of NumPy; bools don't count."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def verify_devices(devices: Iterable[Device | Place] | None, stages: int) -> list[Place]:
@@ -179,12 +175,6 @@ def resolve_devices(devices: Iterable[Device | Place]) -> list[Place]:
     found = listed(devices)
     if found is None:
         raise TypeError(f"devices is {devices!r}: expected a list with one per stage, such as ['cuda:0', 'cuda:1'].")
-    plain = [str(each) for each in found if str(each) in ("cuda", "xpu")]
-    if len({*plain}) < len(plain) and torch.accelerator.device_count() > 1:
-        warnings.warn(
-            f"devices names {plain[0]!r} twice, which is one device, and leaves others idle: expected indices, "
-            "such as ['cuda:0', 'cuda:1'].", stacklevel=5,
-        )
     return [_place(f"devices[{number}]", device) for number, device in enumerate(found)]
 
 

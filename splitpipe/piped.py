@@ -6,7 +6,6 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import torch
@@ -49,10 +48,7 @@ class Piped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return outside_transforms(self._run, args, kwargs)
 
-    @property
-    def __code__(self) -> CodeType:
-        """The code of a call: torch.export reads it before it calls."""
-        return Piped.__call__.__code__
+    __code__ = __call__.__code__  #: torch.export reads it before it calls.
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self.runtime
@@ -151,13 +147,13 @@ def options_of(
         each = 1 if schedule is None else build(schedule, 1, 1).stages
         chunks = 4 * max(1, stages // each if named is None else min(len(named), stages))
         _log.info("chosen: chunks=%d", chunks)
-    plan = None
-    if schedule is None:
-        places = checks.verify_devices(named, stages)
-    else:
+    plan, rows = None, stages
+    if schedule is not None:
         plan = checks.resolve_schedule(schedule, stages, None if named is None else len(named), chunks)
-        rows = checks.verify_devices(named, plan.devices)
-        places = [rows[device] for device in plan.placement]
+        rows = plan.devices
+    places = checks.verify_devices(named, rows)
+    if plan is not None:
+        places = [places[row] for row in plan.placement]
     unused = [str(place) for place in named or () if place not in places]
     if unused:
         warnings.warn(
