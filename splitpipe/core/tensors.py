@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from splitpipe.core.torch_private import tree_map_only
+from splitpipe.core.torch_private import tree_flatten, tree_unflatten
 
 
 def is_plain(x: Tensor) -> bool:
@@ -46,4 +46,5 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """A copy of a nesting, with its tensors changed."""
-    return tree_map_only(Tensor, change, value)
+    leaves, structure = tree_flatten(value)
+    return tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)
