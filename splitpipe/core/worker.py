@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 
@@ -43,17 +44,15 @@ class LaunchLock:
     """
 
     def __init__(self) -> None:
-        self._lock, self._owner = threading.Lock(), 0
+        self._lock = threading.RLock()
 
     def take(self) -> None:
         """Takes the lock, if it is free soon."""
-        if self._lock.acquire(timeout=_PATIENCE):
-            self._owner = threading.get_ident()
+        self._lock.acquire(timeout=_PATIENCE)
 
     def give(self) -> None:
         """Lets go of the lock, if this thread has it."""
-        if self._owner == threading.get_ident():
-            self._owner = 0
+        with suppress(RuntimeError):
             self._lock.release()
 
 
