@@ -57,13 +57,6 @@ def new(device: torch.device, name: str = "weights") -> Stream:
     return None if device.type == "cpu" else _kind(device)[0](device=device, priority=0 if name == "weights" else -1)
 
 
-def same(stream: Stream, other: Stream) -> bool:
-    """True if two streams have the same device and number."""
-    if stream is other or stream is None or other is None:
-        return stream is other
-    return stream.stream_id == other.stream_id and stream.device_index == other.device_index
-
-
 def bind(device: torch.device) -> None:
     """Gives this thread, which starts on device 0 without a context, the device with its context."""
     if device.type != "cpu":
@@ -81,7 +74,7 @@ def synchronize(device: torch.device) -> None:
 
 def wait(stream: Stream, other: Stream) -> None:
     """Makes later work on ``stream`` wait for the work queued on ``other`` so far."""
-    if stream is not None and other is not None and not same(stream, other):
+    if stream is not None and other is not None and stream != other:
         event: Any = mark(other)
         event.wait(stream)
         spent(event)

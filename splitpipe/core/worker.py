@@ -103,7 +103,6 @@ class Pool:
         self._closed, self.size = False, len(names)
         self._submitting = threading.Lock()
         self.threads: list[_Worker] = []
-        self._shares: tuple[int, int] | None = None
         weakref.finalize(self, _end, self.threads).atexit = False
         for name in names:
             worker = _Worker(name)
@@ -152,18 +151,12 @@ class Pool:
                 thread.join()
             raise
 
-    def share_threads(self, among: int) -> None:
-        """Gives each worker its share of the caller's intra-op threads; ``among`` compute at a time."""
-        total = torch.get_num_threads()
-        if self._shares != (total, among):
-            self.run([*enumerate([partial(_compute_on, max(1, total // among))] * self.size)])
-            torch.set_num_threads(total)  # A thread's own setting, but those yet to start get the last one set.
-            self._shares = total, among
 
-
-def _compute_on(threads: int) -> None:
+def _start(device: torch.device, share: int) -> None:
+    """Gives a worker's thread its device, and its share of the caller's intra-op threads."""
+    stream.bind(device)
     torch.get_num_threads()  # A thread takes the process's number when it first asks, and would lose its own.
-    torch.set_num_threads(threads)
+    torch.set_num_threads(share)
 
 
 class Resources:
@@ -181,12 +174,13 @@ class Resources:
             self._pool = None  # First, since an interrupt may come in between.
             pool = Pool([f"splitpipe worker {number}" for number in range(size)])
             homes = dict(zip(reversed(workers), reversed(self.devices)))  # The device of each worker's first stage.
-            binds = [partial(stream.bind, homes.get(number, self.devices[0])) for number in range(size)]
-            pool.run([*enumerate(binds)])
+            computing = {worker for worker, device in zip(workers, self.devices) if device.type == "cpu"}
+            total = torch.get_num_threads()
+            share = max(1, total // len(computing)) if computing else total
+            calls = [partial(_start, homes.get(number, self.devices[0]), share) for number in range(size)]
+            pool.run([*enumerate(calls)])
+            torch.set_num_threads(total)  # A thread's own setting, but those yet to start get the last one set.
             self._pool = pool
-        computing = {worker for worker, device in zip(workers, self.devices) if device.type == "cpu"}
-        if computing:
-            pool.share_threads(len(computing))
         return pool
 
     def refuse_own_threads(self) -> None:
@@ -201,7 +195,7 @@ class Resources:
         @cache
         def route(source: int, target: int) -> Route | None:
             here, there = self.devices[source], self.devices[target]
-            if here == there and stream.same(computes[source], computes[target]):
+            if here == there and computes[source] == computes[target]:
                 return None
             # One stream per link: on a common one, a copy would wait for copies from stages that aren't ready.
             out, into = self.named(here, "out"), self.named(there, f"in from {source}")

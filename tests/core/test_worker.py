@@ -13,7 +13,8 @@ import torch
 
 from splitpipe.core import worker
 from splitpipe.core.note import add_note
-from splitpipe.core.worker import LaunchLock, Pool
+from splitpipe.core.stream import Place
+from splitpipe.core.worker import LaunchLock, Pool, Resources
 
 T = TypeVar("T")
 
@@ -76,11 +77,11 @@ def test_a_thread_that_has_ended_since_the_last_look_may_have_finished_its_call(
 
 
 @pytest.mark.parametrize("own", [6, 1])
-def test_workers_share_the_callers_intra_op_threads(pool: Pool, threads: None, own: int) -> None:
+def test_workers_share_the_callers_intra_op_threads(threads: None, own: int) -> None:
     torch.set_num_threads(own)
-    for among, share in ((2, max(1, own // 2)), (1, own)):
-        pool.share_threads(among)
-        assert values(pool, torch.get_num_threads) == [share] * 2
+    for workers, share in (([0, 1], max(1, own // 2)), ([0, 0], own)):
+        pool = Resources([Place(torch.device("cpu"))] * 2).pool(workers)
+        assert {*values(pool, torch.get_num_threads)} == {share}
         assert torch.get_num_threads() == own == values(Pool(["new"]), torch.get_num_threads)[0]
 
 
