@@ -59,8 +59,8 @@ class LaunchLock:
 class _Worker(threading.Thread):
     """Runs the calls of its queue; None ends it."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
+    def __init__(self, number: int) -> None:
+        super().__init__(name=f"splitpipe worker {number}", daemon=True)
         self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     def run(self) -> None:
@@ -97,15 +97,14 @@ def _exit() -> None:
 class Pool:
     """Worker threads, started together; they end when the pool is collected or the interpreter exits."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, size: int) -> None:
         if sys.is_finalizing():  # A thread started now would never run, and its start never return.
             raise RuntimeError("the interpreter is exiting: expected uses of a model before that, or in atexit hooks.")
-        self._closed, self.size = False, len(names)
-        self._submitting = threading.Lock()
+        self._closed, self._submitting = False, threading.Lock()
         self.threads: list[_Worker] = []
         weakref.finalize(self, _end, self.threads).atexit = False
-        for name in names:
-            worker = _Worker(name)
+        for number in range(size):
+            worker = _Worker(number)
             worker.start()
             self.threads.append(worker)
 
@@ -118,20 +117,18 @@ class Pool:
         """True if the caller's thread is one of the pool's."""
         return threading.current_thread() in self.threads
 
-    def run(
-        self, calls: Sequence[tuple[int, Call]], stop: Callable[[BaseException], None] | None = None
-    ) -> None:
-        """Runs calls, each in the worker with that number, until all have ended, or raises the first error.
+    def run(self, calls: Sequence[Call], stop: Call = lambda: None) -> None:
+        """Runs calls, each in the worker with its number, until all have ended, or raises the first error.
 
-        ``stop`` is called with what is raised, to end calls that wait.
+        ``stop`` is called before it is raised, to end calls that wait.
         """
         ended: SimpleQueue[int] = SimpleQueue()
         waiting: dict[int, _Worker] = {}
         errors: list[BaseException] = []
         try:
             with self._submitting:
-                for number, (worker, call) in enumerate(calls):
-                    waiting[number] = thread = self.threads[worker]
+                for number, call in enumerate(calls):
+                    waiting[number] = thread = self.threads[number]
                     thread.calls.put(partial(_report, [call], number, errors, ended))
             while waiting:
                 lost = not all([thread.is_alive() for thread in waiting.values()])  # First: it may report, then end.
@@ -142,10 +139,9 @@ class Pool:
                         errors.append(RuntimeError("a worker thread ended before it had finished this call"))
                 if errors:
                     raise errors.pop(0)
-        except BaseException as error:
+        except BaseException:
             self._closed = True
-            if stop is not None:
-                stop(error)
+            stop()
             _end(self.threads)
             for thread in self.threads:
                 thread.join()
@@ -170,15 +166,14 @@ class Resources:
     def pool(self, workers: Sequence[int], waiting: int = 0) -> Pool:
         """Usable threads: one for each worker, and as many for forwards that are ``waiting`` at a cut."""
         size, pool = max(workers) + 1 + waiting, self._pool
-        if pool is None or not pool.usable or pool.size < size:
+        if pool is None or not pool.usable or len(pool.threads) < size:
             self._pool = None  # First, since an interrupt may come in between.
-            pool = Pool([f"splitpipe worker {number}" for number in range(size)])
+            pool = Pool(size)
             homes = dict(zip(reversed(workers), reversed(self.devices)))  # The device of each worker's first stage.
             computing = {worker for worker, device in zip(workers, self.devices) if device.type == "cpu"}
             total = torch.get_num_threads()
             share = max(1, total // len(computing)) if computing else total
-            calls = [partial(_start, homes.get(number, self.devices[0]), share) for number in range(size)]
-            pool.run([*enumerate(calls)])
+            pool.run([partial(_start, homes.get(number, self.devices[0]), share) for number in range(size)])
             torch.set_num_threads(total)  # A thread's own setting, but those yet to start get the last one set.
             self._pool = pool
         return pool
