@@ -119,7 +119,7 @@ def verify_ungathered(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # It wraps nothing.
         return
-    kinds = tuple(filter(None, (getattr(fsdp, kind, None) for kind in ("FSDPModule", "FullyShardedDataParallel"))))
+    kinds = fsdp.FSDPModule, fsdp.FullyShardedDataParallel
     found = [name for name, part in module.named_modules() if isinstance(part, kinds)]
     if found:
         raise TypeError(
@@ -193,18 +193,17 @@ def _place(name: str, device: Device | Place) -> Place:
 def _device(name: str, device: object) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
         raise TypeError(f"{name} is {device!r}: expected a torch.device, an index, or a string such as 'cuda:0'.")
-    there = [place.device for place in accelerators()]
+    known = [torch.device("cpu"), *[place.device for place in accelerators()]]
     try:
         found = torch.device(device)
     except (RuntimeError, ValueError):  # For example, an index that is too large for any device.
         found = torch.device("meta")
     if found.type == "cpu":
-        return torch.device("cpu")
-    if found.index is None and there:
+        return known[0]
+    if found.index is None and known[1:]:
         found = torch.device(found.type, torch.accelerator.current_device_index())
-    if found not in there:
-        known = ", ".join(map(str, ["cpu", *there]))
-        raise ValueError(f"{name} is {device!r}, which isn't available: expected one of {known}.")
+    if found not in known:
+        raise ValueError(f"{name} is {device!r}, which isn't available: expected one of {', '.join(map(str, known))}.")
     return found
 
 

@@ -6,7 +6,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -111,8 +111,7 @@ def complete(function: str, given: Arguments) -> Arguments:
     """The given arguments of a function, and the defaults of all others."""
     for name in given.keys() - Arguments.__annotations__.keys():
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    everything: Any = {**dict.fromkeys(Arguments.__annotations__), **_DEFAULTS, **given}
-    return cast(Arguments, everything)
+    return {**dict.fromkeys(Arguments.__annotations__), **_DEFAULTS, **given}  # type: ignore[typeddict-item]
 
 
 def with_arguments(function: F) -> F:

@@ -65,13 +65,6 @@ def bind(device: torch.device) -> None:
         torch.accelerator.current_stream(device.index).query()
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for all work of the device."""
-    # Inside our guard: torch.accelerator's own sets the previous device again, which creates a context there.
-    with torch.accelerator.device_index(device.index):
-        torch.accelerator.synchronize(device.index)
-
-
 def wait(stream: Stream, other: Stream) -> None:
     """Makes later work on ``stream`` wait for the work queued on ``other`` so far."""
     if stream is not None and other is not None and stream != other:
