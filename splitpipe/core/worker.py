@@ -161,7 +161,7 @@ class Resources:
     def __init__(self, places: Sequence[Place]) -> None:
         self.devices = [place.device for place in places]
         self._pool: Pool | None = None
-        self.named = cache(stream.new)
+        self.named, self.lock = cache(stream.new), threading.RLock()  #: The lock is that of a call.
 
     def pool(self, workers: Sequence[int], waiting: int = 0) -> Pool:
         """Usable threads: one for each worker, and as many for forwards that are ``waiting`` at a cut."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +91,7 @@ class Runtime:
     def __init__(self, options: Options, divider: Any = Divider) -> None:
         self.options = options
         self._resources, self._placement = Resources(options.places), Placement(options.places)
-        self._lock, self.recordings = RLock(), Recordings(options.schedule, options.places)
+        self.recordings = Recordings(options.schedule, options.places)
         self._compiler = Compiler(options.compiling, options.split_backward)
         self._said, self._hooks = set[str](), LeafHooks()  #: ``_said``: of which losses was warned.
         self.hand_over: HandOver | None = HandOver()  #: Of the last scheduled step; None: one was warned of.
@@ -116,7 +115,7 @@ class Runtime:
     def run(self, batch: Batch) -> Any:
         """The output; given a target, the loss; with a schedule and the module's own loss, the output with it."""
         self._resources.refuse_own_threads()
-        with self._lock:
+        with self._resources.lock:
             state, own_loss = thread_state.capture(), self.options.schedule is not None and self.options.loss_fn is None
             if batch.target is not None or own_loss and batch.module.training and state.grad:
                 return self._loss(batch, state)

@@ -5,9 +5,9 @@ that they stash. Layers without an opened box share one that belongs to their th
 """
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from threading import local
 from uuid import UUID, uuid4
 
@@ -36,11 +36,8 @@ Box = dict[Key, object]
 
 _box: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
 _unopened = local()  # The box of each thread.
-
-
-def open_box(box: Box) -> AbstractContextManager[Box | None]:
-    """Makes ``box`` the current one inside the block, only for this context."""
-    return bound(_box, box)
+#: Makes a box the current one inside the block, only for this context.
+open_box = partial(bound, _box)
 
 
 def current() -> Box:
