@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 
@@ -44,15 +43,17 @@ class LaunchLock:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._owner = threading.Lock(), 0
 
     def take(self) -> None:
         """Takes the lock, if it is free soon."""
-        self._lock.acquire(timeout=_PATIENCE)
+        if self._lock.acquire(timeout=_PATIENCE):
+            self._owner = threading.get_ident()
 
     def give(self) -> None:
         """Lets go of the lock, if this thread has it."""
-        with suppress(RuntimeError):
+        if self._owner == threading.get_ident():
+            self._owner = 0
             self._lock.release()
 
 
