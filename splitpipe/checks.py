@@ -225,10 +225,9 @@ def resolve_schedule(schedule: str | Schedule, stages: int, devices: int | None,
 def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule:
     each, free = build(name, 1, 1).stages, "stages_per_device" in options(name)
     devices = max(1, stages // each) if devices is None else devices
-    if devices and stages == devices * each:
-        return build(name, devices, chunks)
-    if free and devices and stages % devices == 0:
-        return build(name, devices, chunks, stages_per_device=stages // devices)
+    own = {"stages_per_device": stages // devices} if free and devices else {}
+    if stages == devices * own.get("stages_per_device", each):
+        return build(name, devices, chunks, **own)
     want = "a multiple of the number of devices" if free else f"{counted(each, 'stage')} per device"
     wanted = each * max(1, devices)
     raise ValueError(

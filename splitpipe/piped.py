@@ -161,11 +161,10 @@ def options_of(
         )
     if checkpoint is None:
         checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
-    limit = given["stash_limit"]
     return Options(
         tuple(balance), tuple(cuts), tuple(places), chunks, checkpoint, given["backward"] == "split",
-        None if limit is None else operator.index(limit), plan, batched, given["reduction"], loss_fn,
-        given["grad_scaler"], compiling, given["split"],
+        given["stash_limit"], plan, batched, given["reduction"], loss_fn, given["grad_scaler"], compiling,
+        given["split"],
     )
 
 
@@ -178,9 +177,8 @@ def verify_unsplit(module: object) -> None:
     empty = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]
     if empty:
         raise ValueError(
-            f"{', '.join(map(repr, empty[:3]))}{' and others' if empty[3:] else ''} are on meta and have no data: "
-            "expected weights on the CPU or the devices. Load the model without device_map, or with "
-            "device_map=splitpipe.device_map(model, devices)."
+            f"{checks.some(empty)} are on meta and have no data: expected weights on the CPU or the devices. Load the "
+            "model without device_map, or with device_map=splitpipe.device_map(model, devices)."
         )
 
 
