@@ -198,12 +198,10 @@ def _joined(parts: list[ChannelStatistics]) -> ChannelStatistics:
     """The combined statistics (Chan, Golub & LeVeque 1983), without waiting for the device."""
     if len(parts) == 1:
         return parts[0]
-    parts = sorted(parts, key=lambda part: part.number)
     total = sum(part.number for part in parts)
     means = torch.stack([part.mean for part in parts])
     variances = torch.stack([part.variance for part in parts])
-    alike = Counter(part.number for part in parts)
-    counts = torch.cat([means.new_full((number, 1), count) for count, number in alike.items()])
+    counts = torch.cat([means.new_full((1, 1), part.number) for part in parts])
     mean = (means * (counts / total)).sum(0)
     squares = (variances * (counts - 1) + (means - mean).square() * counts).sum(0)
     return ChannelStatistics(total, mean, squares / (total - 1))

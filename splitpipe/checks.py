@@ -5,9 +5,8 @@ import math
 import operator
 import reprlib
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -120,7 +119,7 @@ def verify_ungathered(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # It wraps nothing.
         return
-    kinds = tuple(filter(None, (getattr(fsdp, kind, None) for kind in ("FSDPModule", "FullyShardedDataParallel"))))
+    kinds = fsdp.FSDPModule, fsdp.FullyShardedDataParallel
     found = [name for name, part in module.named_modules() if isinstance(part, kinds)]
     if found:
         raise TypeError(
@@ -146,11 +145,8 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
 
 
 def is_integer(number: Any) -> bool:
-    """True for whole numbers of any type; bools don't count."""
-    try:  # NumPy has warned of the index of its bools.
-        return "bool" not in f"{type(number)} {getattr(number, 'dtype', '')}" and operator.index(number) is not None
-    except TypeError:
-        return False
+    """True for an int, also of NumPy; bools don't count."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def verify_devices(devices: Iterable[Device | Place] | None, stages: int) -> list[Place]:
@@ -179,12 +175,6 @@ def resolve_devices(devices: Iterable[Device | Place]) -> list[Place]:
     found = listed(devices)
     if found is None:
         raise TypeError(f"devices is {devices!r}: expected a list with one per stage, such as ['cuda:0', 'cuda:1'].")
-    plain = [str(each) for each in found if str(each) in ("cuda", "xpu")]
-    if len({*plain}) < len(plain) and torch.accelerator.device_count() > 1:
-        warnings.warn(
-            f"devices names {plain[0]!r} twice, which is one device, and leaves others idle: expected indices, "
-            "such as ['cuda:0', 'cuda:1'].", stacklevel=5,
-        )
     return [_place(f"devices[{number}]", device) for number, device in enumerate(found)]
 
 
@@ -203,18 +193,17 @@ def _place(name: str, device: Device | Place) -> Place:
 def _device(name: str, device: object) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
         raise TypeError(f"{name} is {device!r}: expected a torch.device, an index, or a string such as 'cuda:0'.")
-    there = [place.device for place in accelerators()]
+    known = [torch.device("cpu"), *[place.device for place in accelerators()]]
     try:
         found = torch.device(device)
     except (RuntimeError, ValueError):  # For example, an index that is too large for any device.
         found = torch.device("meta")
     if found.type == "cpu":
-        return torch.device("cpu")
-    if found.index is None and there:
+        return known[0]
+    if found.index is None and known[1:]:
         found = torch.device(found.type, torch.accelerator.current_device_index())
-    if found not in there:
-        known = ", ".join(map(str, ["cpu", *there]))
-        raise ValueError(f"{name} is {device!r}, which isn't available: expected one of {known}.")
+    if found not in known:
+        raise ValueError(f"{name} is {device!r}, which isn't available: expected one of {', '.join(map(str, known))}.")
     return found
 
 
@@ -236,10 +225,9 @@ def resolve_schedule(schedule: str | Schedule, stages: int, devices: int | None,
 def _built(name: str, stages: int, devices: int | None, chunks: int) -> Schedule:
     each, free = build(name, 1, 1).stages, "stages_per_device" in options(name)
     devices = max(1, stages // each) if devices is None else devices
-    if devices and stages == devices * each:
-        return build(name, devices, chunks)
-    if free and devices and stages % devices == 0:
-        return build(name, devices, chunks, stages_per_device=stages // devices)
+    own = {"stages_per_device": stages // devices} if free and devices else {}
+    if stages == devices * own.get("stages_per_device", each):
+        return build(name, devices, chunks, **own)
     want = "a multiple of the number of devices" if free else f"{counted(each, 'stage')} per device"
     wanted = each * max(1, devices)
     raise ValueError(

@@ -6,8 +6,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -49,10 +48,7 @@ class Piped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return outside_transforms(self._run, args, kwargs)
 
-    @property
-    def __code__(self) -> CodeType:
-        """The code of a call: torch.export reads it before it calls."""
-        return Piped.__call__.__code__
+    __code__ = __call__.__code__  #: torch.export reads it before it calls.
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self.runtime
@@ -115,8 +111,7 @@ def complete(function: str, given: Arguments) -> Arguments:
     """The given arguments of a function, and the defaults of all others."""
     for name in given.keys() - Arguments.__annotations__.keys():
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    everything: Any = {**dict.fromkeys(Arguments.__annotations__), **_DEFAULTS, **given}
-    return cast(Arguments, everything)
+    return {**dict.fromkeys(Arguments.__annotations__), **_DEFAULTS, **given}  # type: ignore[typeddict-item]
 
 
 def with_arguments(function: F) -> F:
@@ -151,13 +146,13 @@ def options_of(
         each = 1 if schedule is None else build(schedule, 1, 1).stages
         chunks = 4 * max(1, stages // each if named is None else min(len(named), stages))
         _log.info("chosen: chunks=%d", chunks)
-    plan = None
-    if schedule is None:
-        places = checks.verify_devices(named, stages)
-    else:
+    plan, rows = None, stages
+    if schedule is not None:
         plan = checks.resolve_schedule(schedule, stages, None if named is None else len(named), chunks)
-        rows = checks.verify_devices(named, plan.devices)
-        places = [rows[device] for device in plan.placement]
+        rows = plan.devices
+    places = checks.verify_devices(named, rows)
+    if plan is not None:
+        places = [places[row] for row in plan.placement]
     unused = [str(place) for place in named or () if place not in places]
     if unused:
         warnings.warn(
@@ -166,11 +161,10 @@ def options_of(
         )
     if checkpoint is None:
         checkpoint = "except_last" if plan is None or plan.name == "gpipe" else "never"
-    limit = given["stash_limit"]
     return Options(
         tuple(balance), tuple(cuts), tuple(places), chunks, checkpoint, given["backward"] == "split",
-        None if limit is None else operator.index(limit), plan, batched, given["reduction"], loss_fn,
-        given["grad_scaler"], compiling, given["split"],
+        given["stash_limit"], plan, batched, given["reduction"], loss_fn, given["grad_scaler"], compiling,
+        given["split"],
     )
 
 
@@ -183,9 +177,8 @@ def verify_unsplit(module: object) -> None:
     empty = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]
     if empty:
         raise ValueError(
-            f"{', '.join(map(repr, empty[:3]))}{' and others' if empty[3:] else ''} are on meta and have no data: "
-            "expected weights on the CPU or the devices. Load the model without device_map, or with "
-            "device_map=splitpipe.device_map(model, devices)."
+            f"{checks.some(empty)} are on meta and have no data: expected weights on the CPU or the devices. Load the "
+            "model without device_map, or with device_map=splitpipe.device_map(model, devices)."
         )
 
 

@@ -14,7 +14,7 @@ import splitpipe
 from splitpipe import SplitPipe
 from splitpipe.batchnorm import DeferredBatchNorm, Statistics
 from splitpipe.core.phase import phase
-from splitpipe.core.thread_state import Bound
+from splitpipe.core.thread_state import bound
 from tests.helpers.modules import module_of
 from tests.helpers.scheduled import loss_of
 
@@ -135,7 +135,7 @@ def test_recomputation_counts_nothing(dtype):
     _, deferred = twins(dtype=dtype)
     before = copy.deepcopy(deferred.state_dict())
     x = batch(4, 3, 4, 5, dtype=dtype)
-    with Bound(phase, "recomputing"):
+    with bound(phase, "recomputing"):
         deferred(x)
         run(deferred, [x])
     assert all(deferred.state_dict()[key].equal(value) for key, value in before.items())

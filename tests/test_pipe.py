@@ -149,7 +149,7 @@ def test_subclasses_with_other_methods_are_welcome() -> None:
     assert not model.training and model(torch.ones(4, 2)).ne(0).all()
 
 
-@pytest.mark.parametrize("balance", [[2, 1], (2, 1), iter([2, 1]), numpy.array([2, 1]), torch.tensor([2, 1])])
+@pytest.mark.parametrize("balance", [[2, 1], (2, 1), iter([2, 1]), numpy.array([2, 1])])
 def test_a_balance_of_any_ints_is_taken(balance: Any) -> None:
     numbers = verify_balance(balance, 3)
     assert numbers == [2, 1] and all(type(number) is int for number in numbers)
@@ -185,12 +185,6 @@ def test_devices_without_a_stage_are_warned_of_by_name(two: None) -> None:
         assert len(options_of(given, [1, 1]).places) == 2
     options_of(given, [1] * 4)
     SplitPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu", "cpu"])  # The CPU is used.
-
-
-def test_a_device_that_is_named_twice_while_others_are_idle_is_warned_of(two: None) -> None:
-    with pytest.warns(UserWarning, match=r"devices names 'cuda' twice, .*: expected indices, such as \['cuda:0'"):
-        verify_devices(["cuda", torch.device("cuda")], 2)
-    assert verify_devices(["cuda:1", "cuda:1", "cpu", "cpu"], 4)[0] == Place(torch.device("cuda", 1))
 
 
 @pytest.mark.cuda

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from splitpipe.core import thread_state
 from splitpipe.core.tensors import dense, map_tensors, version_of
 from splitpipe.core.torch_private import _BatchNorm
 from splitpipe.microbatch.division import Division, describe
@@ -63,7 +63,6 @@ class Run(NamedTuple):
 
     values: dict[str, dict[str, Any]]  # By kind and name.
     counts: dict[str, float]  # By how much numbers in attributes, and the versions of parameters, have grown.
-    dtypes: set[torch.dtype]
     drew: bool  # Whether a random number was drawn.
 
 
@@ -108,7 +107,7 @@ def check(
     options = runtime.options
     if not runtime.own_forward and len(args) == 2:
         target, args = args[1], args[:1]  # As in model(x, y).
-    _verify(model, target, loss, against, tolerance)
+    _verify(target, loss, against, tolerance)
     if target is not None and options.loss_fn is None:
         kwargs, target = {**kwargs, "target": target}, None  # It is the forward's own.
     several = _fresh(runtime, options.chunks)
@@ -131,7 +130,7 @@ def check(
     return _compared(one, many, how, division, tolerance)
 
 
-def _verify(model: nn.Module, target: Any, loss: Any, against: Any, tolerance: Any) -> None:
+def _verify(target: Any, loss: Any, against: Any, tolerance: Any) -> None:
     """Raises for wrong arguments."""
     if against is not None and (not isinstance(against, nn.Module) or is_pipeline(against)):
         raise TypeError(f"against is a {type(against).__name__}: expected an nn.Module that isn't a pipeline.")
@@ -141,9 +140,6 @@ def _verify(model: nn.Module, target: Any, loss: Any, against: Any, tolerance: A
         raise ValueError("both loss and target are given: expected a target for loss_fn, or a function of the output.")
     if tolerance is not None and not (isinstance(tolerance, Real) and float(tolerance) >= 0):
         raise ValueError(f"tolerance is {tolerance!r}: expected a part of the largest element, such as 1e-3.")
-    lazy = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]
-    if lazy:
-        raise ValueError(f"{lazy[0]!r} has no values yet: expected a model that was called, or loaded, before.")
 
 
 def _chosen(runtime: Runtime, batch: Batch, rows: int | None, few: bool) -> tuple[Division, Batch]:
@@ -198,13 +194,10 @@ def _run(model: nn.Module, runtime: Runtime | None, batch: Batch, loss_fn: Any, 
             "outputs": outputs, "loss": {} if loss is None else {"the loss": loss}, "gradients": gradients,
             "state": dict(whole.named_buffers()),
         }
-        tensors = [x for own in values.values() for x in own.values() if isinstance(x, Tensor)]
-        dtypes = {x.dtype for x in tensors if x.is_floating_point()}
-        dtypes |= {torch.get_autocast_dtype(d.type) for d in devices if torch.is_autocast_enabled(d.type)}
         return Run(
             map_tensors(lambda x: dense(x.detach().to("cpu", copy=True)), values),
             {name: x - numbers[name] for name, x in _numbers(parts, parameters).items() if name in numbers},
-            dtypes, before != _positions(parts, devices),
+            before != _positions(parts, devices),
         )
 
 
@@ -260,9 +253,11 @@ def _named(value: Any, name: str = "") -> dict[str, Any]:
 def _compared(one: Run, many: Run, how: str, division: Division, tolerance: float | None) -> Check:
     """What differs between two runs, and what is printed of them."""
     different, worst, lines = dict[str, list[str]](), list[float](), [how]
+    dtypes = {getattr(x, "dtype", None) for run in (one, many) for own in run.values.values() for x in own.values()}
+    dtypes |= {dtype for _, enabled, dtype in thread_state.capture().autocast if enabled}
     for kind in _ADVICE:
         if errors := _errors(one, many, kind, len(division.rows)):
-            known = [TOLERANCES.get(each, (1e-4, 1e-3))[kind == "gradients"] for each in one.dtypes | many.dtypes]
+            known = [pair[kind == "gradients"] for dtype, pair in TOLERANCES.items() if dtype in dtypes]
             most = max(known, default=0.0) if tolerance is None else tolerance
             different[kind] = [name for name, error in errors.items() if error > most]
             worst += [errors[name] for name in different[kind]]

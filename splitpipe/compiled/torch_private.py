@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from splitpipe.core import torch_private
-from splitpipe.core.torch_private import Attribute, names_in, needed, verify
+from splitpipe.core.torch_private import names_in, needed, require
 
 EXPECTED = f"{torch_private.EXPECTED}, or a SplitPipe without compile="
 
@@ -18,16 +18,14 @@ with needed("to compile layers with a custom backend, and to split their backwar
     from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
     from torch._guards import TracingContext
 
-ATTRIBUTES = [
-    Attribute(config, "recompile_limit", "to compile as many graphs as equal layers need"),
-    Attribute(config, "skip_nnmodule_hook_guards", "to see hooks that are added later"),
-    Attribute(config, "allow_unspec_int_on_nn_module", "to avoid a graph for each value of a layer's number"),
-    Attribute(graph_config, "force_non_lazy_backward_lowering", "to compile the backward with the forward"),
-    Attribute(graph_config, "enable_autograd_cache", "to compile the backward with the forward"),
-    Attribute(names_in(TracingContext.__init__), "fw_metadata", "to make the backward write to none of its arguments"),
-    Attribute(TracingContext, "report_output_strides", "to know the layout of outputs"),
-]
-verify(ATTRIBUTES, EXPECTED)
+require(config, "recompile_limit", "to compile as many graphs as equal layers need", EXPECTED)
+require(config, "skip_nnmodule_hook_guards", "to see hooks that are added later", EXPECTED)
+require(config, "allow_unspec_int_on_nn_module", "to avoid a graph for each value of a layer's number", EXPECTED)
+require(graph_config, "force_non_lazy_backward_lowering enable_autograd_cache",
+        "to compile the backward with the forward", EXPECTED)
+require(names_in(TracingContext.__init__), "fw_metadata",
+        "to make the backward write to none of its arguments", EXPECTED)
+require(TracingContext, "report_output_strides", "to know the layout of outputs", EXPECTED)
 
 
 def inductor() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -1,67 +1,57 @@
 """Random numbers of F, which R draws again; and the same ones for two steps from one seed.
 
-An accelerator's generator is used by one worker at a time: a checkpointed F saves its position, and R starts there.
+A checkpointed F keeps where the generators are that it draws from: that of its device, and, if the model draws from it,
+the CPU's default one. R starts there.
 
-The CPU's default generator belongs to the whole process. So the ops of a model that draws from it run one after
-another in the caller's thread. Whether it draws, its first call shows, which runs like that, too; if it begins to draw
-later, the end of that call notices it. Each F draws from a seed of (stage, microbatch): the order doesn't matter.
+An accelerator's generator is used by one worker at a time. The CPU's belongs to the whole process. So the ops of a
+model that draws from it run one after another in the caller's thread. Whether it draws, its first call shows, which
+runs like that, too; if it begins to draw later, the end of that call notices it.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from ctypes import string_at
-from functools import cache, cached_property
-from hashlib import blake2b
+from functools import cache
+from threading import RLock
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, default_generator
+from torch import Generator, default_generator
 
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.core.worker import ProcessLock
 
 #: For recomputations that set the default generator, which threads of autograd's may run side by side.
-_setting = ProcessLock()
+_setting = RLock()
 
 
-def states_differ(state: Tensor, other: Tensor) -> bool:
-    """True if two states of generators differ."""
-    return _bytes(state) != _bytes(other)
-
-
-def _bytes(state: Tensor) -> bytes:
+def _default_position() -> bytes:
     with DisableTorchFunction():  # And not with torch's ops, which dispatch modes would see, and which release the GIL.
+        state = default_generator.get_state()
         return string_at(state.data_ptr(), state.nbytes)
 
 
 class Draws:
     """Whether one call draws from the CPU's default generator; ``known``: what calls have shown, in both modes.
 
-    ``watched``: it may, as earlier ones did, or none was there. Its ops run one after another, and each F is looked at.
+    ``watched``: it may, as earlier ones did, or none was there. Its ops run one after another.
     """
 
     def __init__(self, known: dict[bool, bool], mode: bool) -> None:
-        self._known, self._mode = known, mode
-        self.watched, self.drew = known.get(mode, True), False
-        self._before = default_generator.get_state()
+        self._known, self._mode, self._before = known, mode, _default_position()
+        self.watched = known.get(mode, True)
 
-    @cached_property
-    def _seed(self) -> int:
-        return int.from_bytes(blake2b(_bytes(self._before), digest_size=7).digest(), "big")
-
-    def start(self, number: int) -> Tensor:
-        """The state from which an F with this number draws."""
-        return Generator().manual_seed(self._seed + number).get_state()
+    @property
+    def drew(self) -> bool:
+        """Whether something has drawn since the call began."""
+        return _default_position() != self._before
 
     def end(self, recomputes: bool) -> None:
-        """Advances the default generator if F drew; raises if something did unwatched and the call ``recomputes``."""
-        if self.drew:
-            default_generator.manual_seed(self._seed - 1)  # From which no F has drawn.
-        unwatched = not self.watched and states_differ(self._before, default_generator.get_state())
+        """Notes whether the call drew; raises if it did unwatched and ``recomputes``."""
+        drew = self.drew
         # A layer may draw in some steps only: a model that has drawn is watched from then on.
-        self._known[self._mode] = self._known.get(self._mode, False) or self.drew or unwatched
-        if unwatched and recomputes:
+        self._known[self._mode] = self._known.get(self._mode, False) or drew
+        if drew and not self.watched and recomputes:
             raise RuntimeError(
                 "something drew random numbers from the default generator unwatched: a layer that hadn't drawn "
                 "before, or another thread. Its recomputation would draw others. Repeat the step, which will take "
@@ -70,50 +60,33 @@ class Draws:
 
 
 class RNGStates:
-    """The random numbers of one F of a stage; or, without a ``number``, of a block in it."""
+    """Where the generators are before an F, of a stage or of a block in it, that R repeats."""
 
-    __slots__ = ("_device", "_draws", "_number", "_position", "_state")
+    __slots__ = ("_device", "_draws", "_position", "_state")
 
-    def __init__(self, draws: Draws, device: torch.device, number: int | None = None) -> None:
-        self._draws, self._device, self._number = draws, device, number
-        self._position: tuple[int, ...] = ()
-        self._state: Tensor | None = None
-
-    def first(self, recomputed: bool) -> AbstractContextManager[None]:
-        """Around F; ``recomputed``: whether R follows."""
-        if recomputed:
-            self._position = position_of(self._device)
-        return self._watched() if self._draws.watched else nullcontext()
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        # Without a lock: a layer may wait for a thread that calls another pipeline.
-        before = self._state = default_generator.get_state()
-        if self._number is not None:
-            self._state = self._draws.start(self._number)
-            default_generator.set_state(self._state)
-        try:
-            yield
-            self._draws.drew |= states_differ(self._state, default_generator.get_state())
-        finally:
-            if self._number is not None:
-                default_generator.set_state(before)
+    def __init__(self, draws: Draws, device: torch.device) -> None:
+        self._draws, self._device, self._position = draws, device, position_of(device)
+        self._state = default_generator.get_state() if draws.watched else None
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Around R: the numbers of F; the generators are where they were, afterwards."""
-        state = self._state if self._draws.drew else None
-        with nullcontext() if state is None else _setting.lock:
-            position, before = position_of(self._device), None if state is None else default_generator.get_state()
+        """Around R: the numbers of F; afterwards, the generators are where they were."""
+        with nullcontext() if self._state is None else _setting:
+            now = RNGStates(self._draws, self._device)
             try:
-                _set_position(self._device, self._position)
-                if state is not None:
-                    default_generator.set_state(state)
+                self._restore()
                 yield
             finally:
-                _set_position(self._device, position)
-                if before is not None:
-                    default_generator.set_state(before)
+                now._restore()
+
+    def _restore(self) -> None:
+        if self._state is not None:
+            default_generator.set_state(self._state)
+        if self._position:
+            generator, (seed, offset) = _generator(self._device), self._position
+            if generator.initial_seed() != seed:
+                generator.manual_seed(seed)
+            generator.set_offset(offset)
 
 
 @cache
@@ -132,11 +105,3 @@ def position_of(device: torch.device) -> tuple[int, ...]:
         return ()
     generator = _generator(device)
     return generator.initial_seed(), generator.get_offset()
-
-
-def _set_position(device: torch.device, position: tuple[int, ...]) -> None:
-    if position:
-        generator, (seed, offset) = _generator(device), position
-        if generator.initial_seed() != seed:
-            generator.manual_seed(seed)
-        generator.set_offset(offset)

@@ -14,8 +14,8 @@ the previous one like torch.accelerator.device_index, by an exchange that create
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,8 +28,6 @@ from splitpipe.core.torch_private import _accelerator_maybeExchangeDevice
 Stream = torch.Stream | None
 #: Returns a device's stream with a name, always the same: ``cache(new)``.
 NamedStreams = Callable[[torch.device, str], Stream]
-
-_NOTHING = nullcontext()
 
 
 @cache
@@ -59,13 +57,6 @@ def new(device: torch.device, name: str = "weights") -> Stream:
     return None if device.type == "cpu" else _kind(device)[0](device=device, priority=0 if name == "weights" else -1)
 
 
-def same(stream: Stream, other: Stream) -> bool:
-    """True if two streams have the same device and number."""
-    if stream is other or stream is None or other is None:
-        return stream is other
-    return stream.stream_id == other.stream_id and stream.device_index == other.device_index
-
-
 def bind(device: torch.device) -> None:
     """Gives this thread, which starts on device 0 without a context, the device with its context."""
     if device.type != "cpu":
@@ -74,16 +65,9 @@ def bind(device: torch.device) -> None:
         torch.accelerator.current_stream(device.index).query()
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for all work of the device."""
-    # Inside our guard: torch.accelerator's own sets the previous device again, which creates a context there.
-    with torch.accelerator.device_index(device.index):
-        torch.accelerator.synchronize(device.index)
-
-
 def wait(stream: Stream, other: Stream) -> None:
     """Makes later work on ``stream`` wait for the work queued on ``other`` so far."""
-    if stream is not None and other is not None and not same(stream, other):
+    if stream is not None and other is not None and stream != other:
         event: Any = mark(other)
         event.wait(stream)
         spent(event)
@@ -127,34 +111,26 @@ def hold(tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
 
 
-def use(*streams: Stream) -> AbstractContextManager[object]:
+def use(*streams: Stream) -> AbstractContextManager[None]:
     """Makes each stream its device's current one in this thread, and the last one's device current."""
     real = [stream for stream in streams if stream is not None]
-    return _Use(real) if real else _NOTHING
+    return _using(real) if real else nullcontext()
 
 
-class _Use:
-    """Keeps the previous streams itself: torch's ``with stream:`` keeps them in the stream, which threads share."""
-
-    def __init__(self, streams: list[torch.Stream]) -> None:
-        self._streams = streams
-
-    def __enter__(self) -> None:
-        self._device = torch.accelerator.current_device_index()
-        self._before: list[torch.Stream] = []
-        try:
-            for stream in self._streams:
-                self._before.append(torch.accelerator.current_stream(stream.device_index))
-                torch.accelerator.set_stream(stream)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        for stream in reversed(self._before):
+@contextmanager
+def _using(streams: Sequence[torch.Stream]) -> Iterator[None]:
+    # Not torch's ``with stream:``, which keeps the previous ones in the stream, which threads share.
+    device, before = torch.accelerator.current_device_index(), list[torch.Stream]()
+    try:
+        for stream in streams:
+            before.append(torch.accelerator.current_stream(stream.device_index))
+            torch.accelerator.set_stream(stream)
+        yield
+    finally:
+        for stream in reversed(before):
             torch.accelerator.set_stream(stream)
         # Like the end of torch.accelerator.device_index; using that guard here would take as long as everything else.
-        _accelerator_maybeExchangeDevice(self._device)
+        _accelerator_maybeExchangeDevice(device)
 
 
 Device = torch.device | int | str | torch.Stream

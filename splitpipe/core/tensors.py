@@ -46,11 +46,5 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """A copy of a nesting, with its tensors changed."""
-    if type(value) in (tuple, list):  # Without pytree, which takes as long as some functions do.
-        return type(value)([map_tensors(change, x) for x in value])
-    if type(value) is dict:
-        return {key: map_tensors(change, x) for key, x in value.items()}
-    if isinstance(value, (Tensor, int, float)):
-        return change(value) if isinstance(value, Tensor) else value
     leaves, structure = tree_flatten(value)
     return tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,12 +74,11 @@ with needed("to look into tensors and modules, and to compute on many in one cal
     from torch.nn.modules.module import _has_any_global_hook  # Hooks of all modules.
 
 
-class Attribute(NamedTuple):
-    """A private attribute of a class or an instance."""
-
-    owner: object
-    name: str
-    purpose: str
+def require(owner: object, names: str, purpose: str, expected: str = EXPECTED) -> None:
+    """Raises an ImportError if a class or an instance lacks one of these attributes."""
+    for name in names.split():
+        with needed(purpose, expected):
+            getattr(owner, name)
 
 
 def names_in(function: Any) -> SimpleNamespace:
@@ -87,27 +86,13 @@ def names_in(function: Any) -> SimpleNamespace:
     return SimpleNamespace(**dict.fromkeys(inspect.unwrap(function).__code__.co_names))
 
 
-def verify(attributes: list[Attribute], expected: str = EXPECTED) -> None:
-    """Looks up each of the attributes; raises an ImportError about a missing one."""
-    for owner, name, purpose in attributes:
-        with needed(purpose, expected):
-            getattr(owner, name)
-
-
-def _of(owner: object, purpose: str, names: str) -> list[Attribute]:
-    return [Attribute(owner, name, purpose) for name in names.split()]
-
-
-ATTRIBUTES = [
-    *_of(Tensor, "to see that a tensor was written to or has a base, and to call its hooks once",
-         "_version _base _backward_hooks _post_accumulate_grad_hooks"),
-    *_of(Function, "to find nodes, and choose which runs first", "_sequence_nr _set_sequence_nr _backward_cls"),
-    *_of(RemovableHandle, "to notice hooks that a forward adds", "next_id"),
-    *_of(forward_ad, "to raise an error inside forward-mode AD", "_current_level"),
-    # The class of modules doesn't have the attributes that __init__ sets.
-    *_of(nn.Module(), "to convert and load modules, to intercept their calls, and to see what they contain",
-         "_apply _load_from_state_dict _compiled_call_impl _call_impl _modules _parameters _buffers "
-         "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks"),
-    *_of(_BatchNorm, "to raise torch's errors for inputs that a batch norm can't take", "_check_input_dim"),
-]
-verify(ATTRIBUTES)
+require(Tensor, "_version _base _backward_hooks _post_accumulate_grad_hooks",
+        "to see that a tensor was written to or has a base, and to call its hooks once")
+require(Function, "_sequence_nr _set_sequence_nr _backward_cls", "to find nodes, and choose which runs first")
+require(RemovableHandle, "next_id", "to notice hooks that a forward adds")
+require(forward_ad, "_current_level", "to raise an error inside forward-mode AD")
+# The class of modules doesn't have the attributes that __init__ sets.
+require(nn.Module(), "_apply _load_from_state_dict _compiled_call_impl _call_impl _modules _parameters _buffers "
+        "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks",
+        "to convert and load modules, to intercept their calls, and to see what they contain")
+require(_BatchNorm, "_check_input_dim", "to raise torch's errors for inputs that a batch norm can't take")

@@ -1,4 +1,4 @@
-"""The threads and streams of one model, which last as long as the model, and the locks that threads take.
+"""The threads and streams of one model, which last as long as the model, and the lock of the host's part of ops.
 
 Each thread takes calls from a separate queue, in order. Guarantees, and what would break them:
 
@@ -11,7 +11,6 @@ Each thread takes calls from a separate queue, in order. Guarantees, and what wo
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import time
@@ -19,7 +18,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import torch
 
@@ -33,24 +31,6 @@ _GRACE = 30.0  # Seconds for which the interpreter's exit waits for running call
 _LOOK = 0.1  # Seconds between two checks of threads whose calls are waited for.
 #: Seconds after which a thread goes on without the launch lock, as after the interpreter's own switch interval.
 _PATIENCE = 0.005
-
-
-class WorkerDiedError(RuntimeError):
-    """Raised if a worker thread ended before it had finished a call."""
-
-
-class ProcessLock:
-    """A lock that is free in a forked child: the thread that held it at the fork only exists in the parent."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, Any] = {}
-
-    @property
-    def lock(self) -> Any:
-        """The lock of this process."""
-        pid = os.getpid()
-        lock = self._of.get(pid)
-        return self._of.setdefault(pid, threading.RLock()) if lock is None else lock  # Atomic: both get one.
 
 
 class LaunchLock:
@@ -80,8 +60,8 @@ class LaunchLock:
 class _Worker(threading.Thread):
     """Runs the calls of its queue; None ends it."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
+    def __init__(self, number: int) -> None:
+        super().__init__(name=f"splitpipe worker {number}", daemon=True)
         self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     def run(self) -> None:
@@ -118,16 +98,14 @@ def _exit() -> None:
 class Pool:
     """Worker threads, started together; they end when the pool is collected or the interpreter exits."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, size: int) -> None:
         if sys.is_finalizing():  # A thread started now would never run, and its start never return.
             raise RuntimeError("the interpreter is exiting: expected uses of a model before that, or in atexit hooks.")
-        self._closed, self.size = False, len(names)
-        self._submitting = threading.Lock()
+        self._closed, self._submitting = False, threading.Lock()
         self.threads: list[_Worker] = []
-        self._shares: tuple[int, int] | None = None
         weakref.finalize(self, _end, self.threads).atexit = False
-        for name in names:
-            worker = _Worker(name)
+        for number in range(size):
+            worker = _Worker(number)
             worker.start()
             self.threads.append(worker)
 
@@ -140,20 +118,18 @@ class Pool:
         """True if the caller's thread is one of the pool's."""
         return threading.current_thread() in self.threads
 
-    def run(
-        self, calls: Sequence[tuple[int, Call]], stop: Callable[[BaseException], None] | None = None
-    ) -> None:
-        """Runs calls, each in the worker with that number, until all have ended, or raises the first error.
+    def run(self, calls: Sequence[Call], stop: Call = lambda: None) -> None:
+        """Runs calls, each in the worker with its number, until all have ended, or raises the first error.
 
-        ``stop`` is called with what is raised, to end calls that wait.
+        ``stop`` is called before it is raised, to end calls that wait.
         """
         ended: SimpleQueue[int] = SimpleQueue()
         waiting: dict[int, _Worker] = {}
         errors: list[BaseException] = []
         try:
             with self._submitting:
-                for number, (worker, call) in enumerate(calls):
-                    waiting[number] = thread = self.threads[worker]
+                for number, call in enumerate(calls):
+                    waiting[number] = thread = self.threads[number]
                     thread.calls.put(partial(_report, [call], number, errors, ended))
             while waiting:
                 lost = not all([thread.is_alive() for thread in waiting.values()])  # First: it may report, then end.
@@ -161,31 +137,23 @@ class Pool:
                     del waiting[ended.get(timeout=0 if lost else _LOOK)]
                 except Empty:
                     if lost:
-                        raise WorkerDiedError(
-                            "a worker thread ended before it had finished this call; try again") from None
+                        errors.append(RuntimeError("a worker thread ended before it had finished this call"))
                 if errors:
                     raise errors.pop(0)
-        except BaseException as error:
+        except BaseException:
             self._closed = True
-            if stop is not None:
-                stop(error)
+            stop()
             _end(self.threads)
             for thread in self.threads:
                 thread.join()
             raise
 
-    def share_threads(self, among: int) -> None:
-        """Gives each worker its share of the caller's intra-op threads; ``among`` compute at a time."""
-        total = torch.get_num_threads()
-        if self._shares != (total, among):
-            self.run([*enumerate([partial(_compute_on, max(1, total // among))] * self.size)])
-            torch.set_num_threads(total)  # A thread's own setting, but those yet to start get the last one set.
-            self._shares = total, among
 
-
-def _compute_on(threads: int) -> None:
+def _start(device: torch.device, share: int) -> None:
+    """Gives a worker's thread its device, and its share of the caller's intra-op threads."""
+    stream.bind(device)
     torch.get_num_threads()  # A thread takes the process's number when it first asks, and would lose its own.
-    torch.set_num_threads(threads)
+    torch.set_num_threads(share)
 
 
 class Resources:
@@ -194,21 +162,21 @@ class Resources:
     def __init__(self, places: Sequence[Place]) -> None:
         self.devices = [place.device for place in places]
         self._pool: Pool | None = None
-        self.named = cache(stream.new)
+        self.named, self.lock = cache(stream.new), threading.RLock()  #: The lock is that of a call.
 
     def pool(self, workers: Sequence[int], waiting: int = 0) -> Pool:
         """Usable threads: one for each worker, and as many for forwards that are ``waiting`` at a cut."""
         size, pool = max(workers) + 1 + waiting, self._pool
-        if pool is None or not pool.usable or pool.size < size:
+        if pool is None or not pool.usable or len(pool.threads) < size:
             self._pool = None  # First, since an interrupt may come in between.
-            pool = Pool([f"splitpipe worker {number}" for number in range(size)])
+            pool = Pool(size)
             homes = dict(zip(reversed(workers), reversed(self.devices)))  # The device of each worker's first stage.
-            binds = [partial(stream.bind, homes.get(number, self.devices[0])) for number in range(size)]
-            pool.run([*enumerate(binds)])
+            computing = {worker for worker, device in zip(workers, self.devices) if device.type == "cpu"}
+            total = torch.get_num_threads()
+            share = max(1, total // len(computing)) if computing else total
+            pool.run([partial(_start, homes.get(number, self.devices[0]), share) for number in range(size)])
+            torch.set_num_threads(total)  # A thread's own setting, but those yet to start get the last one set.
             self._pool = pool
-        computing = {worker for worker, device in zip(workers, self.devices) if device.type == "cpu"}
-        if computing:
-            pool.share_threads(len(computing))
         return pool
 
     def refuse_own_threads(self) -> None:
@@ -223,7 +191,7 @@ class Resources:
         @cache
         def route(source: int, target: int) -> Route | None:
             here, there = self.devices[source], self.devices[target]
-            if here == there and stream.same(computes[source], computes[target]):
+            if here == there and computes[source] == computes[target]:
                 return None
             # One stream per link: on a common one, a copy would wait for copies from stages that aren't ready.
             out, into = self.named(here, "out"), self.named(there, f"in from {source}")

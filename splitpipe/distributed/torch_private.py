@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch.distributed import pipelining
 
-from splitpipe.core.torch_private import Attribute, names_in, needed, verify
+from splitpipe.core.torch_private import names_in, needed, require
 
 #: torch 2.11's stages determine shapes differently, so BatchNorm's statistics would change. Those of 2.12 fail if a
 #: value has no gradient, as after a frozen stage, and the other processes wait until the timeout.
@@ -23,13 +23,11 @@ with needed(_RUN, EXPECTED):
     )
 
 _STAGE = pipelining.PipelineStage
-ATTRIBUTES = [
-    # Methods that ``stage.Stage`` overrides. Only torch calls them: if one were missing, nothing would show it.
-    Attribute(_STAGE, "_compute_outputs", "to leave the layers unchanged while torch determines the shapes"),
-    Attribute(names_in(_STAGE.backward_maybe_with_nosync), "submod", "to run backward in two halves"),
-    Attribute(_STAGE, "backward_maybe_with_nosync", "to run backward in two halves"),
-    Attribute(_Action, "from_str", _RUN),
-    Attribute(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", _RUN),
-    Attribute(names_in(_PipelineScheduleRuntime._prepare_schedule_with_comms), "pipeline_order_with_comms", _RUN),
-]
-verify(ATTRIBUTES, EXPECTED)
+_HALVES = "to run backward in two halves"
+# Methods that ``stage.Stage`` overrides. Only torch calls them: if one were missing, nothing would show it.
+require(_STAGE, "_compute_outputs", "to leave the layers unchanged while torch determines the shapes", EXPECTED)
+require(_STAGE, "backward_maybe_with_nosync", _HALVES, EXPECTED)
+require(names_in(_STAGE.backward_maybe_with_nosync), "submod", _HALVES, EXPECTED)
+require(_Action, "from_str", _RUN, EXPECTED)
+require(_PipelineScheduleRuntime, "_prepare_schedule_with_comms", _RUN, EXPECTED)
+require(names_in(_PipelineScheduleRuntime._prepare_schedule_with_comms), "pipeline_order_with_comms", _RUN, EXPECTED)

@@ -105,7 +105,7 @@ class BlockRun:
 
     def __init__(self, call: Callable[..., Any], modules: Modules, described: str) -> None:
         self.call, self.modules, self.described = call, modules, described
-        self._state = None if thread_state.is_default() else thread_state.capture()
+        self._state = thread_state.capture()
         self.arguments: Any = None  #: Its arguments, with places: tensors have graphs, which refer to this.
         self.places: list[int] = []  #: Of the outputs that have a graph, among all tensors that it returns.
 
@@ -117,7 +117,7 @@ class BlockRun:
     def repeat(self, made: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """R: the outputs that have a graph, from those of earlier blocks and the chain's inputs."""
         args, kwargs = changed(self.arguments, lambda k: inputs[k] if k >= 0 else made[~k], _Place)
-        with nullcontext() if self._state is None else thread_state.use(self._state):
+        with thread_state.use(self._state):
             found = _tensors(self._checkpointed.recompute(partial(self.call, *args, **kwargs)))
         return [found[k] for k in self.places]
 

@@ -72,7 +72,7 @@ class Executor:
             if pool is None:
                 self._work(0)
             else:
-                pool.run([(number, partial(self._work, number)) for number in range(self.size)], self._stop)
+                pool.run([partial(self._work, number) for number in range(self.size)], self._stop)
             if self._errors:
                 raise self._errors.pop(0)
             if any(self._rows):
@@ -137,7 +137,7 @@ class Executor:
         if not self._at_work:
             self._stop()
 
-    def _stop(self, _: BaseException | None = None) -> None:
+    def _stop(self) -> None:
         self._over = True  # Without the lock: the thread that had it may have died.
         for queue in self._queues:
             queue.put(None)

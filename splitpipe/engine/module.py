@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from splitpipe.backward.stand_ins import deferring
 from splitpipe.core import stream, thread_state
 from splitpipe.core.note import add_note
-from splitpipe.core.random_numbers import RNGStates, position_of
-from splitpipe.core.thread_state import Bound, set_function_modes
+from splitpipe.core.random_numbers import position_of
+from splitpipe.core.thread_state import bound, set_function_modes
 from splitpipe.core.torch_private import (
     DisableTorchFunction,
     _get_current_function_mode_stack,
@@ -99,8 +99,8 @@ class ModuleForward:
     def _forward(self) -> None:
         step, trace, placement = self.step, self.trace, self._call.placement
         with (
-            thread_state.use(step.call.state), stream.use(*step.call.computes), Bound(deferring, step.split),
-            Bound(taker, self), open_box({}),
+            thread_state.use(step.call.state), stream.use(*step.call.computes), bound(deferring, step.split),
+            bound(taker, self), open_box({}),
         ):
             before = _get_current_function_mode_stack()
             first = [self._follow] if self._follow_first else []
@@ -148,10 +148,7 @@ class ModuleForward:
         hooks = _top_saved_tensors_default_hooks(True)
         self._hooks = hooks if j == 0 else self._hooks
         self._inside = None if hooks == self._hooks else position_of(stage.device)
-        self._within = stack = ExitStack()
-        stack.enter_context(stream.use(stage.compute))
-        rng_states = RNGStates(step.call.draws, stage.device, j * step.call.microbatches + self.i)
-        stack.enter_context(rng_states.first(recomputed=False))
+        self._within.enter_context(stream.use(stage.compute))
         if step.call.state.grad:
             stage.fwd_cache[self.i] = Segment()
         self.carrier.begin(j)

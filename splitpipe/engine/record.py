@@ -54,7 +54,7 @@ class Recorder:
         # Each device's clock has a different zero. Earlier work of the devices is waited for once, here.
         self._zero: dict[torch.device, tuple[Mark, float]] = {}
         for device in {device for device in self._devices if device.type != "cpu"}:
-            stream.synchronize(device)
+            torch.get_device_module(device).synchronize(device)
             self._zero[device] = _mark(stream.current(device)), perf_counter()
 
     def begin(self, computes: Sequence[Stream]) -> Sequence[StageTrace]:
@@ -71,7 +71,7 @@ class Recorder:
     def finish(self) -> None:
         """Turns every call's traces into a step."""
         for device in self._zero:
-            stream.synchronize(device)
+            torch.get_device_module(device).synchronize(device)
         for traces, peaks in self._calls:
             self.recording.add(self._step(traces, peaks))
 

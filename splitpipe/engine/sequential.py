@@ -23,7 +23,7 @@ from splitpipe.core.dtensor import wait_for_collectives
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import sharing, version_of
-from splitpipe.core.thread_state import Bound
+from splitpipe.core.thread_state import bound
 from splitpipe.engine.module_output import Output, chain_output
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import MICROBATCH, TARGET
@@ -74,7 +74,6 @@ class SequentialForward:
         step, call, i, segment, run = self._step, self._step.call, self._i, Segment(), None
         if call.state.grad:
             stage.fwd_cache[i] = segment
-        rng_states = RNGStates(call.draws, stage.device, stage.index * call.microbatches + i)
         versions, kept = versions_of(given), given
         if i < call.checkpointed:
             modules = stage.own.recomputed
@@ -82,13 +81,9 @@ class SequentialForward:
                 kept = {key: each.holding([
                     x.detach().clone() if isinstance(x, Tensor) else x for x in each.leaves
                 ]) for key, each in given.items()}
-            run = CheckpointedRun(modules, rng_states, stage.name)
+            run = CheckpointedRun(modules, RNGStates(call.draws, stage.device), stage.name)
         layers = partial(_run_stage, step, stage, i, given, segment)
-        if run is None:
-            with rng_states.first(recomputed=False):
-                values = layers("forward")
-        else:
-            values = run.first(partial(layers, "forward"))
+        values = layers("forward") if run is None else run.first(partial(layers, "forward"))
         written = verify_shared(stage.name, given, versions)
         if call.state.grad and (run is None or step.drop_in and not stage.reached_all()):
             segment.close(step.split, stage.own)
@@ -150,7 +145,7 @@ def run_layers(
     box: dict[Any, Any] = {key: unflatten(leaves, value.nesting) for (key, value), leaves in pairs}
     x = box.pop(None)
     try:
-        with open_box(box), Bound(deferring, split):
+        with open_box(box), bound(deferring, split):
             for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
                 x = layer(x)
         values: Values = {key: Activation(*flatten(value)) for key, value in ((None, x), *box.items())}

@@ -27,7 +27,7 @@ from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
-from splitpipe.core.worker import ProcessLock, Resources
+from splitpipe.core.worker import Resources
 from splitpipe.engine.drop_in import attach_outputs
 from splitpipe.engine.module_output import Output
 from splitpipe.engine.record import Recordings
@@ -91,7 +91,7 @@ class Runtime:
     def __init__(self, options: Options, divider: Any = Divider) -> None:
         self.options = options
         self._resources, self._placement = Resources(options.places), Placement(options.places)
-        self._lock, self.recordings = ProcessLock(), Recordings(options.schedule, options.places)
+        self.recordings = Recordings(options.schedule, options.places)
         self._compiler = Compiler(options.compiling, options.split_backward)
         self._said, self._hooks = set[str](), LeafHooks()  #: ``_said``: of which losses was warned.
         self.hand_over: HandOver | None = HandOver()  #: Of the last scheduled step; None: one was warned of.
@@ -115,7 +115,7 @@ class Runtime:
     def run(self, batch: Batch) -> Any:
         """The output; given a target, the loss; with a schedule and the module's own loss, the output with it."""
         self._resources.refuse_own_threads()
-        with self._lock.lock:
+        with self._resources.lock:
             state, own_loss = thread_state.capture(), self.options.schedule is not None and self.options.loss_fn is None
             if batch.target is not None or own_loss and batch.module.training and state.grad:
                 return self._loss(batch, state)
@@ -210,7 +210,7 @@ class Runtime:
         target, objective = given or absent(call.input), None if batch.target is None else self._objective
         if objective is not None:
             objective.begin(call.input.counts, call.input.dims, target.dims)
-        odd = state.odd or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
+        odd = thread_state.is_odd() or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
         odd = odd or objective is not None and objective.compiled
         # Forwards that stay on their threads' stacks need one each.
         pool = None if odd else resources.pool(layers.workers, call.microbatches - 1 if self.own_forward else 0)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from threading import local
 from uuid import UUID, uuid4
 
-from splitpipe.core.thread_state import Bound
+from splitpipe.core.thread_state import bound
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,8 @@ Box = dict[Key, object]
 
 _box: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
 _unopened = local()  # The box of each thread.
-
-
-def open_box(box: Box) -> Bound[Box | None]:
-    """Makes ``box`` the current one inside the block, only for this context."""
-    return Bound(_box, box)
+#: Makes a box the current one inside the block, only for this context.
+open_box = partial(bound, _box)
 
 
 def current() -> Box:

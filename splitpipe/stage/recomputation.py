@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from splitpipe.core.phase import phase
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import is_plain, version_of
-from splitpipe.core.thread_state import Bound
+from splitpipe.core.thread_state import bound
 from splitpipe.core.torch_private import _foreach_add
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class CheckpointedRun:
 
     def first(self, forward: Callable[[], T]) -> T:
         """Runs F."""
-        with Bound(phase, "checkpointing"), self._rng_states.first(recomputed=True):
+        with bound(phase, "checkpointing"):
             result = forward()
         modules, buffers, self._hooks = self._modules, self._buffers, self._modules.hooks()
         self._written = [

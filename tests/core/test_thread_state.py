@@ -66,7 +66,7 @@ SITUATIONS = MOVED | ODD
 def test_settings_are_entered_from_any_state_and_restored(name: str) -> None:
     with SITUATIONS[name]():
         state, (expected, _) = thread_state.capture(), settings()
-    assert state.odd is (name in ODD)
+        assert thread_state.is_odd() is (name in ODD)
     for where, there in SITUATIONS.items():
         with there():
             before = settings()
@@ -98,8 +98,7 @@ def default() -> Tensor:
 def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> None:
     draws = Draws({True: True}, True)
     rng_states = RNGStates(draws, CPU)
-    with rng_states.first(recomputed=True):
-        first = torch.rand(3)
+    first = torch.rand(3)
     torch.rand(5)  # Others draw meanwhile.
     before = default()
     with pytest.raises(error), rng_states.repeated():
@@ -112,8 +111,7 @@ def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> No
 def test_a_device_repeats_its_draws_and_is_as_it_was_after_also_with_another_seed() -> None:
     device = torch.device("cuda", 0)
     rng_states = RNGStates(Draws({True: False}, True), device)
-    with rng_states.first(recomputed=True):
-        first = torch.rand(9, device=device)
+    first = torch.rand(9, device=device)
     torch.cuda.manual_seed(2**64 - 3)
     torch.rand(5, device=device)
     before = torch.cuda.get_rng_state(device)

@@ -13,21 +13,22 @@ import torch
 
 from splitpipe.core import worker
 from splitpipe.core.note import add_note
-from splitpipe.core.worker import LaunchLock, Pool
+from splitpipe.core.stream import Place
+from splitpipe.core.worker import LaunchLock, Pool, Resources
 
 T = TypeVar("T")
 
 
 @pytest.fixture
 def pool() -> Pool:
-    return Pool(["first", "second"])
+    return Pool(2)
 
 
 def values(pool: Pool, call: Callable[[], T]) -> list[T]:
     """What a function returns in each worker."""
     found: dict[int, T] = {}
-    pool.run([(number, lambda number=number: found.update({number: call()})) for number in range(pool.size)])
-    return [found[number] for number in range(pool.size)]
+    pool.run([lambda number=number: found.update({number: call()}) for number in range(len(pool.threads))])
+    return [found[number] for number in range(len(pool.threads))]
 
 
 def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +57,7 @@ def test_calls_of_two_threads_stand_in_one_order(pool: Pool, monkeypatch: pytest
     for number, thread in enumerate(pool.threads):
         thread.calls = SimpleNamespace(get=thread.calls.get, put=Noted(number))  # type: ignore[assignment]
     monkeypatch.setattr(pool, "_submitting", Asked())
-    calls = [(number, lambda: None) for number in range(2)]
+    calls = [lambda: None] * 2
     other = threading.Thread(target=pool.run, args=(calls,))
     pool.run(calls)
     other.join()
@@ -72,16 +73,16 @@ def test_a_thread_that_has_ended_since_the_last_look_may_have_finished_its_call(
             return super().get(block, timeout)
 
     monkeypatch.setattr(worker, "SimpleQueue", Late)
-    pool.run([(0, lambda: pool.threads[0].calls.put(None))])
+    pool.run([lambda: pool.threads[0].calls.put(None)])
 
 
 @pytest.mark.parametrize("own", [6, 1])
-def test_workers_share_the_callers_intra_op_threads(pool: Pool, threads: None, own: int) -> None:
+def test_workers_share_the_callers_intra_op_threads(threads: None, own: int) -> None:
     torch.set_num_threads(own)
-    for among, share in ((2, max(1, own // 2)), (1, own)):
-        pool.share_threads(among)
-        assert values(pool, torch.get_num_threads) == [share] * 2
-        assert torch.get_num_threads() == own == values(Pool(["new"]), torch.get_num_threads)[0]
+    for workers, share in (([0, 1], max(1, own // 2)), ([0, 0], own)):
+        pool = Resources([Place(torch.device("cpu"))] * 2).pool(workers)
+        assert {*values(pool, torch.get_num_threads)} == {share}
+        assert torch.get_num_threads() == own == values(Pool(1), torch.get_num_threads)[0]
 
 
 def in_thread(lock: LaunchLock, events: list[str]) -> threading.Thread:

@@ -43,13 +43,11 @@ def taken(path: Path) -> Iterator[tuple[str, str]]:
             yield from ((str(node.module), alias.name) for alias in node.names)
 
 
-def listed() -> set[str]:
-    """Names of the attributes that the two modules list. The second is read as text, as torch 2.11 can't import it."""
-    owned = {name for _, name, _ in torch_private.ATTRIBUTES} | LATE
-    for node in ast.walk(ast.parse(DISTRIBUTED.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Attribute":
-            owned.update(name.value for name in node.args[1:2] if isinstance(name, ast.Constant))
-    return owned
+def listed(*paths: Path) -> set[str]:
+    """Names of the attributes that modules require, read as text: torch 2.11 can't import that of distributed."""
+    calls = [node for path in paths or (CORE, DISTRIBUTED) for node in ast.walk(ast.parse(path.read_text("utf-8")))
+             if isinstance(node, ast.Call) and ast.unparse(node.func) == "require"]
+    return LATE.union(*[ast.literal_eval(node.args[1]).split() for node in calls])
 
 
 def ours(tree: ast.AST) -> set[str]:
@@ -94,7 +92,7 @@ def test_no_other_file_names_what_is_private_to_torch() -> None:
     found = {file: names for file, source in FILES.items() if (names := faults(source, attributes))}
     assert not found, (
         f"{found}: import them in a torch_private.py with what they are for, or add attributes of torch's objects to "
-        "ATTRIBUTES in splitpipe/core/torch_private.py, or to LATE here"
+        "splitpipe/core/torch_private.py, or to LATE here"
     )
 
 
@@ -147,10 +145,8 @@ def test_what_is_listed_is_used() -> None:
 
 def test_the_package_needs_at_most_75_private_names_none_of_them_mangled() -> None:
     """What nodes save isn't counted: torch's notes on autograd describe it, and without a name, nothing is deferred."""
-    from splitpipe.compiled import torch_private as compiled
-
     names = {f"{module}.{name}" for path in (CORE, DISTRIBUTED, COMPILED) for module, name in taken(path)}
-    names = {name for name in names if is_private(name)} | listed() | {name for _, name, _ in compiled.ATTRIBUTES}
+    names = {name for name in names if is_private(name)} | listed(CORE, DISTRIBUTED, COMPILED)
     names = {name for name in names if not name.startswith(("_saved_", "_raw_saved_"))}
     paths = {ast.unparse(node) for node in ast.walk(ast.parse(CORE.read_text())) if isinstance(node, ast.Attribute)}
     names |= {path for path in paths if is_private(path)}
@@ -179,11 +175,9 @@ def test_an_import_that_is_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_attribute_that_is_gone_is_said() -> None:
-    torch_private.verify(torch_private.ATTRIBUTES)
-    for attribute in torch_private.ATTRIBUTES:
-        with pytest.raises(ImportError) as error:
-            torch_private.verify([attribute._replace(owner=object)])
-        assert missing(error, attribute.name)
+    with pytest.raises(ImportError) as error:
+        torch_private.require(Path, "exists _gone", "to see whether it is there")
+    assert missing(error, "_gone")
 
 
 def test_a_name_that_a_later_torch_made_public_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:

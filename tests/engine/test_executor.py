@@ -28,7 +28,7 @@ def run(rows: list[list[OpRun]], how: str, does: Callable[[OpRun], object] = lam
         does(OpRun("F", 1, (i,)))
 
     executor = Executor(rows, does, thread_state.capture(), copy_context(), forward_all if how == "parked" else None)
-    executor.run(None if how == "caller" else Pool([str(number) for number in range(executor.size)]))
+    executor.run(None if how == "caller" else Pool(executor.size))
 
 
 @pytest.mark.parametrize("how", ["parked", "called"])

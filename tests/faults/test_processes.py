@@ -164,24 +164,6 @@ CASES = {
         if not pid: child()
         said(status(pid), right(model))
         """), out="True True\n7 True\n"),
-    "forks during another thread's step": Case(CHILD + textwrap.dedent("""
-        inside, ended, fired = threading.Event(), threading.Event(), []
-        model = made(lambda: (inside.set(), ended.wait()))
-        model[0].weight.register_hook(lambda _: fired.append(1))
-        # Of one microbatch: no other op runs, which might hold a lock of torch's when the process forks.
-        other = thread(lambda: forward(model, x[:1]).backward())
-        inside.wait()
-        pid = os.fork()
-        if not pid:
-            model.eval()
-            F.mse_loss(model(x), x).backward()
-            said(len(fired))
-            child()
-        said(status(pid))
-        ended.set()
-        other.join()
-        said(right(model))
-        """), out="1\nTrue True\n7\nTrue\n"),
 }
 WAYS = "scheduled", "drop-in", "by cuts"
 

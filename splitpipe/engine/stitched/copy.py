@@ -104,7 +104,7 @@ class Lane:
     def bring(self, x: Tensor, source: int, target: int) -> Tensor:
         """The tensor that ended a stage, on another one's device; that stage waits for the copy."""
         here, there = self._ports[source], self._ports[target]
-        if x.device != here.device or here.device == there.device and stream.same(here.compute, there.compute):
+        if x.device != here.device or here.device == there.device and here.compute == there.compute:
             return x
         with stream.use(here.copy, there.copy):
             y: Tensor = Wait.apply(Copy.apply(x, here, there), there.copy, there.compute)

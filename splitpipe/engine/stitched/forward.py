@@ -64,14 +64,13 @@ class StitchedForward:
         inputs, versions = [part.leaves for part in values.values()], versions_of(values)
         bare = {key: part.holding([]) for key, part in values.items()}
         layers = partial(run_layers, own, bare, where=f"{own.name}, microbatch {self._i} of {call.microbatches}")
-        rng_states = RNGStates(call.draws, own.place.device, own.index * call.microbatches + self._i)
         if self._i < call.checkpointed:
+            rng_states = RNGStates(call.draws, own.place.device)
             checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[own.index])
             first, rerun = partial(layers, inputs, "forward"), partial(layers, doing="recomputation")
             made = checkpoint.run(first, rerun, inputs)
         else:
-            with rng_states.first(recomputed=False):
-                made = layers(inputs, "forward")
+            made = layers(inputs, "forward")
         verify_shared(own.name, values, versions)
         mark_shared(made, [part.leaves[k] for part in values.values() for k in part.shared])
         return made, checkpoint
