@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from splitpipe.backward.graph_walk import Walk
+from splitpipe.backward.rules import WeightNode, total_version
 from splitpipe.core.torch_private import run_backward
 
 _SHARED = (
@@ -25,30 +26,52 @@ _SHARED = (
 )
 
 
-class InputGradients(NamedTuple):
-    """What B has computed; None where no gradient arrived."""
+class Part(NamedTuple):
+    """What B has left for W of a node: what its ``accumulate`` gets, and the version of all of that."""
 
-    entries: Sequence[Tensor | None]
-    outputs: Sequence[Tensor | None]  #: Of the weight nodes.
-    leaves: Sequence[Tensor | None]
+    node: WeightNode
+    ctx: Any  #: The weight node itself, or what was left at stand-ins. Has ``saved_for_weight``.
+    grad: Any  #: That of the output; None for compiled code.
+    version: int
+
+
+class InputGradients(NamedTuple):
+    """What B has computed, and left for W."""
+
+    entries: Sequence[Tensor | None]  #: None: no gradient arrived.
+    leaves: Sequence[tuple[Tensor, Tensor]]  #: Each with its gradient.
+    parts: Sequence[Part]
 
 
 def backward_input(
     roots: Sequence[GradientEdge], grads: Sequence[Tensor], entries: Sequence[GradientEdge], graph: Walk, keep: bool
 ) -> InputGradients:
     """Runs backward from the roots, given their gradients, to ``entries``; ``keep``: the graph is needed again."""
-    nodes, leaves = graph.weight_nodes, graph.leaves
-    ends = (*entries, *[GradientEdge(node.node, 0) for node in nodes], *leaves)
+    nodes, stand_ins, leaves = graph
+    ends = (*entries, *[GradientEdge(node, 0) for node in nodes], *leaves)
     if not roots or not ends:
-        return InputGradients([None] * len(entries), [None] * len(nodes), [None] * len(leaves))
+        return InputGradients([None] * len(entries), [], [])
+    for node in stand_ins:
+        node.leftovers = []
     try:
         captured = run_backward(tuple(roots), tuple(grads), keep, False, ends, True, False)
+        left = [(own, *pair) for node, own in stand_ins.items() for pair in node.leftovers]
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise RuntimeError(_SHARED) from error
         raise
+    finally:
+        for node in stand_ins:
+            node.leftovers = None
     first, last = len(entries), len(entries) + len(nodes)
-    return InputGradients(captured[:first], captured[first:last], captured[last:])
+    # Versions of what nodes have saved are those at the end of F: B doesn't read it, as autograd would.
+    parts = [
+        Part(own, own, grad, own.version + total_version([grad]))
+        for own, grad in zip(nodes.values(), captured[first:last]) if grad is not None
+    ]
+    parts += [Part(own, ctx, grad, total_version([*ctx.saved_for_weight, grad])) for own, ctx, grad in left]
+    pairs = [(x, grad) for x, grad in zip(leaves, captured[last:]) if grad is not None]
+    return InputGradients(captured[:first], pairs, parts)
 
 
 def _silent(*_: Any) -> None:

@@ -23,12 +23,11 @@ Uses = dict[str, bool]
 def uses(roots: Iterable[GradientEdge], ends: Collection[Any], graph: Walk, hooked: bool) -> dict[int, Uses]:
     """The uses of leaves in a graph that was walked, by identity; ``hooked``: hooks were set while it was made."""
     seen: dict[int, Uses] = {}
-    owned = {node.node: {id(x) for x in node.weights} for node in graph.weight_nodes}
-    for owner in graph.weight_nodes:
-        name = getattr(owner.accumulate, "__self__", owner.accumulate).__name__
-        for x in owner.weights:
-            if x is not None:
-                seen.setdefault(id(x), {})[name] = True
+    owned: dict[Any, set[int]] = {}
+    for node, own in (*graph.weight_nodes.items(), *graph.stand_ins.items()):
+        owned[node] = {id(x) for x in own.weights if x is not None}
+        for key in owned[node]:
+            seen.setdefault(key, {})[getattr(own.accumulate, "__self__", own.accumulate).__name__] = True
     refused = ": a hook was set on an activation in this forward" if hooked else ": its rule doesn't take this call"
     visited = set(ends)
     stack = [edge.node for edge in roots]

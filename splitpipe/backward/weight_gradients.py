@@ -17,17 +17,14 @@ Totals = Sequence[Total | None]
 Parts = Sequence[tuple[Any, Tensor]]
 #: Input and output gradient of a microbatch.
 Pair = tuple[Tensor, Tensor]
-#: Up to this many rows, or elements of both, a microbatch's product is computed together with others': a copy costs
-#: less than a kernel.
-_FEW_ROWS, _FEW_ELEMENTS = 16, 65536
-#: Bytes of input and output gradient that are concatenated at once.
+#: Bytes of input and output gradient that are concatenated at once: up to there, a copy costs less than a kernel.
 _TOGETHER = 8 * 2**20
 
 
 def linear(totals: Totals, parts: Parts) -> None:
     """Of x @ weight.T + bias, or of x @ weight + bias if the weight isn't ``turned``."""
     (weight, bias), (turned,) = totals, parts[0][0].way
-    for x, grad in _merged(parts, weight):
+    for x, grad in joined([(_matrix(ctx.saved_for_weight[0]), _matrix(grad)) for ctx, grad in parts]):
         if weight is not None:
             weight.add_product(*((grad.t(), x) if turned else (x.t(), grad)))
         if bias is not None:
@@ -57,19 +54,6 @@ def embedding(totals: Totals, parts: Parts) -> None:
     # The gradient has the size of the table however few rows are used: one is computed for many microbatches.
     for numbers, grads in joined(pairs):
         total.add(torch.ops.aten.embedding_dense_backward(grads, numbers, rows, padding, False), fresh=True)
-
-
-def _merged(parts: Parts, weight: Total | None) -> Sequence[Pair]:
-    """Input and output gradient of each part as matrices with a row per sample, fewer of them where that is faster."""
-    pairs = [(kept.saved_for_weight[0], grad) for kept, grad in parts]
-    if pairs[0][0].dim() != 2 or pairs[0][1].dim() != 2:
-        pairs = [(_matrix(x), _matrix(grad)) for x, grad in pairs]
-    x, grad = pairs[0]
-    if len(pairs) == 1 or x.numel() + grad.numel() <= _FEW_ELEMENTS:
-        return (_concatenated(pairs),)
-    # A sum with another dtype (under autocast) takes three kernels for a product: product, conversion, sum.
-    plain = weight is not None and weight.dtype is x.dtype
-    return pairs if plain and x.shape[0] > _FEW_ROWS else list(joined(pairs))
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributed import pipelining
 
 from splitpipe.backward.graph_walk import walk
 from splitpipe.backward.input_backward import LeafHooks, backward_input
+from splitpipe.backward.stand_ins import deferring
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core import thread_state
 from splitpipe.core.stream import Place
@@ -58,7 +59,7 @@ class StageModule(nn.Sequential):
         count = len(values) - len(self._arriving)
         box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
         handle = RemovableHandle.next_id
-        with open_box(box):
+        with open_box(box), thread_state.Bound(deferring, True):
             output: Any = values[0] if count == 1 else values[:count]
             for layer in self:
                 output = layer(output)
@@ -145,9 +146,8 @@ class Stage(pipelining.PipelineStage):
             (store,) = bwd_kwargs["param_groups"]
             with thread_state.use(thread_state.capture().outside_forward()):  # As in B.
                 store.backward_weight()
-            sums = [(get_gradient_edge(x), total.value) for x, total in store.sums if total.value is not None]
-            if sums:  # By way of autograd, so that the leaves' hooks run.
-                torch.autograd.backward([edge for edge, _ in sums], [grad for _, grad in sums])
+            if sums := [*store.sums]:  # By way of autograd, so that the leaves' hooks run.
+                torch.autograd.backward([total.weight for total in sums], [total.value for total in sums])
             return (), None
         if backward_type == "input":
             return self._backward_input(*[bwd_kwargs[x] for x in ("stage_output", "output_grads", "input_values")])
@@ -169,7 +169,7 @@ class Stage(pipelining.PipelineStage):
             found = backward_input(roots, [grad for _, grad in given], [*wanted.values()], graph, keep=False)
         finally:
             hooks.restore()
-        store.add(0, graph, found, keep=False)
+        store.add(0, found)
         entries = dict(zip(wanted, found.entries))
         return tuple([entries.get(k) for k in range(len(inputs))]), [store]
 
