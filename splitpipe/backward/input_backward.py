@@ -74,29 +74,21 @@ def backward_input(
     return InputGradients(captured[:first], pairs, parts)
 
 
-def _silent(*_: Any) -> None:
-    """Takes the place of a parked hook, which can then be removed meanwhile."""
-
-
 class LeafHooks:
     """Parked hooks of leaves."""
 
     def __init__(self) -> None:
-        self._parked: list[tuple[dict[int, Any], int, Any]] = []  # The tensor's table of hooks, key, hook.
+        self._parked: list[tuple[dict[int, Any], dict[int, Any]]] = []  # A tensor's table of hooks, and what it had.
 
     def park(self, leaves: Iterable[Tensor]) -> None:
         """Parks the hooks that leaves have now."""
-        for x in leaves:
-            tables: list[Any] = [x._backward_hooks, x._post_accumulate_grad_hooks]
-            for table in filter(None, tables):
-                for key, hook in list(table.items()):
-                    if hook is not _silent:
-                        self._parked.append((table, key, hook))
-                        table[key] = _silent
+        tables: list[Any] = [table for x in leaves for table in (x._backward_hooks, x._post_accumulate_grad_hooks)]
+        for table in filter(None, tables):
+            self._parked.append((table, dict(table)))
+            table.clear()
 
     def restore(self) -> None:
-        """Puts the hooks back that haven't been removed."""
+        """Puts the hooks back."""
         parked, self._parked = self._parked, []
-        for table, key, hook in parked:
-            if table.get(key) is _silent:
-                table[key] = hook
+        for table, hooks in parked:
+            table.update(hooks)

@@ -64,7 +64,7 @@ class WeightGradStore:
         """W of these microbatches (None: all that wait), summed over them."""
         chosen = list(self._pending) if microbatches is None else microbatches
         parts = [part for i in chosen for part in self._pending.pop(i, ())]
-        self._waiting = self.size if self._limit is not None else 0
+        self._waiting = 0  # With a limit, W is that of all.
         if not parts:
             return
         if self._stream is self._compute:
