@@ -6,7 +6,6 @@ computed weight. A node without a rule keeps its whole backward in B, and so doe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from splitpipe.backward.stand_ins import StandIns
 from splitpipe.backward.weight_gradients import Parts, Totals, convolution, embedding, linear
 from splitpipe.core.tensors import version_of
 
-#: Multiplications per microbatch from which on a CPU gains by computing a convolution's weight gradients in idle time.
+#: Multiplications per microbatch and unit of stride from which on a CPU gains by deferring a convolution's gradients.
 _MANY = 2**25
 
 
@@ -119,14 +118,12 @@ def _convolution(node: Any, edges: Any) -> WeightNode | None:
     if leaf is None or other is None and bias is not None:
         return None
     x = _saved(node, node._raw_saved_input, "_saved_input", leaf)
-    stride, transposed = node._saved_stride, node._saved_transposed
-    if x is None:
+    if x is None or x.is_cpu and leaf.numel() * x.numel() < _MANY * x.shape[1]:
         return None
-    elements = x.shape[0] * prod(x.shape[2:]) // (1 if transposed else prod(stride))
-    if x.is_cpu and leaf.numel() * elements < _MANY:
-        return None
-    padding, dilation = node._saved_padding, node._saved_dilation
-    geometry = stride, padding, dilation, transposed, node._saved_output_padding, node._saved_groups
+    geometry = (
+        node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
+        node._saved_output_padding, node._saved_groups,
+    )
     used = node._saved_weight  # Its gradient needs the weight's shape and layout; its dtype may be that of autocast.
     return WeightNode(convolution, (leaf, other), (x, used), (geometry, used.dtype))
 

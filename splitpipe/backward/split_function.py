@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -161,23 +162,23 @@ class SplitCall(Function):
         ctx.for_input = len(shared.saved_for_input)
         ctx.save_for_backward(*shared.saved_for_input, *shared.saved_for_weight)
         del shared.saved_for_input, shared.saved_for_weight
-        ctx.function, ctx.own = function, vars(shared)
+        ctx.function, ctx.shared = function, shared
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * len(ctx.own["needs_weight_grad"])
-        if grad is None:
-            return None, None, None, None, *nothing
-        with thread_state.use(thread_state.capture().outside_forward()._replace(grad=torch.is_grad_enabled())):
-            shared, saved, leftovers = Context.__new__(Context), ctx.saved_tensors, leftovers_of(ctx, ctx.function)
-            vars(shared).update(ctx.own)  # Not the same each time, as there may be several backwards.
-            shared.saved_for_input, shared.saved_for_weight = saved[: ctx.for_input], saved[ctx.for_input :]
-            found = ctx.function.backward_input(shared, grad) if shared.needs_input_grad else None
-            del shared.saved_for_input
-            if leftovers is not None:
-                shared.saved_for_weight = tuple([x if x is None else x.detach() for x in shared.saved_for_weight])
-                leftovers.append((shared, grad))
-            elif any(shared.needs_weight_grad):
-                return None, None, None, found, *ctx.function._gradients(shared, grad)
-            return None, None, None, found, *nothing
+        shared = copy(ctx.shared)  # There may be several backwards.
+        of_input, of_weights = None, (None,) * len(shared.needs_weight_grad)
+        if grad is not None:
+            with thread_state.use(thread_state.capture().outside_forward()._replace(grad=torch.is_grad_enabled())):
+                saved, leftovers = ctx.saved_tensors, leftovers_of(ctx, ctx.function)
+                shared.saved_for_input, shared.saved_for_weight = saved[: ctx.for_input], saved[ctx.for_input :]
+                if shared.needs_input_grad:
+                    of_input = ctx.function.backward_input(shared, grad)
+                del shared.saved_for_input
+                if leftovers is not None:
+                    shared.saved_for_weight = [x if x is None else x.detach() for x in shared.saved_for_weight]
+                    leftovers.append((shared, grad))
+                elif any(shared.needs_weight_grad):
+                    of_weights = ctx.function._gradients(shared, grad)
+        return None, None, None, of_input, *of_weights

@@ -5,7 +5,7 @@ None where no gradient is needed. ``parts``: what each call has saved, and the g
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,19 +60,16 @@ def _matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # Not -1, since there may be no columns.
 
 
-def joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """The pairs, but fewer and longer: concatenated where they are alike and small."""
-    run: list[Pair] = []
+def joined(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """The pairs, but fewer and longer: neighbours that are alike and small are concatenated."""
+    runs: list[list[Pair]] = []
     size, kind = 0, None
     for x, grad in pairs:
         own, bytes_ = (x.shape[1:], x.dtype, grad.shape[1:], grad.dtype), x.nbytes + grad.nbytes
-        if run and (size + bytes_ > _TOGETHER or own != kind):
-            yield _concatenated(run)
-            run, size = [], 0
-        kind, size = own, size + bytes_
-        run.append((x, grad))
-    yield _concatenated(run)
-
-
-def _concatenated(run: Sequence[Pair]) -> Pair:
-    return run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([grad for _, grad in run]))
+        if own != kind or size + bytes_ > _TOGETHER:
+            runs.append([])
+            size, kind = 0, own
+        runs[-1].append((x, grad))
+        size += bytes_
+    for run in runs:
+        yield run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([grad for _, grad in run]))
