@@ -45,11 +45,12 @@ def walk(roots: Iterable[GradientEdge], ends: Collection[Any], split: bool) -> W
     weight_nodes: dict[Any, WeightNode] = {}
     stand_ins: dict[Any, WeightNode] = {}
     leaves: dict[int, Tensor] = {}
-    seen = set(ends)
-    stack: list[Any] = [x for x in dict.fromkeys([edge.node for edge in roots]) if x not in seen]
-    seen.update(stack)
+    seen = {None, *ends}
+    stack: list[Any] = [edge.node for edge in roots]
     while stack:
-        node = stack.pop()
+        if (node := stack.pop()) in seen:
+            continue
+        seen.add(node)
         kind = type(node)
         if kind is AccumulateGrad:
             x = node.variable
@@ -65,10 +66,7 @@ def walk(roots: Iterable[GradientEdge], ends: Collection[Any], split: bool) -> W
             if found is not None:
                 (stand_ins if kind is STAND_INS else weight_nodes)[node] = found
                 edges = edges[behind]
-        for after, _ in edges:
-            if after is not None and after not in seen:
-                seen.add(after)
-                stack.append(after)
+        stack += [after for after, _ in edges]
     # Autograd computes all of the gradient of a leaf that B asks for, through weight nodes, too.
     for node, own in [*weight_nodes.items()]:
         if any([id(x) in leaves for x in own.weights]):
