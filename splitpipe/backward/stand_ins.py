@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from itertools import compress
 from typing import Any
 
@@ -14,14 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-#: Tells functions whether their weight gradients may wait; bound around a stage's layers.
-deferring: ContextVar[bool] = ContextVar("splitpipe.deferring", default=False)
-
 
 class StandIns(Function):
     """Tensors with the memory of the ``needed`` ones among a function's weights.
 
-    ``leftovers``: a list during B of a graph in which a walk has found this node; None: nothing may be left.
+    ``leftovers``: a list while B runs through a node that a walk has found; None: nothing may be left.
     """
 
     @staticmethod
@@ -36,9 +32,9 @@ class StandIns(Function):
 
 
 def stand_ins(function: Any, weights: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The weights; in a stage, stand-ins for those that require grad. ``function``: W calls its ``accumulate``."""
+    """Stand-ins for weights that require grad, and the other ones. ``function``: W calls its ``accumulate``."""
     needed = [x is not None and x.requires_grad for x in weights]
-    if not deferring.get() or not torch.is_grad_enabled() or not any(needed):
+    if not torch.is_grad_enabled() or not any(needed):
         return weights
     stands = iter(StandIns.apply(function, needed, *compress(weights, needed)))
     return [next(stands) if need else x for x, need in zip(weights, needed)]

@@ -22,7 +22,6 @@ from torch.distributed import pipelining
 
 from splitpipe.backward.graph_walk import walk
 from splitpipe.backward.input_backward import LeafHooks, backward_input
-from splitpipe.backward.stand_ins import deferring
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core import thread_state
 from splitpipe.core.stream import Place
@@ -59,7 +58,7 @@ class StageModule(nn.Sequential):
         count = len(values) - len(self._arriving)
         box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
         handle = RemovableHandle.next_id
-        with open_box(box), thread_state.Bound(deferring, True):
+        with open_box(box):
             output: Any = values[0] if count == 1 else values[:count]
             for layer in self:
                 output = layer(output)
