@@ -29,8 +29,8 @@ def uses(roots: Iterable[GradientEdge], ends: Collection[Any], graph: Walk, hook
         for key in owned[node]:
             seen.setdefault(key, {})[getattr(own.accumulate, "__self__", own.accumulate).__name__] = True
     refused = ": a hook was set on an activation in this forward" if hooked else ": its rule doesn't take this call"
-    visited = set(ends)
-    stack = [edge.node for edge in roots]
+    visited = {None, *ends}
+    stack: list[Any] = [edge.node for edge in roots]
     while stack:
         if (node := stack.pop()) in visited:
             continue
@@ -39,7 +39,7 @@ def uses(roots: Iterable[GradientEdge], ends: Collection[Any], graph: Walk, hook
         for after, _ in node.next_functions:
             leaf, _ = leaf_of(after)
             if leaf is None:
-                stack += [] if after is None else [after]
+                stack.append(after)
             elif id(leaf) not in owned.get(node, ()):
                 why = refused if kind in RULES else " has no rule"
                 seen.setdefault(id(leaf), {})[kind.__name__ + why] = False

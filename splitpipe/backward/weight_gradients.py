@@ -24,7 +24,7 @@ _TOGETHER = 8 * 2**20
 def linear(totals: Totals, parts: Parts) -> None:
     """Of x @ weight.T + bias, or of x @ weight + bias if the weight isn't ``turned``."""
     (weight, bias), (turned,) = totals, parts[0][0].way
-    for x, grad in joined([(_matrix(ctx.saved_for_weight[0]), _matrix(grad)) for ctx, grad in parts]):
+    for x, grad in joined([(ctx.saved_for_weight[0], grad) for ctx, grad in parts]):
         if weight is not None:
             weight.add_product(*((grad.t(), x) if turned else (x.t(), grad)))
         if bias is not None:
@@ -47,17 +47,10 @@ def embedding(totals: Totals, parts: Parts) -> None:
     """Of a table whose rows are selected by numbers. There is no input gradient."""
     (total,), (rows, padding) = totals, parts[0][0].way
     assert total is not None
-    pairs: list[Pair] = []
-    for ctx, grad in parts:
-        (numbers,) = ctx.saved_for_weight
-        pairs.append((numbers.reshape(-1), grad.reshape(numbers.numel(), grad.shape[-1])))
+    pairs = [(ctx.saved_for_weight[0].reshape(-1), grad[None].flatten(0, -2)) for ctx, grad in parts]
     # The gradient has the size of the table however few rows are used: one is computed for many microbatches.
     for numbers, grads in joined(pairs):
         total.add(torch.ops.aten.embedding_dense_backward(grads, numbers, rows, padding, False), fresh=True)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # Not -1, since there may be no columns.
 
 
 def joined(pairs: Iterable[Pair]) -> Iterator[Pair]:
