@@ -16,20 +16,25 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from splitpipe.backward.rules import RULES, AccumulateGrad, WeightNode
+from splitpipe.backward.rules import RULES, STAND_INS, AccumulateGrad, WeightNode
 
 
 class Walk(NamedTuple):
     """What a walk has reached."""
 
-    weight_nodes: list[WeightNode]
+    weight_nodes: dict[Any, WeightNode]  #: By autograd's node.
+    stand_ins: dict[Any, WeightNode]  #: Gradients also flow through them, so their weights are among the leaves.
     leaves: list[Tensor]
 
     def parameters(self) -> dict[int, Tensor]:
         """All leaves that the graph leads to, by identity."""
-        reached = {id(x): x for node in self.weight_nodes for x in node.weights if x is not None}
+        reached = {id(x): x for own in self.weight_nodes.values() for x in own.weights if x is not None}
         reached.update({id(x): x for x in self.leaves})
         return reached
+
+    def fused(self) -> Walk:
+        """The same graph, but B computes all gradients."""
+        return Walk({}, {}, [*self.parameters().values()])
 
 
 def walk(roots: Iterable[GradientEdge], ends: Collection[Any], split: bool) -> Walk:
@@ -37,13 +42,15 @@ def walk(roots: Iterable[GradientEdge], ends: Collection[Any], split: bool) -> W
 
     ``split``: whether weight gradients may wait; otherwise, every leaf is B's.
     """
-    weight_nodes: list[WeightNode] = []
+    weight_nodes: dict[Any, WeightNode] = {}
+    stand_ins: dict[Any, WeightNode] = {}
     leaves: dict[int, Tensor] = {}
-    seen = set(ends)
-    stack: list[Any] = [x for x in dict.fromkeys([edge.node for edge in roots]) if x not in seen]
-    seen.update(stack)
+    seen = {None, *ends}
+    stack: list[Any] = [edge.node for edge in roots]
     while stack:
-        node = stack.pop()
+        if (node := stack.pop()) in seen:
+            continue
+        seen.add(node)
         kind = type(node)
         if kind is AccumulateGrad:
             x = node.variable
@@ -57,39 +64,13 @@ def walk(roots: Iterable[GradientEdge], ends: Collection[Any], split: bool) -> W
             except (AttributeError, RuntimeError):  # This version of torch saves other things, or they have changed.
                 found = None  # It is left to autograd, which also raises for what was written to.
             if found is not None:
-                weight_nodes.append(found)
+                (stand_ins if kind is STAND_INS else weight_nodes)[node] = found
                 edges = edges[behind]
-                if found.whole:
-                    node.leftovers = []
-        for after, _ in edges:
-            if after is not None and after not in seen:
-                seen.add(after)
-                stack.append(after)
-    # A node that gives all of its weights up makes leaves of them.
-    while not leaves.keys().isdisjoint([id(x) for node in weight_nodes if not node.partial for x in node.weights]):
-        weight_nodes = [node for node in weight_nodes if _keeps_weights(node, leaves)]
-    return Walk(weight_nodes, [*leaves.values()])
-
-
-def fused(graph: Walk) -> Walk:
-    """The same graph, but B computes all gradients."""
-    for weight_node in graph.weight_nodes:
-        if weight_node.whole:
-            weight_node.node.leftovers = None
-    return Walk([], [*graph.parameters().values()])
-
-
-def _keeps_weights(weight_node: WeightNode, leaves: dict[int, Tensor]) -> bool:
-    """Drops the weights that the walk has reached another way, too; False if none is left.
-
-    Autograd computes all of the gradient of a leaf that B asks for, through this node, too.
-    """
-    weights = weight_node.weights
-    if weight_node.partial or not any([x is not None and id(x) in leaves for x in weights]):
-        return True
-    if weight_node.whole:
-        weight_node.node.leftovers = None
-        leaves.update({id(x): x for x in weights if x is not None})
-        return False
-    weight_node.weights = tuple([None if x is None or id(x) in leaves else x for x in weights])
-    return any([x is not None for x in weight_node.weights])
+        stack += [after for after, _ in edges]
+    # Autograd computes all of the gradient of a leaf that B asks for, through weight nodes, too.
+    for node, own in [*weight_nodes.items()]:
+        if any([id(x) in leaves for x in own.weights]):
+            own.weights = tuple([None if id(x) in leaves else x for x in own.weights])
+            if not any([x is not None for x in own.weights]):
+                del weight_nodes[node]
+    return Walk(weight_nodes, stand_ins, [*leaves.values()])

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from splitpipe.backward.graph_walk import Walk
+from splitpipe.backward.rules import WeightNode, total_version
 from splitpipe.core.torch_private import run_backward
 
 _SHARED = (
@@ -25,55 +26,69 @@ _SHARED = (
 )
 
 
-class InputGradients(NamedTuple):
-    """What B has computed; None where no gradient arrived."""
+class Part(NamedTuple):
+    """What B has left for W of a node: what its ``accumulate`` gets, and the version of all of that."""
 
-    entries: Sequence[Tensor | None]
-    outputs: Sequence[Tensor | None]  #: Of the weight nodes.
-    leaves: Sequence[Tensor | None]
+    node: WeightNode
+    ctx: Any  #: The weight node itself, or what was left at stand-ins. Has ``saved_for_weight``.
+    grad: Any  #: That of the output; None for compiled code.
+    version: int
+
+
+class InputGradients(NamedTuple):
+    """What B has computed, and left for W."""
+
+    entries: Sequence[Tensor | None]  #: None: no gradient arrived.
+    leaves: Sequence[tuple[Tensor, Tensor]]  #: Each with its gradient.
+    parts: Sequence[Part]
 
 
 def backward_input(
     roots: Sequence[GradientEdge], grads: Sequence[Tensor], entries: Sequence[GradientEdge], graph: Walk, keep: bool
 ) -> InputGradients:
     """Runs backward from the roots, given their gradients, to ``entries``; ``keep``: the graph is needed again."""
-    nodes, leaves = graph.weight_nodes, graph.leaves
-    ends = (*entries, *[GradientEdge(node.node, 0) for node in nodes], *leaves)
+    nodes, stand_ins, leaves = graph
+    ends = (*entries, *[GradientEdge(node, 0) for node in nodes], *leaves)
     if not roots or not ends:
-        return InputGradients([None] * len(entries), [None] * len(nodes), [None] * len(leaves))
+        return InputGradients([None] * len(entries), [], [])
+    for node in stand_ins:
+        node.leftovers = []
     try:
         captured = run_backward(tuple(roots), tuple(grads), keep, False, ends, True, False)
+        left = [(own, *pair) for node, own in stand_ins.items() for pair in node.leftovers]
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise RuntimeError(_SHARED) from error
         raise
+    finally:
+        for node in stand_ins:
+            node.leftovers = None
     first, last = len(entries), len(entries) + len(nodes)
-    return InputGradients(captured[:first], captured[first:last], captured[last:])
-
-
-def _silent(*_: Any) -> None:
-    """Takes the place of a parked hook, which can then be removed meanwhile."""
+    # Versions of what nodes have saved are those at the end of F: B doesn't read it, as autograd would.
+    parts = [
+        Part(own, own, grad, own.version + total_version([grad]))
+        for own, grad in zip(nodes.values(), captured[first:last]) if grad is not None
+    ]
+    parts += [Part(own, ctx, grad, total_version([*ctx.saved_for_weight, grad])) for own, ctx, grad in left]
+    pairs = [(x, grad) for x, grad in zip(leaves, captured[last:]) if grad is not None]
+    return InputGradients(captured[:first], pairs, parts)
 
 
 class LeafHooks:
     """Parked hooks of leaves."""
 
     def __init__(self) -> None:
-        self._parked: list[tuple[dict[int, Any], int, Any]] = []  # The tensor's table of hooks, key, hook.
+        self._parked: list[tuple[dict[int, Any], dict[int, Any]]] = []  # A tensor's table of hooks, and what it had.
 
     def park(self, leaves: Iterable[Tensor]) -> None:
         """Parks the hooks that leaves have now."""
-        for x in leaves:
-            tables: list[Any] = [x._backward_hooks, x._post_accumulate_grad_hooks]
-            for table in filter(None, tables):
-                for key, hook in list(table.items()):
-                    if hook is not _silent:
-                        self._parked.append((table, key, hook))
-                        table[key] = _silent
+        tables: list[Any] = [table for x in leaves for table in (x._backward_hooks, x._post_accumulate_grad_hooks)]
+        for table in filter(None, tables):
+            self._parked.append((table, dict(table)))
+            table.clear()
 
     def restore(self) -> None:
-        """Puts the hooks back that haven't been removed."""
+        """Puts the hooks back."""
         parked, self._parked = self._parked, []
-        for table, key, hook in parked:
-            if table.get(key) is _silent:
-                table[key] = hook
+        for table, hooks in parked:
+            table.update(hooks)

@@ -53,9 +53,8 @@ class OuterGraph:
         self._compute: Any = compute  # None: it is at work, or was freed.
         self._groups: Groups = {}
         self._releases: dict[Any, Any] = {}  # Weak references to the nodes.
-        #: The gradients of outputs, by number, and the events after which they are there.
-        self.arrived: dict[int, Tensor | None] = {}
-        self.events: list[torch.Event | None] = []
+        #: The gradients of outputs, the outputs' numbers, and the event after which they are there.
+        self.arrived: list[tuple[Sequence[Tensor | None], Sequence[int], torch.Event | None]] = []
         self._gradients: Gradients = {}
 
     def attach(self, outputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
@@ -74,21 +73,22 @@ class OuterGraph:
     def _start(self) -> list[Tensor]:
         phonies = [torch.zeros((), device="cpu")] * len(self._groups)
         compute, self._compute, keep = self._compute, None, _get_current_graph_task_keep_graph()
-        arrived, events, self.arrived, self.events = self.arrived, self.events, {}, []
+        arrived, self.arrived, grads = self.arrived, [], dict[int, Tensor]()
         if compute is None:
             raise RuntimeError(
                 "Trying to backward through the output or the loss of a SplitPipe a second time: the first backward "
                 "freed its graphs (pass retain_graph=True to it), or is still running, in a hook or another thread: "
                 "expected one at a time, or SplitPipe(..., backward='autograd')."
             )
-        for event in events:
+        for own, places, event in arrived:
+            grads.update({k: grad for k, grad in zip(places, own) if grad is not None})
             for device in self._devices:
                 stream.wait_for(stream.current(device), event)
             stream.spent(event)
-        running = [key for key, node in self._releases.items() if (own := node()) and _will_engine_execute_node(own)]
-        wanted = {key: self._groups[key] for key in running}
+        releases = [(key, node) for key, reference in self._releases.items() if (node := reference()) is not None]
+        wanted = {key: self._groups[key] for key, node in releases if _will_engine_execute_node(node)}
         try:
-            self._gradients |= compute({k: grad for k, grad in arrived.items() if grad is not None}, wanted, keep)
+            self._gradients |= compute(grads, wanted, keep)
         finally:
             self._compute, self._groups = (compute, self._groups) if keep else (None, {})
         return phonies
@@ -120,8 +120,7 @@ class _Output(Function):
                 "outside autograd's graph: expected a first derivative. For a second one, compute the loss from "
                 "model(x), with SplitPipe(..., backward='autograd')."
             )
-        ctx.graph.arrived.update(zip(ctx.places, grads))
-        ctx.graph.events.append(stream.mark(stream.current(ctx.device)))
+        ctx.graph.arrived.append((grads, ctx.places, stream.mark(stream.current(ctx.device))))
         return None, torch.zeros((), device="cpu"), None, *[None] * len(grads)
 
 

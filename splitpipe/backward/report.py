@@ -23,15 +23,14 @@ Uses = dict[str, bool]
 def uses(roots: Iterable[GradientEdge], ends: Collection[Any], graph: Walk, hooked: bool) -> dict[int, Uses]:
     """The uses of leaves in a graph that was walked, by identity; ``hooked``: hooks were set while it was made."""
     seen: dict[int, Uses] = {}
-    owned = {node.node: {id(x) for x in node.weights} for node in graph.weight_nodes}
-    for owner in graph.weight_nodes:
-        name = getattr(owner.accumulate, "__self__", owner.accumulate).__name__
-        for x in owner.weights:
-            if x is not None:
-                seen.setdefault(id(x), {})[name] = True
+    owned: dict[Any, set[int]] = {}
+    for node, own in (*graph.weight_nodes.items(), *graph.stand_ins.items()):
+        owned[node] = {id(x) for x in own.weights if x is not None}
+        for key in owned[node]:
+            seen.setdefault(key, {})[getattr(own.accumulate, "__self__", own.accumulate).__name__] = True
     refused = ": a hook was set on an activation in this forward" if hooked else ": its rule doesn't take this call"
-    visited = set(ends)
-    stack = [edge.node for edge in roots]
+    visited = {None, *ends}
+    stack: list[Any] = [edge.node for edge in roots]
     while stack:
         if (node := stack.pop()) in visited:
             continue
@@ -40,7 +39,7 @@ def uses(roots: Iterable[GradientEdge], ends: Collection[Any], graph: Walk, hook
         for after, _ in node.next_functions:
             leaf, _ = leaf_of(after)
             if leaf is None:
-                stack += [] if after is None else [after]
+                stack.append(after)
             elif id(leaf) not in owned.get(node, ()):
                 why = refused if kind in RULES else " has no rule"
                 seen.setdefault(id(leaf), {})[kind.__name__ + why] = False

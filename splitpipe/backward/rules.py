@@ -5,8 +5,7 @@ computed weight. A node without a rule keeps its whole backward in B, and so doe
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,41 +13,34 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from splitpipe.backward.split_function import SplitCall
 from splitpipe.backward.stand_ins import StandIns
 from splitpipe.backward.weight_gradients import Parts, Totals, convolution, embedding, linear
+from splitpipe.core.tensors import version_of
 
-#: Multiplications per microbatch from which on a CPU gains by computing a convolution's weight gradients in idle time.
+#: Multiplications per microbatch and unit of stride from which on a CPU gains by deferring a convolution's gradients.
 _MANY = 2**25
 
 
 class WeightNode:
-    """A node whose weight gradients W computes.
+    """What W needs of a node whose weight gradients it computes: ``accumulate`` gets this as ``ctx``.
 
-    ``accumulate`` gets it as ``ctx``, unless that is another object, ``kept``. ``way``: how it uses its weights; calls
-    that use them alike are summed together. ``whole``: its backward leaves a part for W once ``leftovers`` is a list,
-    and W computes all of its weights or none; ``partial``: gradients also flow through it to its weights.
+    ``way``: how the node uses its weights; calls that use them alike are summed together.
     """
 
     # One object a node, with few references: the garbage collector looks at all of them in every call.
-    __slots__ = ("accumulate", "kept", "node", "partial", "saved_for_weight", "version", "way", "weights", "whole")
+    __slots__ = ("accumulate", "saved_for_weight", "version", "way", "weights")
 
     def __init__(
-        self, node: Any, accumulate: Callable[[Totals, Parts], None], weights: tuple[Tensor | None, ...],
-        saved: tuple[Any, ...] = (), way: tuple[Any, ...] = (), whole: bool = False, partial: bool = False,
+        self, accumulate: Callable[[Totals, Parts], None], weights: tuple[Tensor | None, ...],
+        saved: tuple[Tensor, ...] = (), way: tuple[Any, ...] = (),
     ) -> None:
-        self.node, self.accumulate, self.weights, self.saved_for_weight = node, accumulate, weights, saved
-        self.way, self.whole, self.partial = way, whole, partial
-        self.kept: Any = None
-        self.version = self.current_version()
+        self.accumulate, self.weights, self.saved_for_weight = accumulate, weights, saved
+        self.way, self.version = way, total_version(saved)
 
-    def current_version(self) -> int:
-        """A number that grows when what is saved is written to."""
-        version = 0
-        for x in self.saved_for_weight:
-            if type(x) is Tensor:
-                version += x._version
-        return version
+
+def total_version(tensors: Iterable[Tensor | None]) -> int:
+    """A number that grows when one of the tensors is written to, unless it is a parameter."""
+    return sum([version_of(x) or 0 for x in tensors if x is not None and type(x) is not Parameter])
 
 
 def _type(function: Callable[[Tensor], Tensor]) -> Any:
@@ -95,7 +87,9 @@ def _saved(node: Any, raw: Any, name: str, weight: Tensor) -> Tensor | None:
         return None
     x: Tensor = getattr(node, name)
     plain = type(x) is Tensor and type(weight) in (Tensor, Parameter) and x.layout is weight.layout is torch.strided
-    return None if not plain or weight.is_complex() or x.is_complex() else x  # A weight may have been cast.
+    if not plain or weight.is_complex() or x.is_complex():  # A weight may have been cast.
+        return None
+    return x if x.grad_fn is None else x.detach()  # In W, it would keep the graph alive.
 
 
 def _product(node: Any, weight: Any, bias: Any, raw: Any, name: str) -> WeightNode | None:
@@ -105,7 +99,7 @@ def _product(node: Any, weight: Any, bias: Any, raw: Any, name: str) -> WeightNo
     if leaf is None or bias is not None and (other is None or other.dim() > 1):
         return None
     x = _saved(node, raw, name, leaf)
-    return None if x is None else WeightNode(node, linear, (leaf, other), (x,), (turned,))
+    return None if x is None else WeightNode(linear, (leaf, other), (x,), (turned,))
 
 
 def _addmm(node: Any, edges: Any) -> WeightNode | None:
@@ -124,16 +118,14 @@ def _convolution(node: Any, edges: Any) -> WeightNode | None:
     if leaf is None or other is None and bias is not None:
         return None
     x = _saved(node, node._raw_saved_input, "_saved_input", leaf)
-    stride, transposed = node._saved_stride, node._saved_transposed
-    if x is None:
+    if x is None or x.is_cpu and leaf.numel() * x.numel() < _MANY * x.shape[1]:
         return None
-    elements = x.shape[0] * prod(x.shape[2:]) // (1 if transposed else prod(stride))
-    if x.is_cpu and leaf.numel() * elements < _MANY:
-        return None
-    padding, dilation = node._saved_padding, node._saved_dilation
-    geometry = stride, padding, dilation, transposed, node._saved_output_padding, node._saved_groups
+    geometry = (
+        node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
+        node._saved_output_padding, node._saved_groups,
+    )
     used = node._saved_weight  # Its gradient needs the weight's shape and layout; its dtype may be that of autocast.
-    return WeightNode(node, convolution, (leaf, other), (x, used), (geometry, used.dtype))
+    return WeightNode(convolution, (leaf, other), (x, used), (geometry, used.dtype))
 
 
 def _embedding(node: Any, edges: Any) -> WeightNode | None:
@@ -144,41 +136,25 @@ def _embedding(node: Any, edges: Any) -> WeightNode | None:
     padding = node._saved_padding_idx
     padding = padding if padding < 2**63 else padding - 2**64  # It is read as an unsigned number.
     way = node._saved_weight_sym_argsize_0, padding
-    return None if numbers is None else WeightNode(node, embedding, (leaf,), (numbers,), way)
-
-
-def _weights(nodes: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
-    """The weights behind nodes, some of which may be None; None if there are none, or others than leaves."""
-    found = [leaf_of(node) for node in nodes]
-    if any([turned or leaf is None and node is not None for (leaf, turned), node in zip(found, nodes)]):
-        return None
-    weights = tuple([leaf for leaf, _ in found])
-    return weights if any([x is not None for x in weights]) else None
-
-
-def _split_call(node: Any, edges: Any) -> WeightNode | None:
-    """A call of a user's SplitFunction."""
-    behind = iter(edges[1:])
-    weights = _weights([next(behind)[0] if there else None for there in node.has_weight])
-    if weights is None or any([raw.unpack_hook not in (None, unchanged) for raw in node._raw_saved_tensors]):
-        return None
-    return WeightNode(node, node.function.accumulate, weights, whole=True)
+    return None if numbers is None else WeightNode(embedding, (leaf,), (numbers,), way)
 
 
 def _stand_ins(node: Any, edges: Any) -> WeightNode | None:
-    """The stand-ins of compiled code, which leaves there what W needs."""
-    weights = _weights([after for after, _ in edges])
-    if weights is None:
+    """Stand-ins for weights. As ``ctx``, W gets what their function has left there."""
+    found = [leaf_of(after) for after, _ in edges]
+    if any([leaf is None or turned for leaf, turned in found]):
         return None
-    return WeightNode(node, node.function.accumulate, weights, whole=True, partial=True)
+    leaves = iter([leaf for leaf, _ in found])
+    weights = tuple([next(leaves) if need else None for need in node.needed])
+    return WeightNode(node.function.accumulate, weights)
 
 
-#: Given a node and its edges, the node with its weights, unless it is left to autograd; and the edges that B follows.
+STAND_INS = StandIns._backward_cls
+#: Given a node and its edges, what W needs, unless the node is left to autograd; and the edges that B follows.
 RULES: dict[Any, tuple[Callable[[Any, Any], WeightNode | None], slice]] = {
     _type(lambda x: torch.addmm(x, x, x)): (_addmm, slice(1, 2)),
     _type(lambda x: x @ x): (_mm, slice(1)),
     _type(lambda x: torch.conv1d(x[None], x[None])): (_convolution, slice(1)),
     _type(lambda x: torch.embedding(x, torch.zeros(1, dtype=torch.long, device="cpu"))): (_embedding, slice(0)),
-    SplitCall._backward_cls: (_split_call, slice(1)),
-    StandIns._backward_cls: (_stand_ins, slice(None)),
+    STAND_INS: (_stand_ins, slice(None)),
 }

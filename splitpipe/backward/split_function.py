@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from splitpipe.backward.accumulate import Total
+from splitpipe.backward.stand_ins import leftovers_of, stand_ins
 from splitpipe.core import thread_state
 
 
@@ -130,7 +132,7 @@ class SplitFunction:
                 place = f"weight {k - 1}: expected a tensor or None" if k else "x: expected a tensor"
                 kind = type(value).__name__
                 raise TypeError(f"{cls.__name__}.apply was given a {kind} as {place}. Pass options by keyword.")
-        y: Tensor = SplitCall.apply(cls, options, x, *weights)
+        y: Tensor = SplitCall.apply(cls, options, weights, x, *stand_ins(cls, weights))
         return y
 
     @classmethod
@@ -147,43 +149,36 @@ class SplitFunction:
 
 
 class SplitCall(Function):
-    """A call: both halves in one backward, or only the first if a stage has set ``leftovers``, for the second."""
+    """A call: both halves in one backward, or only the first, if the second is left to W (see ``stand_ins``)."""
 
     @staticmethod
     def forward(
-        ctx: Any, function: type[SplitFunction], options: dict[str, Any], x: Tensor, *weights: Tensor | None
+        ctx: Any, function: type[SplitFunction], options: dict[str, Any], weights: Sequence[Tensor | None], x: Tensor,
+        *stands: Tensor | None
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.function, ctx.leftovers = function, None
-        ctx.has_weight = [weight is not None for weight in weights]  # Those that an edge leads to, after that of x.
         shared = Context(x.requires_grad, tuple([weight is not None and weight.requires_grad for weight in weights]))
         y = function.forward(shared, x, *weights, **options)
         ctx.for_input = len(shared.saved_for_input)
         ctx.save_for_backward(*shared.saved_for_input, *shared.saved_for_weight)
         del shared.saved_for_input, shared.saved_for_weight
-        ctx.own = vars(shared)
+        ctx.function, ctx.shared = function, shared
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * len(ctx.has_weight)
-        if grad is None:
-            return None, None, None, *nothing
-        with thread_state.use(thread_state.capture().outside_forward()._replace(grad=torch.is_grad_enabled())):
-            shared = context_of(ctx)
-            found = ctx.function.backward_input(shared, grad) if shared.needs_input_grad else None
-            del shared.saved_for_input
-            if ctx.leftovers is not None:
-                ctx.leftovers.append(shared)
-            elif any(shared.needs_weight_grad):
-                return None, None, found, *ctx.function._gradients(shared, grad)
-            return None, None, found, *nothing
-
-
-def context_of(node: Any) -> Context:
-    """The context of a node's call, with what it has saved; a new one for each backward, as there may be several."""
-    shared = Context.__new__(Context)
-    vars(shared).update(node.own)
-    saved, count = node.saved_tensors, node.for_input
-    shared.saved_for_input, shared.saved_for_weight = saved[:count], saved[count:]
-    return shared
+        shared = copy(ctx.shared)  # There may be several backwards.
+        of_input, of_weights = None, (None,) * len(shared.needs_weight_grad)
+        if grad is not None:
+            with thread_state.use(thread_state.capture().outside_forward()._replace(grad=torch.is_grad_enabled())):
+                saved, leftovers = ctx.saved_tensors, leftovers_of(ctx, ctx.function)
+                shared.saved_for_input, shared.saved_for_weight = saved[: ctx.for_input], saved[ctx.for_input :]
+                if shared.needs_input_grad:
+                    of_input = ctx.function.backward_input(shared, grad)
+                del shared.saved_for_input
+                if leftovers is not None:
+                    shared.saved_for_weight = [x if x is None else x.detach() for x in shared.saved_for_weight]
+                    leftovers.append((shared, grad))
+                elif any(shared.needs_weight_grad):
+                    of_weights = ctx.function._gradients(shared, grad)
+        return None, None, None, of_input, *of_weights

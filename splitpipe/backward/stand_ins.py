@@ -1,51 +1,48 @@
-"""Stand-ins with which compiled code computes instead of its weights, so that its backward can leave gradients to W.
+"""Stand-ins for weights, so that the backward of a SplitFunction, or of compiled code, can leave their gradients to W.
 
-    weights <── StandIns <── compiled code      its backward leaves the arguments of its second half here, and returns
-                                                no gradient, except for an output which is a view of a weight
+    weights <── StandIns <── function      its backward leaves here what W needs, and returns no gradient, except for
+                                           an output which is a view of a weight
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-#: Tells compiled layers whether their weight gradients may wait; bound around a stage's layers.
-deferring: ContextVar[bool] = ContextVar("splitpipe.deferring", default=False)
-
 
 class StandIns(Function):
-    """Tensors with the memory of weights; ``leftovers``: of the code's backward; None: it must leave nothing."""
+    """Tensors with the memory of the ``needed`` ones among a function's weights.
+
+    ``leftovers``: a list while B runs through a node that a walk has found; None: nothing may be left.
+    """
 
     @staticmethod
-    def forward(ctx: Any, function: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, function: Any, needed: Sequence[bool], *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.function, ctx.leftovers = function, None
+        ctx.function, ctx.needed, ctx.leftovers = function, needed, None
         return tuple([weight.detach() for weight in weights])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *grads
+        return None, None, *grads
 
 
-def stand_ins(function: Any, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    """The tensors with which a call of compiled code computes instead of its weights; None: the weights themselves.
-
-    ``function``: the second half of the code's backward, whose ``accumulate`` W calls.
-    """
-    if not deferring.get() or not torch.is_grad_enabled():
-        return None
-    tensors: tuple[Tensor, ...] = StandIns.apply(function, *weights)
-    return tensors
+def stand_ins(function: Any, weights: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Stand-ins for weights that require grad, and the other ones. ``function``: W calls its ``accumulate``."""
+    needed = [x is not None and x.requires_grad for x in weights]
+    if not torch.is_grad_enabled() or not any(needed):
+        return weights
+    stands = iter(StandIns.apply(function, needed, *compress(weights, needed)))
+    return [next(stands) if need else x for x, need in zip(weights, needed)]
 
 
-def leave_for_weights(node: Any, function: Any, leave: Callable[[], Any]) -> bool:
-    """Leaves what ``leave`` makes, W's ``ctx``, for the call whose backward, ``node``, runs; False: W won't."""
+def leftovers_of(node: Any, function: Any) -> list[tuple[Any, Tensor | None]] | None:
+    """Where the backward of a call, ``node``, leaves what W needs, ``ctx`` and output gradient; None: nowhere."""
     for stands, _ in node.next_functions:
-        if getattr(stands, "function", None) is function and stands.leftovers is not None:
-            stands.leftovers.append(leave())
-            return True
-    return False
+        if getattr(stands, "leftovers", None) is not None and stands.function is function:
+            return stands.leftovers  # type: ignore[no-any-return]
+    return None

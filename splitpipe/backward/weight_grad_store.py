@@ -11,35 +11,16 @@ W reads tensors after autograd would have. So their versions are compared with t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from splitpipe.backward.accumulate import Sums
-from splitpipe.backward.graph_walk import Walk
-from splitpipe.backward.input_backward import InputGradients
-from splitpipe.backward.rules import WeightNode
-from splitpipe.backward.split_function import context_of
+from splitpipe.backward.input_backward import InputGradients, Part
+from splitpipe.backward.rules import WeightNode, total_version
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream
-from splitpipe.core.tensors import version_of
-
-
-class _Pending(NamedTuple):
-    """What B of a microbatch has left: weight nodes, the gradients of their outputs, and these gradients' versions."""
-
-    nodes: Sequence[WeightNode]
-    grads: Sequence[Tensor | None]
-    versions: Sequence[int | None]
-
-    @property
-    def size(self) -> int:
-        """The bytes that it keeps alive."""
-        tensors = [*self.grads, *[x for node in self.nodes for x in node.saved_for_weight]]
-        return sum({id(x): x.nbytes for x in tensors if x is not None}.values())
 
 
 class WeightGradStore:
@@ -58,64 +39,48 @@ class WeightGradStore:
         self._stream = compute if weight_stream is None else weight_stream
         self._limit, self._waiting = limit, 0  # With a limit: the bytes that wait.
         self._names = names or {}
-        self._pending: dict[int, list[_Pending]] = {}
+        self._pending: dict[int, list[Part]] = {}
         self._reading: tuple[torch.Event, Any] | None = None  # What W may still be reading.
 
     @property
     def size(self) -> int:
         """The bytes that wait for W."""
-        return sum([each.size for own in self._pending.values() for each in own])
+        return sum(map(_size, self._pending.values()))
 
     @property
     def full(self) -> bool:
         """True if more waits than the limit."""
         return self._limit is not None and self._waiting > self._limit
 
-    def add(self, microbatch: int, graph: Walk, gradients: InputGradients, keep: bool) -> None:
-        """Adds what B of a microbatch has left: gradients of leaves to the sums, the rest for W. ``keep``: as for B."""
+    def add(self, microbatch: int, gradients: InputGradients) -> None:
+        """Adds what B of a microbatch has left: gradients of leaves to the sums, the rest for W."""
         self.finish()  # W had the time of one B: what it has read is let go of.
-        nodes, outputs = graph.weight_nodes, gradients.outputs
-        if any([grad is None or node.whole for node, grad in zip(nodes, outputs)]):
-            waits = [_take_rest(node, grad) if node.whole else grad is not None for node, grad in zip(nodes, outputs)]
-            nodes, outputs = [*compress(nodes, waits)], [*compress(outputs, waits)]
-        if nodes:
-            pending = _Pending(nodes, outputs, [None if grad is None else version_of(grad) for grad in outputs])
-            self._pending.setdefault(microbatch, []).append(pending)
-            if self._limit is not None:
-                self._waiting += pending.size
-            for node in nodes:  # None may keep the graph alive, with the layers' own functions in it.
-                saved = node.saved_for_weight
-                node.saved_for_weight = tuple([x if x is None or x.grad_fn is None else x.detach() for x in saved])
-                if node.kept is not None:
-                    node.kept.saved_for_weight = node.saved_for_weight
-                if not keep:
-                    node.node = None
-        pairs = [(x, grad) for x, grad in zip(graph.leaves, gradients.leaves) if grad is not None]
-        if pairs:
-            self.sums.add(*zip(*pairs))
+        self._pending.setdefault(microbatch, []).extend(gradients.parts)
+        if self._limit is not None:
+            self._waiting += _size(gradients.parts)
+        self.sums.add(gradients.leaves)
 
     def backward_weight(self, microbatches: Sequence[int] | None = None) -> None:
         """W of these microbatches (None: all that wait), summed over them."""
         chosen = list(self._pending) if microbatches is None else microbatches
-        pending = [each for i in chosen for each in self._pending.pop(i, ())]
-        if not pending:
+        parts = [part for i in chosen for part in self._pending.pop(i, ())]
+        self._waiting = 0  # With a limit, W is that of all.
+        if not parts:
             return
-        self._waiting -= sum([each.size for each in pending]) if self._pending else self._waiting
         if self._stream is self._compute:
-            self._accumulate(pending)
+            self._accumulate(parts)
             return
-        weights = [x for each in pending for node in each.nodes for x in node.weights if x is not None]
-        totals = [self.sums.of(x) for x in weights]
-        for x, total in zip(weights, totals):
-            total.allocate(x)
+        totals = [self.sums.of(x) for part in parts for x in part.node.weights if x is not None]
+        for total in totals:
+            total.allocate()
         before = [total.value for total in totals]  # W may put others in their place.
         stream.wait(self._stream, self._compute)
         with stream.use(self._stream):
-            self._accumulate(pending)
+            self._accumulate(parts)
         self.finish()
         event = stream.mark(self._stream)
         assert event is not None
-        self._reading = event, (pending, before)
+        self._reading = event, (parts, before)
 
     def finish(self) -> None:
         """Makes the compute stream wait for W, and lets go of what W has read."""
@@ -135,26 +100,21 @@ class WeightGradStore:
         stream.wait(self._compute, self._stream)
         self.clear()
 
-    def _accumulate(self, pending: Sequence[_Pending]) -> None:
-        groups: dict[Any, tuple[WeightNode, list[tuple[Any, Any]]]] = {}
-        for each in pending:
-            self._verify_unwritten(each)
-            for node, grad in zip(each.nodes, each.grads):
-                key = node.accumulate, node.way, *map(id, node.weights)
-                groups.setdefault(key, (node, []))[1].append((node if node.kept is None else node.kept, grad))
-        for node, parts in groups.values():
+    def _accumulate(self, parts: Sequence[Part]) -> None:
+        groups: dict[Any, list[Part]] = {}
+        for part in parts:
+            node = part.node
+            if total_version([*part.ctx.saved_for_weight, part.grad]) != part.version:
+                raise self._described(RuntimeError(_WRITTEN), node)  # Autograd would have read it before that.
+            groups.setdefault((node.accumulate, node.way, *map(id, node.weights)), []).append(part)
+        for own in groups.values():
+            node = own[0].node
+            totals = [None if x is None else self.sums.of(x) for x in node.weights]
             try:
-                node.accumulate([None if x is None else self.sums.of(x) for x in node.weights], parts)
+                node.accumulate(totals, [(part.ctx, part.grad) for part in own])
             except BaseException as error:
                 self._described(error, node)
                 raise
-
-    def _verify_unwritten(self, pending: _Pending) -> None:
-        """Raises for a tensor that has been written to since. Autograd would have read it before that."""
-        for node, grad, version in zip(*pending[:3]):
-            written = grad is not None and version is not None and grad._version != version
-            if written or node.current_version() != node.version:
-                raise self._described(RuntimeError(_WRITTEN), node)
 
     def _described(self, error: BaseException, node: WeightNode) -> BaseException:
         names = [self._names.get(id(x), "a tensor without a name") for x in node.weights if x is not None]
@@ -169,14 +129,7 @@ _WRITTEN = (
 )
 
 
-def _take_rest(node: WeightNode, grad: Tensor | None) -> bool:
-    """Takes what the call of a SplitFunction, or of compiled code, has left for W; False if there is nothing."""
-    if node.node.leftovers:
-        node.kept = node.node.leftovers.pop()
-    elif grad is None or node.partial:
-        return False
-    else:  # B didn't run it: no input needs a gradient.
-        node.kept = context_of(node.node)
-    node.saved_for_weight = node.kept.saved_for_weight
-    node.version = node.current_version()
-    return True
+def _size(parts: Sequence[Part]) -> int:
+    """The bytes that parts keep alive."""
+    tensors = [x for part in parts for x in (*part.ctx.saved_for_weight, part.grad)]
+    return sum({id(x): x.nbytes for x in tensors if x is not None}.values())

@@ -5,7 +5,7 @@ None where no gradient is needed. ``parts``: what each call has saved, and the g
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +17,14 @@ Totals = Sequence[Total | None]
 Parts = Sequence[tuple[Any, Tensor]]
 #: Input and output gradient of a microbatch.
 Pair = tuple[Tensor, Tensor]
-#: Up to this many rows, or elements of both, a microbatch's product is computed together with others': a copy costs
-#: less than a kernel.
-_FEW_ROWS, _FEW_ELEMENTS = 16, 65536
-#: Bytes of input and output gradient that are concatenated at once.
+#: Bytes of input and output gradient that are concatenated at once: up to there, a copy costs less than a kernel.
 _TOGETHER = 8 * 2**20
 
 
 def linear(totals: Totals, parts: Parts) -> None:
     """Of x @ weight.T + bias, or of x @ weight + bias if the weight isn't ``turned``."""
     (weight, bias), (turned,) = totals, parts[0][0].way
-    for x, grad in _merged(parts, weight):
+    for x, grad in joined([(ctx.saved_for_weight[0], grad) for ctx, grad in parts]):
         if weight is not None:
             weight.add_product(*((grad.t(), x) if turned else (x.t(), grad)))
         if bias is not None:
@@ -50,45 +47,22 @@ def embedding(totals: Totals, parts: Parts) -> None:
     """Of a table whose rows are selected by numbers. There is no input gradient."""
     (total,), (rows, padding) = totals, parts[0][0].way
     assert total is not None
-    pairs: list[Pair] = []
-    for ctx, grad in parts:
-        (numbers,) = ctx.saved_for_weight
-        pairs.append((numbers.reshape(-1), grad.reshape(numbers.numel(), grad.shape[-1])))
+    pairs = [(ctx.saved_for_weight[0].reshape(-1), grad[None].flatten(0, -2)) for ctx, grad in parts]
     # The gradient has the size of the table however few rows are used: one is computed for many microbatches.
     for numbers, grads in joined(pairs):
         total.add(torch.ops.aten.embedding_dense_backward(grads, numbers, rows, padding, False), fresh=True)
 
 
-def _merged(parts: Parts, weight: Total | None) -> Sequence[Pair]:
-    """Input and output gradient of each part as matrices with a row per sample, fewer of them where that is faster."""
-    pairs = [(kept.saved_for_weight[0], grad) for kept, grad in parts]
-    if pairs[0][0].dim() != 2 or pairs[0][1].dim() != 2:
-        pairs = [(_matrix(x), _matrix(grad)) for x, grad in pairs]
-    x, grad = pairs[0]
-    if len(pairs) == 1 or x.numel() + grad.numel() <= _FEW_ELEMENTS:
-        return (_concatenated(pairs),)
-    # A sum with another dtype (under autocast) takes three kernels for a product: product, conversion, sum.
-    plain = weight is not None and weight.dtype is x.dtype
-    return pairs if plain and x.shape[0] > _FEW_ROWS else list(joined(pairs))
-
-
-def _matrix(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # Not -1, since there may be no columns.
-
-
-def joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """The pairs, but fewer and longer: concatenated where they are alike and small."""
-    run: list[Pair] = []
+def joined(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """The pairs, but fewer and longer: neighbours that are alike and small are concatenated."""
+    runs: list[list[Pair]] = []
     size, kind = 0, None
     for x, grad in pairs:
         own, bytes_ = (x.shape[1:], x.dtype, grad.shape[1:], grad.dtype), x.nbytes + grad.nbytes
-        if run and (size + bytes_ > _TOGETHER or own != kind):
-            yield _concatenated(run)
-            run, size = [], 0
-        kind, size = own, size + bytes_
-        run.append((x, grad))
-    yield _concatenated(run)
-
-
-def _concatenated(run: Sequence[Pair]) -> Pair:
-    return run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([grad for _, grad in run]))
+        if own != kind or size + bytes_ > _TOGETHER:
+            runs.append([])
+            size, kind = 0, own
+        runs[-1].append((x, grad))
+        size += bytes_
+    for run in runs:
+        yield run[0] if len(run) == 1 else (torch.cat([x for x, _ in run]), torch.cat([grad for _, grad in run]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import Parameter
 
 from splitpipe.backward.accumulate import Total
-from splitpipe.backward.stand_ins import leave_for_weights, stand_ins
+from splitpipe.backward.stand_ins import leftovers_of, stand_ins
 from splitpipe.core.torch_private import _current_autograd_node
 
 #: Takes a graph's arguments in a list, which it may empty.
@@ -149,20 +148,11 @@ def _values(graph: GraphModule, strides: Sequence[tuple[int, ...] | None] = ()) 
 
 
 class Leftover:
-    """What one call's first half leaves: the arguments of the second."""
-
-    __slots__ = ("_others", "saved_for_weight")
+    """What one call's first half leaves: the arguments of the second, without their graphs."""
 
     def __init__(self, given: Sequence[Any]) -> None:
-        self.saved_for_weight: tuple[Tensor, ...] = tuple([x for x in given if isinstance(x, Tensor)])
-        self._others = [(k, x) for k, x in enumerate(given) if not isinstance(x, Tensor)]
-
-    def arguments(self) -> list[Any]:
-        """The arguments."""
-        found: list[Any] = list(self.saved_for_weight)
-        for k, x in self._others:
-            found.insert(k, x)
-        return found
+        self.arguments = [x.detach() if isinstance(x, Tensor) else x for x in given]
+        self.saved_for_weight = [x for x in self.arguments if isinstance(x, Tensor)]
 
 
 class TracedGraph:
@@ -181,8 +171,7 @@ class TracedGraph:
     def call(self, compiled: Callable[..., Any], *args: Any) -> Any:
         """Calls the compiled forward."""
         if self._halves is not None:  # The first call knows: the backward is compiled with the forward.
-            tensors = stand_ins(self, [args[k] for k in self._weights])
-            own = {} if tensors is None else dict(zip(self._weights, tensors))
+            own = dict(zip(self._weights, stand_ins(self, [args[k] for k in self._weights])))
             args = tuple([own.get(k, x) for k, x in enumerate(args)])
         return compiled(*args)
 
@@ -227,7 +216,10 @@ class TracedGraph:
                 gradients[number] = gradient
             rest = made[len(inputs):]
             del made
-        if not leave_for_weights(_current_autograd_node(), self, partial(Leftover, rest)):
+        leftovers = leftovers_of(_current_autograd_node(), self)
+        if leftovers is not None:
+            leftovers.append((Leftover(rest), None))
+        else:
             for number, gradient in self._weight_gradients(rest):
                 gradients[number] = gradient
         return gradients
@@ -236,7 +228,7 @@ class TracedGraph:
         """Adds the weight gradients of several calls."""
         total_of = dict(zip(self._weights, totals))
         for leftover, _ in parts:
-            for number, gradient in self._weight_gradients(leftover.arguments()):
+            for number, gradient in self._weight_gradients([*leftover.arguments]):
                 if (total := total_of[number]) is not None:
                     total.add(gradient)
 

@@ -145,9 +145,8 @@ class Stage(pipelining.PipelineStage):
             (store,) = bwd_kwargs["param_groups"]
             with thread_state.use(thread_state.capture().outside_forward()):  # As in B.
                 store.backward_weight()
-            sums = [(get_gradient_edge(x), total.value) for x, total in store.sums if total.value is not None]
-            if sums:  # By way of autograd, so that the leaves' hooks run.
-                torch.autograd.backward([edge for edge, _ in sums], [grad for _, grad in sums])
+            if sums := [*store.sums]:  # By way of autograd, so that the leaves' hooks run.
+                torch.autograd.backward([total.weight for total in sums], [total.value for total in sums])
             return (), None
         if backward_type == "input":
             return self._backward_input(*[bwd_kwargs[x] for x in ("stage_output", "output_grads", "input_values")])
@@ -169,7 +168,7 @@ class Stage(pipelining.PipelineStage):
             found = backward_input(roots, [grad for _, grad in given], [*wanted.values()], graph, keep=False)
         finally:
             hooks.restore()
-        store.add(0, graph, found, keep=False)
+        store.add(0, found)
         entries = dict(zip(wanted, found.entries))
         return tuple([entries.get(k) for k in range(len(inputs))]), [store]
 

@@ -188,9 +188,9 @@ class BlockChain:
                 )
             segment.arrived.append((segment.leave(y), grad, None))
         segment.close(step.split, stage.own)
-        graph, gradients = step.differentiate(stage, segment, keep=False)
+        gradients = step.differentiate(stage, segment, keep=False)
         if step.wants_weights:
-            stage.store.add(self._i, graph, gradients, keep=False)
+            stage.store.add(self._i, gradients)
         return gradients.entries
 
     def _recompute(self, stage: RunningStage, segment: Segment) -> list[Tensor]:

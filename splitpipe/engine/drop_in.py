@@ -87,14 +87,13 @@ class SecondHalf:
         gradients: Gradients = {}
         for stage in stages:
             sums = stage.store.sums
-            totals = [sums.take(x) for x in wanted.get(stage.index, ())]
-            grads_of = [None if total is None else total.value for total in totals]
-            gradients[stage.index] = hand(grads_of, stage.compute, stream.current(stage.device))
+            taken = [sums.take(x) for x in wanted.get(stage.index, ())]
+            gradients[stage.index] = hand(taken, stage.compute, stream.current(stage.device))
             # Leaves that weren't known at the end of the first half: their hooks are not called.
-            late = [(x, total) for x, total in sums if id(x) not in stage.reached]
-            for x, total in late if late and adds_gradients([x for own in wanted.values() for x in own]) else ():
-                assert total.value is not None
-                x.grad = total.value if x.grad is None else x.grad + total.value
+            late = [total for total in sums if id(total.weight) not in stage.reached]
+            for total in late if late and adds_gradients([x for own in wanted.values() for x in own]) else ():
+                x = total.weight
+                x.grad = total.value if x.grad is None else x.grad + total.value  # type: ignore[operator]
         if None in wanted:
             of_input = input_gradients(step, None, call.input)
             gradients[None] = [of_input.get(k) for k in self._tracked]

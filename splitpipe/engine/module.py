@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from splitpipe.backward.stand_ins import deferring
 from splitpipe.core import stream, thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import position_of
@@ -99,8 +98,7 @@ class ModuleForward:
     def _forward(self) -> None:
         step, trace, placement = self.step, self.trace, self._call.placement
         with (
-            thread_state.use(step.call.state), stream.use(*step.call.computes), bound(deferring, step.split),
-            bound(taker, self), open_box({}),
+            thread_state.use(step.call.state), stream.use(*step.call.computes), bound(taker, self), open_box({}),
         ):
             before = _get_current_function_mode_stack()
             first = [self._follow] if self._follow_first else []

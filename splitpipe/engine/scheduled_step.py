@@ -31,8 +31,8 @@ from splitpipe.stage.call import Origin, hand
 from splitpipe.stage.segment import RunningStage
 from splitpipe.stage.shared_parameters import SharedParameters
 
-#: Tensors and their gradients, and the stage that has computed these, by the key of the group.
-Sums = dict[Any, tuple[RunningStage, list[tuple[Tensor, Total]]]]
+#: The gradients of tensors, and the stage that has computed these, by the key of the group.
+Sums = dict[Any, tuple[RunningStage, list[Total]]]
 
 
 class HandOver:
@@ -85,13 +85,13 @@ class ScheduledStep:
             for key, stage, division in (None, step.stages[0], call.input), (TARGET, step.stages[-1], self._target):
                 with stream.use(stage.compute):
                     grads = input_gradients(step, key, division)
-                sums[key] = stage, [(division.leaves[k], Total(x, x)) for k, x in grads.items() if x is not None]
+                sums[key] = stage, [Total(division.leaves[k], x) for k, x in grads.items() if x is not None]
             shared.bring_home()
             sums.update({stage.index: (stage, [*stage.store.sums]) for stage in step.stages})
         call.rejoin()
         if not self._roots:
             return loss
-        groups = {key: [x for x, _ in own] for key, (_, own) in sums.items()}
+        groups = {key: [total.weight for total in own] for key, (_, own) in sums.items()}
         graph = OuterGraph([stage.device for stage in step.stages], partial(_scale, sums, unit, self.hand_over))
         self.hand_over.graph = weakref.ref(graph)
         return graph.attach([loss], groups)[0]
@@ -111,6 +111,6 @@ def _scale(
     gradients: Gradients = {}
     for key in wanted:
         stage, own = sums[key]
-        hand([total.value for _, total in own], stage.compute, stream.current(stage.device))
-        gradients[key] = [total.scaled(factors[x.device], in_place=not keep) for x, total in own]
+        hand([total.value for total in own], stage.compute, stream.current(stage.device))
+        gradients[key] = [total.scaled(factors[total.weight.device], in_place=not keep) for total in own]
     return gradients

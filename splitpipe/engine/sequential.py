@@ -17,13 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from splitpipe.backward.stand_ins import deferring
 from splitpipe.core import stream, thread_state
 from splitpipe.core.dtensor import wait_for_collectives
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import sharing, version_of
-from splitpipe.core.thread_state import bound
 from splitpipe.engine.module_output import Output, chain_output
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import MICROBATCH, TARGET
@@ -124,7 +122,7 @@ def _recompute(
 def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segment: Segment, doing: str) -> Values:
     """The layers of a stage on values that enter a segment's graph; what leaves is outside."""
     where = f"{stage.name}, microbatch {i} of {step.call.microbatches}"
-    values = run_layers(stage.own, given, enter([*given.values()], segment), doing, where, step.split)
+    values = run_layers(stage.own, given, enter([*given.values()], segment), doing, where)
     mark_shared(values, [value.leaves[k] for value in given.values() for k in value.shared])
     leaves = [x for value in values.values() for x in value.leaves]
     outside = zip(*detach(leaves, segment, stage.index, step.call.state.grad))
@@ -134,18 +132,16 @@ def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segmen
     return values
 
 
-def run_layers(
-    own: StageLayers, given: Values, entered: Sequence[list[Any]], doing: str, where: str, split: bool = False
-) -> Values:
+def run_layers(own: StageLayers, given: Values, entered: Sequence[list[Any]], doing: str, where: str) -> Values:
     """What a stage's layers return (by None) and stash for given values, whose leaves have entered as these.
 
-    ``doing``: "forward" or "recomputation"; ``split``: whether weight gradients may wait.
+    ``doing``: "forward" or "recomputation".
     """
     pairs, at = zip(given.items(), entered), 0
     box: dict[Any, Any] = {key: unflatten(leaves, value.nesting) for (key, value), leaves in pairs}
     x = box.pop(None)
     try:
-        with open_box(box), bound(deferring, split):
+        with open_box(box):
             for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
                 x = layer(x)
         values: Values = {key: Activation(*flatten(value)) for key, value in ((None, x), *box.items())}

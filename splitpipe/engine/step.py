@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from splitpipe.backward.graph_walk import Walk
 from splitpipe.backward.input_backward import InputGradients, LeafHooks, backward_input
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
@@ -141,17 +140,17 @@ class StepRun:
         segment = stage.fwd_cache[i]
         if not self.keep:
             del stage.fwd_cache[i]
-        graph, gradients = self.differentiate(stage, segment, self.keep)
+        gradients = self.differentiate(stage, segment, self.keep)
         origins = segment.origins
         del segment
         self._send_gradients(stage, i, zip(origins, gradients.entries))
         if self.wants_weights:
-            stage.store.add(i, graph, gradients, self.keep)
+            stage.store.add(i, gradients)
             if stage.store.full:
                 stage.store.backward_weight()
 
-    def differentiate(self, stage: RunningStage, segment: Segment, keep: bool) -> tuple[Walk, InputGradients]:
-        """Runs backward from the gradients that have arrived at a segment's roots; also returns the graph for W."""
+    def differentiate(self, stage: RunningStage, segment: Segment, keep: bool) -> InputGradients:
+        """Runs backward from the gradients that have arrived at a segment's roots."""
         arrived, segment.arrived = segment.arrived, []
         for event in {id(event): event for _, _, event in arrived}.values():
             stream.wait_for(stage.compute, event)
@@ -163,7 +162,7 @@ class StepRun:
         gradients = backward_input(roots, grads, segment.entries, graph, keep)
         if stage.compute is not None:
             self.launching.take()
-        return graph, gradients
+        return gradients
 
     def _send_gradients(self, stage: RunningStage, i: int, entries: Iterable[tuple[Origin, Tensor | None]]) -> None:
         """Sends gradients of a microbatch to where the values came from, a message for each stage."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from types import new_class
 from typing import Any, ClassVar
 
 from torch import nn
@@ -60,7 +59,7 @@ class Skippable(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
-        self.namespaces: dict[str, Namespace] = {}  # The namespace of each isolated name.
+        self.namespaces: dict[str, Namespace | None] = {}  # That of each name; without an entry, it is None.
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
@@ -102,52 +101,45 @@ class Skippable(nn.Module):
             raise TypeError(f"found {ns!r} as namespace: expected a Namespace. Write isolate(Namespace()).")
         if unknown := sorted(names - declared):
             raise TypeError(f"found {unknown} in only: expected some of {sorted(declared)}, as @skippable declares.")
-        for name in names:
-            self.namespaces.pop(name, None)
-            if ns is not None:
-                self.namespaces[name] = ns
+        self.namespaces.update(dict.fromkeys(names, ns))
         return self
 
     def forward(self, input: Any) -> Any:
         """Runs the decorated module, and carries out the commands that it yields."""
-        here = type(self).__name__
-        if absent := [name for ns, name in self.poppable() if (ns, name) not in current()]:
+        here, box = type(self).__name__, current()
+        if absent := [name for ns, name in self.poppable() if (ns, name) not in box]:
             raise RuntimeError(f"{here} pops {absent}, which no earlier layer stashed: see verify_skippables(model).")
-        arrived = {name: current().pop((ns, name)) for ns, name in self.poppable()}
-        stashed: set[str] = set()
-        output = self._run(input, arrived, stashed)
-        if unused := [*sorted(self.stashable_names - stashed), *sorted(arrived)]:
-            raise RuntimeError(f"{here} didn't yield {unused}: expected each declared name once. None is a value.")
+        arrived = {name: box.pop((ns, name)) for ns, name in self.poppable()}
+        unused = {stash: {*self.stashable_names}, pop: {*self.poppable_names}}
+        output = self.module(input)
+        if isinstance(output, Generator):
+            with closing(output):
+                output = self._run(output, arrived, unused)
+        if left := [*sorted(unused[stash]), *sorted(unused[pop])]:
+            raise RuntimeError(f"{here} didn't yield {left}: expected each declared name once. None is a value.")
         return output
 
-    def _run(self, input: Any, arrived: dict[str, object], stashed: set[str]) -> Any:
-        """The output. Pops from ``arrived``, and adds to ``stashed`` the names that it puts into the tracker."""
-        generator, here = self.module(input), type(self).__name__
-        if not isinstance(generator, Generator):
-            return generator
-        answer = None
-        with closing(generator):
-            while True:
-                try:
-                    command = generator.send(answer)
-                except StopIteration as stop:
-                    return stop.value
-                if not isinstance(command, (stash, pop)):
-                    kind = type(command).__name__
-                    raise TypeError(f"{here} yielded a {kind}: expected stash(name, value) or pop(name).")
-                name, stashes = command.name, isinstance(command, stash)
-                unused = self.stashable_names - stashed if stashes else arrived.keys()
-                if not isinstance(name, str) or name not in unused:
-                    kind = type(command).__name__
-                    known = sorted(self.stashable_names if stashes else self.poppable_names)
-                    raise RuntimeError(f"{here} yielded {kind}({name!r}): expected each of {known} once in a forward.")
-                answer = None
-                if isinstance(command, stash):
-                    stashed.add(name)
-                    # Now rather than at the end, since a layer inside this one may pop it.
-                    current()[self.namespaced(name)] = command.tensor
-                else:
-                    answer = arrived.pop(name)
+    def _run(self, generator: Any, arrived: dict[str, Any], unused: dict[type, set[str]]) -> Any:
+        """The output of a forward, each of whose commands uses a name up."""
+        here, answer = type(self).__name__, None
+        while True:
+            try:
+                command = generator.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            kind = type(command)
+            if kind not in unused:
+                raise TypeError(f"{here} yielded a {kind.__name__}: expected stash(name, value) or pop(name).")
+            name = command.name
+            if name not in unused[kind]:
+                known = sorted(self.stashable_names if kind is stash else self.poppable_names)
+                raise RuntimeError(
+                    f"{here} yielded {kind.__name__}({name!r}): expected each of {known} once in a forward."
+                )
+            unused[kind].remove(name)
+            if kind is stash:  # Now rather than at the end, since a layer inside this one may pop it.
+                current()[self.namespaced(name)] = command.tensor
+            answer = arrived.pop(name) if kind is pop else None
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
@@ -194,7 +186,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         # has a class that is found through the wrapper; the decorated class stays as it is.
         shared = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
         inside = {**shared, "__qualname__": f"{cls.__qualname__}.module_cls"}
-        module_cls = new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(inside))
+        module_cls = type(cls.__name__, (cls,), inside)
         names = {"stashable_names": stashable, "poppable_names": poppable}
         return type(cls.__name__, (Skippable,), {**shared, **names, "module_cls": module_cls})
 

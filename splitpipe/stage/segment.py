@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from splitpipe.backward.graph_walk import Walk, fused, walk
+from splitpipe.backward.graph_walk import Walk, walk
 from splitpipe.backward.report import uses
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core.stream import Stream
@@ -63,7 +63,7 @@ class Segment:
         self.entries: list[GradientEdge] = []
         self.origins: list[Origin] = []
         self.roots: list[GradientEdge] = []  #: The edges of values that have left.
-        self.graph = Walk([], [])
+        self.graph = Walk({}, {}, [])
         #: Gradients: the number of the root, and the event after which they are there.
         self.arrived: list[tuple[int, Tensor, torch.Event | None]] = []
         self.recompute = recompute
@@ -94,10 +94,7 @@ class Segment:
     def graph_for_backward(self) -> Walk:
         """What B needs to know of the graph."""
         if self._hooked():
-            self.graph = fused(self.graph)
-        for node in self.graph.weight_nodes if self.ran else ():
-            if node.whole:
-                node.node.leftovers.clear()  # Of a backward that wanted no W, or failed.
+            self.graph = self.graph.fused()
         self.ran = True
         return self.graph
 

@@ -31,8 +31,8 @@ def test_gradients_are_taken_as_they_are_and_never_written_to() -> None:
 def test_gradients_that_are_added_together_are_those_of_the_weights_given_and_never_written_to() -> None:
     sums, weights, given = Sums(), [torch.empty(2) for _ in range(3)], [[torch.ones(2)] * 2 for _ in range(3)]
     for own, grads in zip((weights[:2], weights[:2], weights[1:]), given):
-        sums.add(own, grads)
-    assert [total.value.tolist() for _, total in sums] == [[2.0] * 2, [3.0] * 2, [1.0] * 2]  # type: ignore[union-attr]
+        sums.add([*zip(own, grads)])
+    assert [total.value.tolist() for total in sums] == [[2.0] * 2, [3.0] * 2, [1.0] * 2]  # type: ignore[union-attr]
     assert all(x.tolist() == [1.0, 1.0] for grads in given for x in grads)
 
 
@@ -49,7 +49,7 @@ def test_products_of_another_type_are_added_in_the_weights_type() -> None:
 def test_an_expanded_gradient_is_summed_and_one_that_does_not_fit_is_an_error(allocated: bool) -> None:
     total = Total(torch.empty(3))
     if allocated:
-        total.allocate(torch.zeros(3))
+        total.allocate()
     with pytest.raises(RuntimeError, match=r"size \{\[3\]\} is not expandable to size \{\[4\]\}"):
         total.add(torch.ones(4))
     for rows in (2, 1, 4):

@@ -97,8 +97,8 @@ def test_a_weight_before_it_in_its_stage_gets_its_gradient(name: str, way: dict[
 @pytest.mark.parametrize("name", RULED)
 def test_b_follows_all_edges_but_those_to_the_weights(name: str) -> None:
     layer, x = layer_of(RULED[name])
-    for found in walk([get_gradient_edge(layer(x.requires_grad_()))], [], True).weight_nodes:
-        edges, behind = found.node.next_functions, rules.RULES[type(found.node)][1]
+    for node, found in walk([get_gradient_edge(layer(x.requires_grad_()))], [], True).weight_nodes.items():
+        edges, behind = node.next_functions, rules.RULES[type(node)][1]
         left = [rules.leaf_of(after)[0] for after, _ in edges if after not in dict(edges[behind])]
         assert {*map(id, left)} - {id(None)} == {*map(id, found.weights)} - {id(None)}
 

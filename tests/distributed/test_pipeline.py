@@ -18,7 +18,9 @@ from splitpipe.distributed import Pipeline
 from splitpipe.distributed.pipeline import Loss
 from splitpipe.distributed.stage import StageModule
 from splitpipe.schedule.op import Op
+from tests.backward.test_weight_grad_store import Logged
 from tests.helpers.covering import graded
+from tests.helpers.deferring import scale
 from tests.helpers.modules import Pop, Stash, module_of
 from tests.helpers.scheduled import NAMES
 from tests.helpers.world import SIZE, World, both
@@ -80,6 +82,16 @@ def test_skips_to_the_next_stage_and_tuples_are_sent(rank: int, name: str) -> No
     give, take = Apply(lambda x: (x.sin(), x.cos())), Apply(lambda x: x[0] * x[1])
     module = nn.Sequential(nn.Linear(6, 6), Stash(), nn.Linear(6, 6), give, take, Pop(), nn.Linear(6, 2))
     assert_trained_alike(rank, module.double(), [4, 3], name)
+
+
+@both
+def test_a_split_function_is_deferred(rank: int) -> None:
+    log: list[tuple[str, str]] = []
+    scales = [scale(6, Logged, log=log, name="") for _ in range(4)]
+    module = nn.Sequential(nn.Linear(6, 6), *scales, nn.Linear(6, 2)).double()
+    assert_trained_alike(rank, module, [3, 3], "zb-h1", steps=1)
+    kinds = "".join(kind for kind, _ in log)  # First those of the module. Torch runs all of the first stage in W.
+    assert kinds.startswith("BW" * 4) and ("BBWW" in kinds) is (rank == 1)
 
 
 @both

@@ -24,7 +24,7 @@ COMPILED = ROOT / "splitpipe" / "compiled" / "torch_private.py"
 FILES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
          for path in sorted((ROOT / "splitpipe").rglob("*.py")) if path not in (CORE, DISTRIBUTED, COMPILED)}
 #: Attributes that are read with a default, or from nodes and from classes that torch imports late.
-LATE = {"_raw_saved_tensors", "_raw_saved_input", "_raw_saved_indices", "_raw_saved_mat1", "_raw_saved_self",
+LATE = {"_raw_saved_input", "_raw_saved_indices", "_raw_saved_mat1", "_raw_saved_self",
         "_saved_input", "_saved_weight", "_saved_indices", "_saved_mat1", "_saved_self", "_saved_weight_sym_argsize_0",
         "_saved_padding_idx", "_saved_sparse", "_saved_scale_grad_by_freq", "_saved_stride", "_saved_padding",
         "_saved_dilation", "_saved_transposed", "_saved_output_padding", "_saved_groups", "_saved_alpha", "_saved_beta",
