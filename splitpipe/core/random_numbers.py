@@ -36,14 +36,16 @@ def _bytes(state: Tensor) -> bytes:
 
 
 class Draws:
-    """Whether one call draws from the CPU's default generator; ``known``: what calls have shown, in both modes.
+    """Whether one call draws from the CPU's default generator; ``known``: what calls of each kind have shown.
 
-    ``watched``: it may, as earlier ones did, or none was there. Its ops run one after another, and each F is looked at.
+    ``watched``: it may, as earlier ones did, or it is the ``first`` one. Its ops run one after another, and each F is
+    looked at.
     """
 
-    def __init__(self, known: dict[bool, bool], mode: bool) -> None:
-        self._known, self._mode = known, mode
-        self.watched, self.drew = known.get(mode, True), False
+    def __init__(self, known: dict[Any, bool], kind: Any) -> None:
+        self._known, self._kind = known, kind
+        self.first = kind not in known
+        self.watched, self.drew = known.get(kind, True), False
         self._before = default_generator.get_state()
 
     @cached_property
@@ -60,7 +62,7 @@ class Draws:
             default_generator.manual_seed(self._seed - 1)  # From which no F has drawn.
         unwatched = not self.watched and states_differ(self._before, default_generator.get_state())
         # A layer may draw in some steps only: a model that has drawn is watched from then on.
-        self._known[self._mode] = self._known.get(self._mode, False) or self.drew or unwatched
+        self._known[self._kind] = self._known.get(self._kind, False) or self.drew or unwatched
         if unwatched and recomputes:
             raise RuntimeError(
                 "something drew random numbers from the default generator unwatched: a layer that hadn't drawn "

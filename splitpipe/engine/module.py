@@ -74,8 +74,8 @@ class ModuleForward:
         link = None if self.trace is None else self.trace.ledger.link
         self.crossing = Crossing(carrier, call.placement, call.shared, link)
         self._follow = Follow(self.crossing.here, self.crossing.latest, carrier.one_graph)
-        #: Whether values may be elsewhere on the first stage, too: until a training call has moved all parameters.
-        self._follow_first = call.placement.several and not call.placement.trained
+        #: Whether values may be elsewhere on the first stage, too: in a first call, which moves parameters.
+        self._follow_first = call.placement.several and call.step.call.draws.first
         self._chains = call.new_chains(self.step, i, call.shared, call.attributes)
         self.stage = 0
         self._within = ExitStack()
@@ -164,11 +164,13 @@ class ModuleForward:
     def _leave(self) -> None:
         self._chains.end()
         self.crossing.end()
-        self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
+        call = self.step.call
+        shows = self.i == 0 and call.draws.first and call.microbatches > 1
+        self._call.attributes.withdraw(self.stage, self._call.blocks.module if shows else None)
         self.carrier.end(self.stage)
         self._within.close()
         stage, begun = self.step.stages[self.stage], self._inside
-        if begun is not None and (self.step.call.draws.drew or begun != position_of(stage.device)):
+        if begun is not None and (call.draws.drew or begun != position_of(stage.device)):
             raise RuntimeError(
                 f"{stage.name} begins inside torch.utils.checkpoint (the module's own gradient checkpointing) and "
                 "draws random numbers, which that doesn't repeat there: expected checkpoint='always' in its place."

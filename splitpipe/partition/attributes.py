@@ -1,7 +1,7 @@
 """What a block leaves in an attribute with a graph (``self.aux = router(x)``): it is None from the next stage on.
 
 All microbatches share it, and code that reads it later would get any of theirs: gradients would be added to the wrong
-graph, in silence. Where such tensors are left, the first microbatch of the first call shows.
+graph, in silence. Where such tensors are left, the first microbatch of a first call shows, whose ops run one by one.
 """
 from __future__ import annotations
 
@@ -20,20 +20,12 @@ class Attributes:
     def __init__(self) -> None:
         #: By stage, since another one may be using its own right now: the names, modules and attributes.
         self._places: dict[int, set[tuple[str, nn.Module, str]]] = {}
-        self._seen: set[bool] = set()
-        #: Whether the current call shows them: then it runs op after op.
-        self.looks = False
         self._warned = False
 
-    def begin(self, trains: bool) -> None:
-        """Called before a call of several microbatches."""
-        self.looks = trains not in self._seen
-        self._seen.add(trains)
-
     def withdraw(self, stage: int, first: nn.Module | None = None) -> None:
-        """Called when the code of a stage has run; ``first``: the module, if it was F of the first microbatch."""
-        if first is not None and self.looks:
-            self._places[stage] = self._places.get(stage, set()).union(_places(first))
+        """Called when the code of a stage has run; ``first``: the module, if that shows where tensors are left."""
+        if first is not None:
+            self._places.setdefault(stage, set()).update(_places(first))
         places = self._places.get(stage, ())
         names = [name for name, part, own in places if own in vars(part) and _clear(vars(part), own)]
         if names and not self._warned:

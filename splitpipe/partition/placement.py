@@ -102,38 +102,37 @@ class Placement:
         self.several = len(self.devices) > 1
         # Weak references, since the module's forward refers to this.
         self.stage_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        #: The modules that each stage has called.
-        self.called: list[WeakKeyDictionary[nn.Module, None]] = [WeakKeyDictionary() for _ in places]
+        #: The modules that each stage has called, and what ``settle`` returned.
+        self.called: list[WeakKeyDictionary[nn.Module, bool]] = [WeakKeyDictionary() for _ in places]
         #: Where tensors belong: with the first of the modules that have them.
         self.homes: dict[int, tuple[Tensor, torch.device]] = {}
-        #: What ``settle`` returned, by the called module's identity and the stage.
-        self._settled: dict[tuple[int, int], bool] = {}
-        #: True when a call has completed, and one in training mode: everything that such calls use is in place.
-        self.complete = self.trained = False
+        self.complete = False  #: True when a call has completed.
 
     def prepare(self, module: nn.Module, same: bool) -> None:
-        """Before a call; ``same``: whether it has the parts that it had. What was moved since will go home again."""
+        """Before a call; ``same``: whether it has the parts that it had. What was moved since goes home again."""
         if not same:
             self.homes.clear()
-        away = any([x.device != home for x, home in self.homes.values()])
-        if away and same and self.complete:
+            for called in self.called:
+                called.clear()
+            for part in () if self.several else module.modules():
+                self._bring(part, self._devices[0])
+        away = [(x, home) for x, home in self.homes.values() if x.device != home]
+        if away and self.complete:
             warnings.warn(
                 "parameters were moved from their stages' devices, as by layer.cuda(), and are moved back: expected "
                 "layers that stay where they are, or splitpipe.detach(model, device).", stacklevel=6,
             )
-        if not same or away:
-            self._settled.clear()
-            for part in () if self.several else module.modules():
-                self._bring(part, self._devices[0])
+        with DisableTorchFunction():  # Unseen by function modes.
+            for x, home in away:
+                moved(x, home)
 
     def settle(self, module: nn.Module, is_block: bool, stage: int) -> bool:
         """Assigns a module that a stage calls, or (``is_block``) its parts that have no stage yet, to the stage.
 
         Returns True if all their tensors are on the stage's device.
         """
-        local = self._settled.get((id(module), stage))
+        local = self.called[stage].get(module)
         if local is None:
-            self.called[stage][module] = None
             local = True
             for part in module.modules() if is_block else [module]:
                 home = self.stage_of.get(part, stage)
@@ -141,14 +140,14 @@ class Placement:
                     self._bring(part, self._devices[home])
                     local = local and all([x.device == self._devices[stage] for x in _own(part)])
                 self.stage_of[part] = home  # Only now, so that what couldn't be moved has no stage.
-            self._settled[id(module), stage] = local
+            self.called[stage][module] = local
         return local
 
     def _bring(self, part: nn.Module, device: torch.device) -> None:
         own = [x for x in _own(part) if x.is_leaf]  # Others are of one call, whose graph they would keep.
         self.homes.update({id(x): (x, device) for x in own if id(x) not in self.homes})
         if any([x.device != self.homes[id(x)][1] for x in own]):
-            with DisableTorchFunction():  # Unseen by function modes.
+            with DisableTorchFunction():
                 part._apply(lambda x: moved(x, self.homes.get(id(x), (x, x.device))[1]), recurse=False)
 
     def is_elsewhere(self, x: Tensor, stage: int) -> bool:

@@ -93,6 +93,7 @@ class ModuleRuntime(Runtime):
         same = self._known is not None and self._known[1].same()
         if not same:
             self._known, self._modules, self._attributes = None, {}, Attributes()
+            self.draws.clear()  # The next calls are first calls.
             self._compiler.compile(blocks.blocks)
             for part in (*blocks.blocks, *blocks.opened):
                 surround(part)
@@ -115,8 +116,6 @@ class ModuleRuntime(Runtime):
     ) -> SharedParameters:
         call, options, placement, streams = step.call, self.options, self._placement, self._resources.named
         attributes = self._attributes if call.microbatches > 1 else Attributes()
-        if call.microbatches > 1:
-            attributes.begin(batch.module.training and call.state.grad)
         traced = call.microbatches > 1 and options.reduction is None and self._traced.get(batch.kind, True)
         stitched = step.drop_in and not options.split_backward
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
@@ -135,13 +134,12 @@ class ModuleRuntime(Runtime):
         )
         parts = call.scatter(call.input, detached=not stitched)
         step.forwards = [ModuleForward(own, i, part, new(step, i)) for i, part in enumerate(parts)]
-        # First calls move parameters, and show what is left in attributes: their F must run one after another.
-        if attributes.looks or placement.several and not placement.trained:
+        if call.draws.first:  # It moves parameters, and shows what is left in attributes.
             step.pool = None
         return shared
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
-        placement, training = self._placement, batch.module.training
+        placement = self._placement
         if step.call.microbatches > 1:
             numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
@@ -154,5 +152,5 @@ class ModuleRuntime(Runtime):
                 "stage 0 calls no module, so its device is idle: expected cuts= without the module that is called "
                 "first.", stacklevel=5,
             )
-        placement.complete, placement.trained = True, placement.trained or training
+        placement.complete = True
         super()._end(batch, step, outputs)

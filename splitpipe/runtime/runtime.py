@@ -98,8 +98,8 @@ class Runtime:
         loss_fn = options.loss_fn
         self._objective = None if loss_fn is None else Objective(loss_fn, options.reduction, self._said)
         self._rows: Callable[..., OpRows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
-        #: Whether the model draws from the CPU's generator, in training and in evaluation, as calls have shown.
-        self.draws: dict[bool, bool] = {}
+        #: Whether the model draws from the CPU's generator, as calls of each kind have shown.
+        self.draws: dict[Any, bool] = {}
         self._known: tuple[Any, ModelLayers] | None = None  # The layers for a key, if they may be used again.
         self._last: list[StageLayers] = []  # Those of the last call with grad mode.
         self._looked = False  # Whether a step has shown what layers keep.
@@ -205,7 +205,7 @@ class Runtime:
             )
         tail = UNCHECKPOINTED_TAIL[options.checkpoint] if batch.module.training and state.grad else None
         checkpointed = 0 if tail is None else max(0, len(division.rows) - tail)
-        draws = Draws(self.draws, batch.module.training)
+        draws = Draws(self.draws, (batch.module.training, state.grad, len(division.rows) > 1))
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
         target, objective = given or absent(call.input), None if batch.target is None else self._objective
         if objective is not None:
