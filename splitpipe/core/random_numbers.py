@@ -38,8 +38,7 @@ def _bytes(state: Tensor) -> bytes:
 class Draws:
     """Whether one call draws from the CPU's default generator; ``known``: what calls of each kind have shown.
 
-    ``watched``: it may, as earlier ones did, or it is the ``first`` one. Its ops run one after another, and each F is
-    looked at.
+    ``watched``: it may, as earlier ones did, or it is the ``first``. Its ops run one by one, and each F is looked at.
     """
 
     def __init__(self, known: dict[Any, bool], kind: Any) -> None:

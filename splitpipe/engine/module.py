@@ -164,13 +164,11 @@ class ModuleForward:
     def _leave(self) -> None:
         self._chains.end()
         self.crossing.end()
-        call = self.step.call
-        shows = self.i == 0 and call.draws.first and call.microbatches > 1
-        self._call.attributes.withdraw(self.stage, self._call.blocks.module if shows else None)
+        self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
         self.carrier.end(self.stage)
         self._within.close()
         stage, begun = self.step.stages[self.stage], self._inside
-        if begun is not None and (call.draws.drew or begun != position_of(stage.device)):
+        if begun is not None and (self.step.call.draws.drew or begun != position_of(stage.device)):
             raise RuntimeError(
                 f"{stage.name} begins inside torch.utils.checkpoint (the module's own gradient checkpointing) and "
                 "draws random numbers, which that doesn't repeat there: expected checkpoint='always' in its place."

@@ -20,11 +20,12 @@ class Attributes:
     def __init__(self) -> None:
         #: By stage, since another one may be using its own right now: the names, modules and attributes.
         self._places: dict[int, set[tuple[str, nn.Module, str]]] = {}
+        self.looks = False  #: Whether the current call shows them.
         self._warned = False
 
     def withdraw(self, stage: int, first: nn.Module | None = None) -> None:
-        """Called when the code of a stage has run; ``first``: the module, if that shows where tensors are left."""
-        if first is not None:
+        """Called when the code of a stage has run; ``first``: the module, if it was F of the first microbatch."""
+        if first is not None and self.looks:
             self._places.setdefault(stage, set()).update(_places(first))
         places = self._places.get(stage, ())
         names = [name for name, part, own in places if own in vars(part) and _clear(vars(part), own)]

@@ -115,6 +115,7 @@ class ModuleRuntime(Runtime):
         self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
     ) -> SharedParameters:
         call, options, placement, streams = step.call, self.options, self._placement, self._resources.named
+        self._attributes.looks = call.draws.first
         attributes = self._attributes if call.microbatches > 1 else Attributes()
         traced = call.microbatches > 1 and options.reduction is None and self._traced.get(batch.kind, True)
         stitched = step.drop_in and not options.split_backward
