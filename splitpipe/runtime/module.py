@@ -66,7 +66,7 @@ class ModuleRuntime(Runtime):
     def device_map(self) -> dict[str, torch.device]:
         """The devices of blocks by name; before the first call, a guess from the order of definition."""
         blocks = Blocks(self.module, self.options.cuts)
-        return device_map(blocks, self.stage_of, self._resources.devices, self._placement.complete)
+        return device_map(blocks, self.stage_of, self._resources.devices)
 
     def _stages_of(self, module: nn.Module) -> Mapping[nn.Module, int]:
         return self.stage_of
