@@ -6,7 +6,7 @@ parameter that ``torch.func.functional_call`` swaps for one call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, combinations
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -98,21 +98,20 @@ class ModelLayers:
 def workers(
     stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
 ) -> list[int]:
-    """The worker of each stage: one per accelerator; on the CPU one per row, or per set of stages that share state."""
+    """The worker of each stage: one per accelerator; on the CPU one per row, or one for all if stages share state."""
     # Two threads that update one buffer lose updates, and two that call one layer could clash in what it keeps (such as
-    # the weight that a hook of weight_norm sets). One thread runs its stages in the order of the clock.
-    keys = [_keys(*each) for each in zip(stages, places, range(len(stages)) if rows is None else rows)]
-    first = list(range(len(stages)))  # For each stage, the first one with the same worker.
-    for stage, other in combinations(range(len(stages)), 2):
-        if keys[stage] & keys[other]:  # A stage that shares with several merges their workers.
-            into, joined = sorted([first[stage], first[other]])
-            first = [into if found == joined else found for found in first]
-    return [sorted({*first}).index(found) for found in first]
+    # the weight that a hook of weight_norm sets).
+    states = [_state(layers) for layers, place in zip(stages, places) if place.device.type == "cpu"]
+    together = len(set[object]().union(*states)) < sum(map(len, states))
+    keys: list[object] = [
+        place.device if together or place.device.type != "cpu" else row
+        for place, row in zip(places, range(len(stages)) if rows is None else rows)
+    ]
+    return [[*dict.fromkeys(keys)].index(key) for key in keys]
 
 
-def _keys(layers: Sequence[nn.Module], place: Place, row: int) -> set[object]:
-    if place.device.type != "cpu":
-        return {f"row {row}", place.device}
+def _state(layers: Sequence[nn.Module]) -> set[object]:
+    """The modules with parameters, as others keep little, and the buffers."""
     parts = {part for layer in layers for part in layer.modules()}
-    state = [part for part in parts if next(part.parameters(), None) is not None]  # Others keep little.
-    return {f"row {row}", *state, *[id(buffer) for layer in layers for buffer in layer.buffers()]}
+    state = [part for part in parts if next(part.parameters(), None) is not None]
+    return {*state, *[id(buffer) for part in parts for buffer in part.buffers(recurse=False)]}
