@@ -67,9 +67,6 @@ class Call:
         #: The caller's current streams on the devices of the stages, and the streams on which these compute.
         self.callers = [stream.current(device) for device in devices]
         self.computes = [place.stream or caller for place, caller in zip(places, self.callers)]
-        own = {(each.device, each.stream_id) for each in self.computes if each is not None}
-        #: Whether stages on one device compute on different streams of it.
-        self.beside = len(own) > len({device for device, _ in own})
         #: How many microbatches are checkpointed, from the first one; and of these, R's: with cuts, B recomputes.
         self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if own_forward else checkpointed, draws
         #: The caller's context variables, and a copy of them for each microbatch.
@@ -82,16 +79,14 @@ class Call:
         """The microbatches of a value; ``detached``: as leaves with origins, outside the caller's graph."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
             parts = value.scatter()
-        activations = []
-        for i, (leaves, nesting) in enumerate(parts):
-            places, origins = value.places[i], Origins([None] * len(leaves))
+        activations, tracked = [], detached and self.state.grad
+        for places, (leaves, nesting) in zip(value.places, parts):
             given = [value.leaves[k] for k in places]
             shared = sharing(given) | {at for at, k in enumerate(places) if k in value.shared_places}  # All have these.
             for caller, compute in zip(self.callers, self.computes):
                 hand(leaves, caller, compute)
-            for at, leaf in enumerate(given if detached and self.state.grad else ()):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    origins[at] = key, places[at]
+            grads = [tracked and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]
+            origins: Origins = [(key, k) if grad else None for k, grad in zip(places, grads)]
             activations.append(Activation(leaves, nesting, origins, shared))
         return activations
 
