@@ -32,7 +32,7 @@ from splitpipe.skip.tracker import Key, open_box
 from splitpipe.stage.call import Activation
 from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.recomputation import CheckpointedRun
-from splitpipe.stage.segment import RunningStage, Segment, detach, enter, send
+from splitpipe.stage.segment import RunningStage, Segment, detach, enter
 
 #: Values by key: that of a skip, of the target; None: the input or output.
 Values = dict[Key | None, Activation]
@@ -67,7 +67,10 @@ class SequentialForward:
             return
         for key, target in ((None, j + 1), *own.leaving):
             if key in values:
-                self._sent[key] = send(values[key], step.route(j, target), step.timed(j))
+                value, route = values[key], step.route(j, target)
+                if route is not None:
+                    value.leaves, value.event = route.carry(value.leaves, step.timed(j))
+                self._sent[key] = value
 
     def _run(self, stage: RunningStage, given: Values) -> Values:
         """The output (by None) and the skips, outside the graph."""
@@ -131,11 +134,7 @@ def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segmen
     where = f"{stage.name}, microbatch {i} of {step.call.microbatches}"
     values = run_layers(stage.own, given, enter([*given.values()], segment), doing, where, step.split)
     mark_shared(values, [value.leaves[k] for value in given.values() for k in value.shared])
-    leaves = [x for value in values.values() for x in value.leaves]
-    outside = zip(*detach(leaves, segment, stage.index, step.call.state.grad))
-    for value in values.values():
-        pairs = [next(outside) for _ in value.leaves]
-        value.leaves, value.origins = [x for x, _ in pairs], [origin for _, origin in pairs]
+    detach(values.values(), segment, stage.index, step.call.state.grad)
     return values
 
 

@@ -7,7 +7,6 @@ devices piece by piece. With a sample, a rehearsal on one row finds it before.
 """
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -106,25 +105,14 @@ class Placement:
         self.called: list[WeakKeyDictionary[nn.Module, bool]] = [WeakKeyDictionary() for _ in places]
         #: Where tensors belong: with the first of the modules that have them.
         self.homes: dict[int, tuple[Tensor, torch.device]] = {}
-        self.complete = False  #: True when a call has completed.
 
-    def prepare(self, module: nn.Module, same: bool) -> None:
-        """Before a call; ``same``: whether it has the parts that it had. What was moved since goes home again."""
-        if not same:
-            self.homes.clear()
-            for called in self.called:
-                called.clear()
-            for part in () if self.several else module.modules():
-                self._bring(part, self._devices[0])
-        away = [(x, home) for x, home in self.homes.values() if x.device != home]
-        if away and self.complete:
-            warnings.warn(
-                "parameters were moved from their stages' devices, as by layer.cuda(), and are moved back: expected "
-                "layers that stay where they are, or splitpipe.detach(model, device).", stacklevel=6,
-            )
-        with DisableTorchFunction():  # Unseen by function modes.
-            for x, home in away:
-                moved(x, home)
+    def begin(self, module: nn.Module) -> None:
+        """Before a call of a module that has other parts than before."""
+        self.homes.clear()
+        for called in self.called:
+            called.clear()
+        for part in () if self.several else module.modules():
+            self._bring(part, self._devices[0])
 
     def settle(self, module: nn.Module, is_block: bool, stage: int) -> bool:
         """Assigns a module that a stage calls, or (``is_block``) its parts that have no stage yet, to the stage.
@@ -136,9 +124,8 @@ class Placement:
             local = True
             for part in module.modules() if is_block else [module]:
                 home = self.stage_of.get(part, stage)
-                if self.several:
-                    self._bring(part, self._devices[home])
-                    local = local and all([x.device == self._devices[stage] for x in _own(part)])
+                self._bring(part, self._devices[home])
+                local = local and all([x.device == self._devices[stage] for x in _own(part)])
                 self.stage_of[part] = home  # Only now, so that what couldn't be moved has no stage.
             self.called[stage][module] = local
         return local
@@ -147,14 +134,12 @@ class Placement:
         own = [x for x in _own(part) if x.is_leaf]  # Others are of one call, whose graph they would keep.
         self.homes.update({id(x): (x, device) for x in own if id(x) not in self.homes})
         if any([x.device != self.homes[id(x)][1] for x in own]):
-            with DisableTorchFunction():
+            with DisableTorchFunction():  # Unseen by function modes.
                 part._apply(lambda x: moved(x, self.homes.get(id(x), (x, x.device))[1]), recurse=False)
 
     def is_elsewhere(self, x: Tensor, stage: int) -> bool:
         """True for a tensor on another stage's device, and for a parameter on no stage's device."""
-        if not self.several or x.device == self._devices[stage]:
-            return False
-        return x.device in self.devices or isinstance(x, Parameter)
+        return x.device != self._devices[stage] and (x.device in self.devices or isinstance(x, Parameter))
 
     def stage_on(self, device: torch.device, before: int) -> int:
         """The last stage before the given one that is on a device, or else the first after it."""

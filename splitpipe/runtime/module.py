@@ -90,14 +90,13 @@ class ModuleRuntime(Runtime):
     def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
         """If modules or parameters have changed, it looks at all of them again."""
         blocks, placement, divider, options = batch.blocks, self._placement, self._divider, self.options
-        same = self._known is not None and self._known[1].same()
-        if not same:
+        if self._known is None or not self._known[1].same():
             self._known, self._modules, self._attributes = None, {}, Attributes()
             self.draws.clear()  # The next calls are first calls.
             self._compiler.compile(blocks.blocks)
             for part in (*blocks.blocks, *blocks.opened):
                 surround(part)
-        placement.prepare(batch.module, same)
+            placement.begin(batch.module)
         key, known = [*map(len, placement.called)], self._known
         if known is None or known[0] != key:
             parts = [[(blocks.blocks[x], x) for x in own if x in blocks.blocks] for own in placement.called]
@@ -140,7 +139,6 @@ class ModuleRuntime(Runtime):
         return shared
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
-        placement = self._placement
         if step.call.microbatches > 1:
             numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
@@ -148,10 +146,9 @@ class ModuleRuntime(Runtime):
             if numbers and not traced:
                 self._traced[batch.kind] = True
                 self._said.discard(UNSEEN.function)  # It is said once for each kind of call.
-        if not placement.complete and not any([x in batch.blocks.blocks for x in placement.called[0]]):
+        if not self.mapped and not any([x in batch.blocks.blocks for x in self._placement.called[0]]):
             warnings.warn(
                 "stage 0 calls no module, so its device is idle: expected cuts= without the module that is called "
                 "first.", stacklevel=5,
             )
-        placement.complete = True
         super()._end(batch, step, outputs)

@@ -10,9 +10,7 @@ doesn't know, and the stage before would lose it.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +23,7 @@ from splitpipe.backward.report import uses
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core.stream import Stream
 from splitpipe.core.torch_private import RemovableHandle
-from splitpipe.core.transfer import Route
-from splitpipe.stage.call import Activation, Call, Origin, Origins
+from splitpipe.stage.call import Activation, Call, Origin
 from splitpipe.stage.layers import StageLayers
 
 
@@ -130,11 +127,6 @@ class RunningStage:
         self.reached: dict[int, Tensor] = {}
         self.reached_by: set[Any] = set()  #: The blocks, as modules, whose graphs have led to all their parameters.
 
-    @cached_property
-    def phony(self) -> Tensor:
-        """A leaf through which autograd runs nodes on its device whose inputs need no gradient."""
-        return torch.empty(0, device=self.device, requires_grad=True)
-
     def forget_backward(self) -> None:
         """Forgets what a backward that has failed may have left."""
         self.store.clear()
@@ -146,25 +138,16 @@ class RunningStage:
         return bool(self.reached) and all([id(x) in self.reached for x in self.own.parameters if x.requires_grad])
 
 
-def detach(leaves: Sequence[Any], segment: Segment, stage: int, grad: bool) -> tuple[list[Any], Origins]:
-    """Leaves of a stage's output outside its graph, and their origins. A tensor that occurs twice stays one."""
+def detach(values: Collection[Activation], segment: Segment, stage: int, grad: bool) -> None:
+    """Takes what leaves a stage out of its graph, and notes the origins. A tensor that occurs twice stays one."""
     known: dict[int, tuple[Any, Origin | None]] = {}
-    for x in leaves:
+    for x in [x for value in values for x in value.leaves]:
         if id(x) not in known:
             tracked = grad and isinstance(x, Tensor) and x.requires_grad
             known[id(x)] = (x.detach(), (stage, segment.leave(x))) if tracked else (x, None)
-    pairs = [known[id(x)] for x in leaves]
-    return [x for x, _ in pairs], [origin for _, origin in pairs]
-
-
-def send(value: Activation, route: Route | None, timed: Any) -> Activation:
-    """Starts a detached value's way to another stage."""
-    if route is None:
-        return value
-    known = {id(x): x for x in value.leaves}
-    carried, event = route.carry([*known.values()], timed)
-    there = dict(zip(known, carried))
-    return replace(value, leaves=[there[id(x)] for x in value.leaves], event=event)
+    for value in values:
+        pairs = [known[id(x)] for x in value.leaves]
+        value.leaves, value.origins = [x for x, _ in pairs], [origin for _, origin in pairs]
 
 
 def enter(activations: Sequence[Activation], segment: Segment) -> list[list[Any]]:
