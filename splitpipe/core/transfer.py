@@ -57,7 +57,7 @@ class Route:
             stream.wait_for(self.out, after)
         if timed is not None:
             timed(self.out)
-        # What a layer has moved elsewhere stays there, such as lengths on the CPU. A tensor that occurs twice stays one.
+        # What a layer has moved elsewhere, such as lengths on the CPU, stays there. One that occurs twice is one.
         known = {id(x): x for x in leaves if isinstance(x, Tensor) and x.device == self.source}
         moved = {key: self._move(x) for key, x in known.items()}
         if timed is not None:
