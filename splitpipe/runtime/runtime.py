@@ -215,7 +215,7 @@ class Runtime:
         # Forwards that stay on their threads' stacks need one each.
         pool = None if odd else resources.pool(layers.workers, call.microbatches - 1 if self.own_forward else 0)
         sides = resources.named if drop_in else None
-        stages = [RunningStage(own, call, drop_in, options.stash_limit, sides, layers.names) for own in layers.stages]
+        stages = [RunningStage(own, call, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
         recorder = self.recordings.current if state.grad and not drop_in else None
         step = StepRun(

@@ -42,12 +42,12 @@ class StageLayers:
         #: The bytes of those that require grad.
         self.weight_bytes = sum([x.nbytes for x in self.parameters if x.requires_grad])
         #: How its parameters are used, for the report on deferral, and whether that is known of all.
-        self.uses: Mapping[int, Uses] | None = None
+        self.uses: dict[int, Uses] = {}
         self.uses_known = False
 
     def add_uses(self, seen: Mapping[int, Uses], hooked: bool) -> None:
         """Adds uses that a graph has shown; ``hooked``: whether hooks were set meanwhile, as torch.compile may do."""
-        self.uses = {**(self.uses or {}), **seen}
+        self.uses.update(seen)
         known = [id(x) in self.uses for x in self.parameters if x.requires_grad]
         self.uses_known = bool(self.parameters) and not hooked and all(known)  # A module's first call has none yet.
 

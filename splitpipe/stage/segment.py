@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from splitpipe.backward.graph_walk import Walk, fused, walk
 from splitpipe.backward.report import uses
 from splitpipe.backward.weight_grad_store import WeightGradStore
-from splitpipe.core.stream import Stream
+from splitpipe.core.stream import NamedStreams
 from splitpipe.core.torch_private import RemovableHandle
 from splitpipe.stage.call import Activation, Call, Origin
 from splitpipe.stage.layers import StageLayers
@@ -108,20 +108,18 @@ class Segment:
 class RunningStage:
     """A stage in one call: what its microbatches leave for B (``fwd_cache``), and for W (``store``).
 
-    ``limit``: how many bytes may wait for W in a drop-in call; ``streams``: those of W; ``names``: of parameters.
+    Drop-in, ``streams``: those of W; ``limit``: how many bytes may wait for it. ``names``: of parameters.
     """
 
     def __init__(
-        self, own: StageLayers, call: Call, drop_in: bool, limit: int | None, streams: Callable[..., Stream] | None,
-        names: Mapping[int, str],
+        self, own: StageLayers, call: Call, limit: int | None, streams: NamedStreams | None, names: Mapping[int, str]
     ) -> None:
-        self.own, self.index, self.name = own, own.index, own.name
-        self.device = own.place.device
-        self.compute: Stream = call.computes[own.index]
+        self.own, self.index, self.name, self.device = own, own.index, own.name, own.place.device
+        self.compute, self.names = call.computes[own.index], names
         # Checkpointed, what waits keeps what was just recomputed; otherwise, what the forward has kept anyway.
         limit = own.weight_bytes // (4 if call.checkpointed else 1) if limit is None else limit
         weights = None if streams is None else streams(self.device, "weights")
-        self.store, self.names = WeightGradStore(self.compute, weights, limit if drop_in else None, names), names
+        self.store = WeightGradStore(self.compute, weights, None if streams is None else limit, names)
         self.fwd_cache: dict[int, Segment] = {}
         #: The leaves to which its microbatches' graphs lead, by identity.
         self.reached: dict[int, Tensor] = {}
