@@ -12,6 +12,7 @@ that in place, R gets a copy: the first F shows whether it does, and if it begin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,10 +68,9 @@ class SequentialForward:
             return
         for key, target in ((None, j + 1), *own.leaving):
             if key in values:
-                value, route = values[key], step.route(j, target)
-                if route is not None:
+                value = self._sent[key] = values[key]
+                if (route := step.route(j, target)) is not None:
                     value.leaves, value.event = route.carry(value.leaves, step.timed(j))
-                self._sent[key] = value
 
     def _run(self, stage: RunningStage, given: Values) -> Values:
         """The output (by None) and the skips, outside the graph."""
@@ -82,7 +82,7 @@ class SequentialForward:
         if i < call.checkpointed:
             modules = stage.own.recomputed
             if modules.in_place is not False:
-                kept = {key: each.holding([
+                kept = {key: replace(each, leaves=[
                     x.detach().clone() if isinstance(x, Tensor) else x for x in each.leaves
                 ]) for key, each in given.items()}
             run = CheckpointedRun(modules, rng_states, stage.name)

@@ -40,7 +40,7 @@ def put_back(hooks: Hooks) -> None:
 def device_map(
     blocks: Blocks, stage_of: Mapping[nn.Module, int], devices: Sequence[torch.device]
 ) -> dict[str, torch.device]:
-    """The devices by name of blocks, and of tensors in no block or on a different device; first stages first.
+    """The devices by name of blocks, and of tensors in no block or on a different device.
 
     A parameter's device is that of the longest key that its name starts with. Keys are blocks, not whole containers, as
     PEFT looks up each layer. ``stage_of``: the stages that a call has found. Before that, they follow the definitions.
@@ -61,5 +61,4 @@ def device_map(
             there = x.device if stage_of else homes.setdefault(id(x), device)
             if not block or there != device:
                 found[name] = there
-    order = [*devices, *found.values()]
-    return dict(sorted(found.items(), key=lambda entry: order.index(entry[1])))
+    return found

@@ -108,9 +108,7 @@ class Placement:
 
     def begin(self, module: nn.Module) -> None:
         """Before a call of a module that has other parts than before."""
-        self.homes.clear()
-        for called in self.called:
-            called.clear()
+        self.homes, self.called = {}, [WeakKeyDictionary() for _ in self._devices]
         for part in () if self.several else module.modules():
             self._bring(part, self._devices[0])
 

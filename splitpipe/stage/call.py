@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,10 +48,6 @@ class Activation:
     def signature(self) -> tuple[Origins, list[torch.Size]]:
         """What a recomputation has to have, too: the origins, and the shapes of tensors."""
         return self.origins, [x.shape for x in self.leaves if isinstance(x, Tensor)]
-
-    def holding(self, leaves: list[Any]) -> Activation:
-        """The same with other leaves."""
-        return replace(self, leaves=leaves)
 
 
 class Call:

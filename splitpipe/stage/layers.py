@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,6 @@ from splitpipe.skip.tracker import Key
 from splitpipe.stage.recomputation import Modules
 
 Named = tuple[str, nn.Module]
-_compiled_call = attrgetter("_compiled_call_impl")
 
 
 class StageLayers:
@@ -73,8 +72,7 @@ class ModelLayers:
         parts, roots = [*parts[:-1], [*parts[-1], *loss]], [*module.named_children(), *loss]
         skips = crossing(parts)
         self.stages = [StageLayers(j, place, part, skips) for j, (place, part) in enumerate(zip(places, parts))]
-        rows = None if schedule is None else schedule.placement
-        self.workers = (*workers([stage.calls for stage in self.stages], places, rows),)
+        self.workers = (*workers(self.stages, range(len(places)) if schedule is None else schedule.placement),)
         self._modules = list(dict.fromkeys(chain.from_iterable(root.modules() for _, root in roots)))
         self._tables: list[Any] = [table for m in (module, *self._modules) for table in (m._modules, m._parameters)]
         self._parts = self._look()
@@ -92,26 +90,22 @@ class ModelLayers:
         return len(found) == len(self._parts) and all(map(is_, found, self._parts))
 
     def _look(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._tables)), *map(_compiled_call, self._modules)]
+        compiled = [module._compiled_call_impl for module in self._modules]
+        return [*chain.from_iterable(map(dict.values, self._tables)), *compiled]
 
 
-def workers(
-    stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
-) -> list[int]:
+def workers(stages: Sequence[StageLayers], rows: Sequence[int]) -> list[int]:
     """The worker of each stage: one per accelerator; on the CPU one per row, or one for all if stages share state."""
     # Two threads that update one buffer lose updates, and two that call one layer could clash in what it keeps (such as
     # the weight that a hook of weight_norm sets).
-    states = [_state(layers) for layers, place in zip(stages, places) if place.device.type == "cpu"]
+    states = [_state(stage.modules) for stage in stages if stage.place.device.type == "cpu"]
     together = len(set[object]().union(*states)) < sum(map(len, states))
-    keys: list[object] = [
-        place.device if together or place.device.type != "cpu" else row
-        for place, row in zip(places, range(len(stages)) if rows is None else rows)
-    ]
+    devices = [stage.place.device for stage in stages]
+    keys = [device if together or device.type != "cpu" else row for device, row in zip(devices, rows)]
     return [[*dict.fromkeys(keys)].index(key) for key in keys]
 
 
-def _state(layers: Sequence[nn.Module]) -> set[object]:
+def _state(modules: Sequence[nn.Module]) -> set[object]:
     """The modules with parameters, as others keep little, and the buffers."""
-    parts = {part for layer in layers for part in layer.modules()}
-    state = [part for part in parts if next(part.parameters(), None) is not None]
-    return {*state, *[id(buffer) for part in parts for buffer in part.buffers(recurse=False)]}
+    state = [module for module in modules if next(module.parameters(), None) is not None]
+    return {*state, *[id(buffer) for module in modules for buffer in module.buffers(recurse=False)]}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,6 @@ from splitpipe.core.thread_state import Bound
 from splitpipe.core.torch_private import _foreach_add
 
 T = TypeVar("T")
-_version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 
 
 class Modules:
@@ -57,7 +55,7 @@ class Modules:
     def version(self) -> tuple[int, list[bool], int]:
         """Changes when a parameter is written to, frozen or unfrozen, or a hook of a forward is set or removed."""
         own = [p for _, _, p in self.parameters]
-        return sum(map(_version, own)), [*map(_requires_grad, own)], sum(map(len, self._hooks))
+        return sum([p._version for p in own]), [p.requires_grad for p in own], sum(map(len, self._hooks))
 
 
 class CheckpointedRun:
@@ -77,18 +75,15 @@ class CheckpointedRun:
         with Bound(phase, "checkpointing"), self._rng_states.first(recomputed=True):
             result = forward()
         modules, buffers, before = self._modules, self._buffers, self._before
-        self._written = [
-            (m, name, x) for m, name, x, version in buffers
-            if m._buffers.get(name) is not x or version_of(x) != version
-        ]
-        written = {(m, name) for m, name, _ in self._written}
-        if modules.written is None:
-            written.update([
-                (m, name) for m, name, x, _ in buffers  # Of a DeferredBatchNorm, the call writes to all at its end.
-                if hasattr(m, "track_running_stats") or is_plain(x) and not torch.equal(x, before[id(x)])
-            ])
-        modules.written = written.union(modules.written or ())
-        kept = [id(x) for m, name, x, _ in buffers if (m, name) in modules.written]
+        first, written = modules.written is None, {*(modules.written or ())}
+        for m, name, x, version in buffers:
+            if m._buffers.get(name) is not x or version_of(x) != version:
+                self._written.append((m, name, x))
+                written.add((m, name))
+            elif first and (hasattr(m, "track_running_stats") or is_plain(x) and not torch.equal(x, before[id(x)])):
+                written.add((m, name))  # Of a DeferredBatchNorm, the call writes to all at its end.
+        modules.written = written
+        kept = [id(x) for m, name, x, _ in buffers if (m, name) in written]
         self._before = {key: before[key] for key in kept if key in before}
         return result
 

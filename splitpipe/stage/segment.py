@@ -46,10 +46,6 @@ class Guard(Function):
         return None, *[None for _ in grads]
 
 
-#: Without the check whether torch.func is active, which takes longer: no pipeline runs inside it.
-_guard: Any = super(Function, Guard).apply
-
-
 class Segment:
     """What F of a microbatch on a stage leaves for B.
 
@@ -69,8 +65,9 @@ class Segment:
 
     def enter(self, tensors: Sequence[Tensor], origins: Sequence[Origin]) -> list[Tensor]:
         """Tensors without a graph, as they enter this one."""
+        phony = torch.empty(0, device="cpu", requires_grad=True)
         with torch.enable_grad():
-            entered = [*_guard(torch.empty(0, device="cpu", requires_grad=True), *tensors)] if tensors else []
+            entered: list[Any] = [*Guard.apply(phony, *tensors)] if tensors else []
         # Like get_gradient_edge, which makes a view to keep the node alive. The tensor does so, too.
         self.entries += [GradientEdge(x.grad_fn, x.output_nr, x) for x in entered]
         self.origins += origins
