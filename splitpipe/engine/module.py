@@ -222,7 +222,7 @@ class ModuleForward:
     def _modules_of(self, block: nn.Module) -> Modules | None:
         """The modules of a block, to be recomputed; None while code between blocks has replaced its parameters."""
         modules = self._call.modules.get(block)
-        if modules is None or not self.i and not modules.same():  # R shows whether an F has changed them.
+        if modules is None:
             modules = self._call.modules[block] = Modules([*block.modules()])
         if modules.own():
             return modules

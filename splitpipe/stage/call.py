@@ -27,25 +27,23 @@ from splitpipe.skip.tracker import Key
 #: Where the gradient of a value that entered must go: a stage, and the number of a root there; or the caller's input
 #: (None) or target (its key), and the place of a leaf.
 Origin = tuple[int | Key | None, int]
-#: The origin of each leaf; None: it needs no gradient.
-Origins = list[Origin | None]
 
 
 @dataclass
 class Activation:
-    """A value on its way between stages: its leaves, their nesting and origins.
+    """A value on its way between stages: its leaves, their nesting and origins, which are None without a gradient.
 
     ``shared``: the leaves that share memory with others on their way; ``event``: after which they are there.
     """
 
     leaves: list[Any]
     nesting: Nesting
-    origins: Origins = field(default_factory=list)
+    origins: list[Origin | None] = field(default_factory=list)
     shared: frozenset[int] = frozenset()
     event: torch.Event | None = None
 
     @property
-    def signature(self) -> tuple[Origins, list[torch.Size]]:
+    def signature(self) -> tuple[list[Origin | None], list[torch.Size]]:
         """What a recomputation has to have, too: the origins, and the shapes of tensors."""
         return self.origins, [x.shape for x in self.leaves if isinstance(x, Tensor)]
 
@@ -82,7 +80,7 @@ class Call:
             for caller, compute in zip(self.callers, self.computes):
                 hand(leaves, caller, compute)
             grads = [tracked and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]
-            origins: Origins = [(key, k) if grad else None for k, grad in zip(places, grads)]
+            origins: list[Origin | None] = [(key, k) if grad else None for k, grad in zip(places, grads)]
             activations.append(Activation(leaves, nesting, origins, shared))
         return activations
 

@@ -6,6 +6,7 @@ parameter that ``torch.func.functional_call`` swaps for one call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -19,7 +20,7 @@ from splitpipe.core.stream import Place
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import crossing
 from splitpipe.skip.tracker import Key
-from splitpipe.stage.recomputation import Modules
+from splitpipe.stage.recomputation import Modules, empty
 
 Named = tuple[str, nn.Module]
 
@@ -33,7 +34,6 @@ class StageLayers:
         self.calls = [layer for _, layer in layers]
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
         self.modules = list(dict.fromkeys(module for layer in self.calls for module in layer.modules()))
-        self._recomputed: Modules | None = None
         self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
         #: The skips that go to later stages, and the stages.
         self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
@@ -50,12 +50,10 @@ class StageLayers:
         known = [id(x) in self.uses for x in self.parameters if x.requires_grad]
         self.uses_known = bool(self.parameters) and not hooked and all(known)  # A module's first call has none yet.
 
-    @property
+    @cached_property
     def recomputed(self) -> Modules:
         """The modules, as a recomputation of all layers needs them."""
-        if self._recomputed is None or not self._recomputed.same():
-            self._recomputed = Modules(self.modules)
-        return self._recomputed
+        return Modules(self.modules)
 
 
 class ModelLayers:
@@ -91,7 +89,7 @@ class ModelLayers:
 
     def _look(self) -> list[Any]:
         compiled = [module._compiled_call_impl for module in self._modules]
-        return [*chain.from_iterable(map(dict.values, self._tables)), *compiled]
+        return [*chain.from_iterable(map(dict.values, self._tables)), *compiled, *empty(self._modules)]
 
 
 def workers(stages: Sequence[StageLayers], rows: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ has then computed with the value before: an error, after which the next step is 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any, TypeVar
 
@@ -26,6 +26,12 @@ from splitpipe.core.torch_private import _foreach_add
 T = TypeVar("T")
 
 
+def empty(modules: Sequence[nn.Module]) -> list[bool]:
+    """For each entry of the tables of modules, whether there is nothing yet."""
+    tables: Iterable[Any] = [table for m in modules for table in (m._modules, m._parameters, m._buffers)]
+    return [x is None or is_lazy(x) for table in tables for x in table.values()]
+
+
 class Modules:
     """Modules that are recomputed together: a stage of a Sequential, or a block."""
 
@@ -33,8 +39,7 @@ class Modules:
         self.modules = list(modules)
         self.parameters = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items() if p is not None]
         self.buffers = [(m, n) for m in modules for n, x in m._buffers.items() if x is not None and not is_lazy(x)]
-        self._tables: list[Any] = [table for m in modules for table in (m._modules, m._parameters, m._buffers)]
-        self._empty = self._look()
+        self._empty = empty(modules)
         self._hooks: list[Any] = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         #: Whether F writes to its input in place, and to which buffers; None: no F has shown it yet.
         self.in_place: bool | None = None
@@ -42,10 +47,7 @@ class Modules:
 
     def same(self) -> bool:
         """True if no module, parameter or buffer has been added, removed or, if it was lazy or None, filled."""
-        return self._look() == self._empty
-
-    def _look(self) -> list[bool]:
-        return [x is None or is_lazy(x) for table in self._tables for x in table.values()]
+        return empty(self.modules) == self._empty
 
     def own(self) -> bool:
         """True if they have the parameters that they began with, and none that was computed, as by functional_call."""
@@ -64,10 +66,10 @@ class CheckpointedRun:
     def __init__(self, modules: Modules, rng_states: RNGStates, whose: str) -> None:
         self._modules, self._rng_states, self._whose = modules, rng_states, whose
         self._version, self._context = modules.version, copy_context()
-        self._modes = [m.training for m in modules.modules]
+        self._modes = [(vars(m), "training", m.training) for m in modules.modules]
         self._buffers = [(m, n, x, version_of(x)) for m, n in modules.buffers if (x := m._buffers.get(n)) is not None]
         known = modules.written
-        self._before = _copies([x for m, name, x, _ in self._buffers if known is None or (m, name) in known])
+        self._before = _copies({id(x): x for m, name, x, _ in self._buffers if known is None or (m, name) in known})
         self._written: list[tuple[nn.Module, str, Tensor]] = []  # A layer that differentiates runs R before F ends.
 
     def first(self, forward: Callable[[], T]) -> T:
@@ -98,13 +100,10 @@ class CheckpointedRun:
                 "forward and its backward, which recomputes it. Expected backward first, then optimizer.step() and the "
                 "like; or checkpoint='never'. Repeat the step if it was the forward that did so for the first time."
             )
-        copies = dict(zip(before, _copies(before.values()).values()))
-        found: list[tuple[dict[str, Any], str, Any]] = [
-            *[(vars(m), "training", mode) for m, mode in zip(modules.modules, self._modes) if m.training is not mode],
-            # functional_call may have put other ones there for F.
-            *[each for each in modules.parameters if each[0].get(each[1]) is not each[2]],
-            *[(m._buffers, name, copies.get(id(x), x)) for m, name, x, _ in self._buffers],
-        ]
+        copies = _copies(before)
+        buffers = [(m._buffers, name, copies.get(id(x), x)) for m, name, x, _ in self._buffers]
+        # Also parameters: functional_call may have put others there for F.
+        found: list[tuple[dict[str, Any], str, Any]] = [*self._modes, *modules.parameters, *buffers]
         now = [(table, name, table.get(name)) for table, name, _ in found]
         try:
             for table, name, value in found:
@@ -127,10 +126,9 @@ class CheckpointedRun:
                 table[name] = value
 
 
-def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """A copy of each tensor, by identity; most in one call, since a model may have hundreds of statistics."""
-    distinct = {id(x): x for x in tensors}
-    many = {key: x for key, x in distinct.items() if x.is_floating_point() and is_plain(x)}
+def _copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """A copy of each tensor, by its key; most in one call, since a model may have hundreds of statistics."""
+    many = {key: x for key, x in tensors.items() if x.is_floating_point() and is_plain(x)}
     with torch.no_grad():
         made = dict(zip(many, _foreach_add([*many.values()], 0))) if many else {}
-        return {key: made[key] if key in made else x.clone() for key, x in distinct.items()}
+        return {key: made[key] if key in made else x.clone() for key, x in tensors.items()}
