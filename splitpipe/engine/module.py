@@ -224,7 +224,7 @@ class ModuleForward:
         modules = self._call.modules.get(block)
         if modules is None:
             modules = self._call.modules[block] = Modules([*block.modules()])
-        if modules.own():
+        if all([p.is_leaf and table.get(name) is p for table, name, p in modules.parameters]):
             return modules
         del self._call.modules[block]  # They may have been replaced when it was first called.
         return None

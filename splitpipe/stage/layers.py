@@ -6,7 +6,6 @@ parameter that ``torch.func.functional_call`` swaps for one call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -29,11 +28,11 @@ class StageLayers:
     """The layers of one stage; ``skips``: the stages that each skip between stages goes from and to."""
 
     def __init__(self, index: int, place: Place, layers: Sequence[Named], skips: Mapping[Key, tuple[int, int]]) -> None:
-        self.index, self.place = index, place
-        self.name = f"stage {index} ({place})"
+        self.index, self.place, self.name = index, place, f"stage {index} ({place})"
         self.calls = [layer for _, layer in layers]
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
         self.modules = list(dict.fromkeys(module for layer in self.calls for module in layer.modules()))
+        self.recomputed = Modules(self.modules)  #: As a recomputation of all layers needs them.
         self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
         #: The skips that go to later stages, and the stages.
         self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
@@ -49,11 +48,6 @@ class StageLayers:
         self.uses.update(seen)
         known = [id(x) in self.uses for x in self.parameters if x.requires_grad]
         self.uses_known = bool(self.parameters) and not hooked and all(known)  # A module's first call has none yet.
-
-    @cached_property
-    def recomputed(self) -> Modules:
-        """The modules, as a recomputation of all layers needs them."""
-        return Modules(self.modules)
 
 
 class ModelLayers:

@@ -49,10 +49,6 @@ class Modules:
         """True if no module, parameter or buffer has been added, removed or, if it was lazy or None, filled."""
         return empty(self.modules) == self._empty
 
-    def own(self) -> bool:
-        """True if they have the parameters that they began with, and none that was computed, as by functional_call."""
-        return all([p.is_leaf and table.get(name) is p for table, name, p in self.parameters])
-
     @property
     def version(self) -> tuple[int, list[bool], int]:
         """Changes when a parameter is written to, frozen or unfrozen, or a hook of a forward is set or removed."""
@@ -85,8 +81,7 @@ class CheckpointedRun:
             elif first and (hasattr(m, "track_running_stats") or is_plain(x) and not torch.equal(x, before[id(x)])):
                 written.add((m, name))  # Of a DeferredBatchNorm, the call writes to all at its end.
         modules.written = written
-        kept = [id(x) for m, name, x, _ in buffers if (m, name) in written]
-        self._before = {key: before[key] for key in kept if key in before}
+        self._before = {id(x): before[id(x)] for m, name, x, _ in buffers if (m, name) in written and id(x) in before}
         return result
 
     def recompute(self, forward: Callable[[], T]) -> T:

@@ -40,8 +40,7 @@ class SharedParameters:
                 if self._carry is not None:
                     y = self._carry(x, self._home(x), stage)
                 else:
-                    with torch.no_grad():
-                        y = brought(x.detach(), device)
+                    y = brought(x.detach(), device)
                     y = nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
                 self._copies[id(x), device] = x, y, version_of(y)
             return self._copies[id(x), device][1]
