@@ -62,7 +62,7 @@ class Piped:
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """The attached module's ``_apply``, which its ``to`` and ``cuda`` call, and its parent's."""
-        return apply_at_home(self.runtime.module, self.runtime.options.places, fn, recurse, said=True)
+        return apply_at_home(self.runtime.module, self.runtime.options.places, fn, recurse, refuses=False)
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the attached module, besides its layers."""

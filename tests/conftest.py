@@ -156,14 +156,14 @@ def same_start() -> Iterator[None]:
 class _NotDrawing(Draws):
     """Those of a model that is known not to draw before its first call."""
 
-    def __init__(self, known: dict[bool, bool], mode: bool) -> None:
-        known.setdefault(mode, False)
-        super().__init__(known, mode)
+    def __init__(self, known: dict[Any, bool], kind: Any) -> None:
+        super().__init__(known, kind)
+        self.watched = known.get(kind, False)
 
     def end(self, recomputes: bool) -> None:
         """Ends the call; fails if it drew all the same."""
         super().end(recomputes)
-        assert not self._known[self._mode], "the model draws from the CPU's generator: mark the test with draws"
+        assert not self._known[self._kind], "the model draws from the CPU's generator: mark the test with draws"
 
 
 @pytest.fixture(autouse=True)

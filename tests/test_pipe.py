@@ -94,7 +94,8 @@ def test_length_indexing_slicing_and_iteration() -> None:
 def test_direct_moves_between_devices_are_refused_and_a_parents_is_survived() -> None:
     model = SplitPipe(mlp(), [2, 2], devices=CPU)
     for move in (lambda: model.to("meta"), lambda: model.to(torch.device("meta")), lambda: model.to(device="meta"),
-                 lambda: model.to(torch.rand(1, device="meta")), lambda: model.to("meta", torch.float64), model.cuda):
+                 lambda: model.to(torch.rand(1, device="meta")), lambda: model.to("meta", torch.float64),
+                 lambda: model.to_empty(device="meta")):
         with pytest.raises(TypeError, match="stay on cpu, cpu"):
             move()
     for stay in (lambda: model.to("cpu"), lambda: model.to(torch.rand(1)), model.cpu):

@@ -32,14 +32,14 @@ def _default_position() -> bytes:
 
 
 class Draws:
-    """Whether one call draws from the CPU's default generator; ``known``: what calls have shown, in both modes.
+    """Whether one call draws from the CPU's default generator; ``known``: what calls of each kind have shown.
 
-    ``watched``: it may, as earlier ones did, or none was there. Its ops run one after another.
+    ``watched``: it may, as earlier ones did, or it is the ``first``. Its ops run one after another.
     """
 
-    def __init__(self, known: dict[bool, bool], mode: bool) -> None:
-        self._known, self._mode, self._before = known, mode, _default_position()
-        self.watched = known.get(mode, True)
+    def __init__(self, known: dict[Any, bool], kind: Any) -> None:
+        self._known, self._kind, self._before = known, kind, _default_position()
+        self.first, self.watched = kind not in known, known.get(kind, True)
 
     @property
     def drew(self) -> bool:
@@ -50,7 +50,7 @@ class Draws:
         """Notes whether the call drew; raises if it did unwatched and ``recomputes``."""
         drew = self.drew
         # A layer may draw in some steps only: a model that has drawn is watched from then on.
-        self._known[self._mode] = self._known.get(self._mode, False) or drew
+        self._known[self._kind] = self._known.get(self._kind, False) or drew
         if drew and not self.watched and recomputes:
             raise RuntimeError(
                 "something drew random numbers from the default generator unwatched: a layer that hadn't drawn "

@@ -69,7 +69,6 @@ with needed("to keep torch.compile out of the pipeline itself"):
 with needed("to look into tensors and modules, and to compute on many in one call"):
     from torch import _foreach_add, _foreach_add_, _foreach_copy_
     from torch._C import _accelerator_maybeExchangeDevice  # The end of torch.accelerator.device_index.
-    from torch._C._nn import _parse_to  # The arguments of nn.Module.to.
     from torch.nn.modules.batchnorm import _BatchNorm  # The base for every number of dimensions.
     from torch.nn.modules.module import _has_any_global_hook  # Hooks of all modules.
 

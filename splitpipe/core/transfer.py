@@ -57,13 +57,12 @@ class Route:
             stream.wait_for(self.out, after)
         if timed is not None:
             timed(self.out)
-        # A tensor that a layer has moved elsewhere (such as lengths on the CPU) stays there.
-        moved = [
-            self._move(leaf) if isinstance(leaf, Tensor) and leaf.device == self.source else leaf for leaf in leaves
-        ]
+        # What a layer has moved elsewhere, such as lengths on the CPU, stays there. One that occurs twice is one.
+        known = {id(x): x for x in leaves if isinstance(x, Tensor) and x.device == self.source}
+        moved = {key: self._move(x) for key, x in known.items()}
         if timed is not None:
             timed(self.out)
-        return moved, stream.mark(self.into)
+        return [moved.get(id(x), x) for x in leaves], stream.mark(self.into)
 
     def _move(self, x: Tensor) -> Tensor:
         with stream.use(self.into, self.out):

@@ -74,7 +74,8 @@ class BlockChains:
         chain, tracked = self._chain, [*{id(x): x for x in inputs if x.requires_grad}.values()]
         if chain is None or chain.size >= _CAP or any([chain.place_of(x) is None for x in tracked]):
             chain = self._chain = BlockChain(self, stage, tracked)
-            self._token = _Chain.apply(chain, stage.phony, *tracked)
+            phony = torch.empty(0, device=stage.device, requires_grad=True)  # For its thread, if no input has a graph.
+            self._token = _Chain.apply(chain, phony, *tracked)
         block.arguments = changed((args, kwargs), chain.enter)
         stand = _Outputs.apply(chain, len(chain.versions), self._token, [y.detach() for y in distinct])
         if trace is not None:

@@ -42,7 +42,7 @@ class Detaching:
 
     def begin(self, stage: int) -> None:
         """F of a stage begins: on another stream of their device, it waits for earlier stages."""
-        for earlier in range(stage if self._step.call.beside else 0):
+        for earlier in range(stage):
             route = self._step.route(earlier, stage)
             if route is not None and route.source == route.target:
                 stream.wait_for(route.computes[1], self._ends[earlier])
@@ -76,8 +76,7 @@ class Detaching:
 
     def hold(self, x: Tensor, stage: int) -> None:
         """Called with a value without a graph that is on a stage's device: another stream there may have made it."""
-        if self._step.call.beside:
-            stream.hold(x, self._step.stages[stage].compute)
+        stream.hold(x, self._step.stages[stage].compute)
 
     def close(self) -> None:
         """Called when the forward has ended."""

@@ -73,8 +73,8 @@ class ModuleForward:
         link = None if self.trace is None else self.trace.ledger.link
         self.crossing = Crossing(carrier, call.placement, call.shared, link)
         self._follow = Follow(self.crossing.here, self.crossing.latest, carrier.one_graph)
-        #: Whether values may be elsewhere on the first stage, too: until a training call has moved all parameters.
-        self._follow_first = call.placement.several and not call.placement.trained
+        #: Whether values may be elsewhere on the first stage, too: in a first call, which moves parameters.
+        self._follow_first = call.placement.several and call.step.call.draws.first
         self._chains = call.new_chains(self.step, i, call.shared, call.attributes)
         self.stage = 0
         self._within = ExitStack()
@@ -217,9 +217,9 @@ class ModuleForward:
     def _modules_of(self, block: nn.Module) -> Modules | None:
         """The modules of a block, to be recomputed; None while code between blocks has replaced its parameters."""
         modules = self._call.modules.get(block)
-        if modules is None or not self.i and not modules.same():  # Each F shows whether it has changed them.
+        if modules is None:
             modules = self._call.modules[block] = Modules([*block.modules()])
-        if modules.own():
+        if all([p.is_leaf and table.get(name) is p for table, name, p in modules.parameters]):
             return modules
         del self._call.modules[block]  # They may have been replaced when it was first called.
         return None

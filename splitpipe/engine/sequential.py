@@ -12,6 +12,7 @@ that in place, R gets a copy: the first F shows whether it does, and if it begin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from splitpipe.skip.tracker import Key, open_box
 from splitpipe.stage.call import Activation
 from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.recomputation import CheckpointedRun
-from splitpipe.stage.segment import RunningStage, Segment, detach, enter, send
+from splitpipe.stage.segment import RunningStage, Segment, detach, enter
 
 #: Values by key: that of a skip, of the target; None: the input or output.
 Values = dict[Key | None, Activation]
@@ -65,7 +66,9 @@ class SequentialForward:
             return
         for key, target in ((None, j + 1), *own.leaving):
             if key in values:
-                self._sent[key] = send(values[key], step.route(j, target), step.timed(j))
+                value = self._sent[key] = values[key]
+                if (route := step.route(j, target)) is not None:
+                    value.leaves, value.event = route.carry(value.leaves, step.timed(j))
 
     def _run(self, stage: RunningStage, given: Values) -> Values:
         """The output (by None) and the skips, outside the graph."""
@@ -76,7 +79,7 @@ class SequentialForward:
         if i < call.checkpointed:
             modules = stage.own.recomputed
             if modules.in_place is not False:
-                kept = {key: each.holding([
+                kept = {key: replace(each, leaves=[
                     x.detach().clone() if isinstance(x, Tensor) else x for x in each.leaves
                 ]) for key, each in given.items()}
             run = CheckpointedRun(modules, RNGStates(call.draws, stage.device), stage.name)
@@ -124,11 +127,7 @@ def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segmen
     where = f"{stage.name}, microbatch {i} of {step.call.microbatches}"
     values = run_layers(stage.own, given, enter([*given.values()], segment), doing, where)
     mark_shared(values, [value.leaves[k] for value in given.values() for k in value.shared])
-    leaves = [x for value in values.values() for x in value.leaves]
-    outside = zip(*detach(leaves, segment, stage.index, step.call.state.grad))
-    for value in values.values():
-        pairs = [next(outside) for _ in value.leaves]
-        value.leaves, value.origins = [x for x, _ in pairs], [origin for _, origin in pairs]
+    detach(values.values(), segment, stage.index, step.call.state.grad)
     return values
 
 

@@ -1,7 +1,7 @@
 """What a block leaves in an attribute with a graph (``self.aux = router(x)``): it is None from the next stage on.
 
 All microbatches share it, and code that reads it later would get any of theirs: gradients would be added to the wrong
-graph, in silence. Where such tensors are left, the first microbatch of the first call shows.
+graph, in silence. Where such tensors are left, the first microbatch of a first call shows, whose ops run one by one.
 """
 from __future__ import annotations
 
@@ -20,25 +20,18 @@ class Attributes:
     def __init__(self) -> None:
         #: By stage, since another one may be using its own right now: the names, modules and attributes.
         self._places: dict[int, set[tuple[str, nn.Module, str]]] = {}
-        self._seen: set[bool] = set()
-        #: Whether the current call shows them: then it runs op after op.
-        self.looks = False
-        self._warned = False
-
-    def begin(self, trains: bool) -> None:
-        """Called before a call of several microbatches."""
-        self.looks = trains not in self._seen
-        self._seen.add(trains)
+        self.looks = False  #: Whether the current call shows them.
 
     def withdraw(self, stage: int, first: nn.Module | None = None) -> None:
         """Called when the code of a stage has run; ``first``: the module, if it was F of the first microbatch."""
+        places = self._places.setdefault(stage, set())
         if first is not None and self.looks:
-            self._places[stage] = self._places.get(stage, set()).union(_places(first))
-        places = self._places.get(stage, ())
-        names = [name for name, part, own in places if own in vars(part) and _clear(vars(part), own)]
-        if names and not self._warned:
-            self._warned = True
-            _warn(names, "it is None from the next stage on, and after the call")
+            found = {*_places(first)} - places
+            places |= found
+            _warn([name for name, _, _ in found], "it is None from the next stage on, and after the call")
+        for _, part, own in places:
+            if own in vars(part):
+                _clear(vars(part), own)
 
 
 def warn_of_losses(module: nn.Module) -> None:
@@ -72,10 +65,11 @@ def _has_graph(value: Any) -> bool:
     return any([isinstance(x, Tensor) and x.grad_fn is not None for x in (value, *hidden(value, deep=False))])
 
 
-def _clear(table: Any, name: Any) -> bool:
+def _clear(table: Any, name: Any) -> None:
     """Puts None in the place of what holds tensors with a graph; lists and dicts stay, since code adds to them."""
     value = table[name]
     if type(value) in (list, dict):
-        return any([_clear(value, key) for key in (range(len(value)) if type(value) is list else [*value])])
-    table[name] = None if _has_graph(value) else value
-    return table[name] is not value
+        for key in range(len(value)) if type(value) is list else [*value]:
+            _clear(value, key)
+    elif _has_graph(value):
+        table[name] = None

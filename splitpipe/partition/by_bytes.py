@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,31 +18,28 @@ from torch import nn
 from splitpipe.partition.blocks import Blocks, called
 
 
-class Section(NamedTuple):
+@dataclass
+class Section:
     """Everything from one possible cut to the next."""
 
     name: str  #: Of the module that it starts with; "" for the first part.
-    weights: int  #: Bytes of its parameters and buffers.
-    trained: int  #: Bytes including everything that training with Adam keeps.
+    weights: int = 0  #: Bytes of its parameters and buffers.
+    trained: int = 0  #: Bytes including everything that training with Adam keeps.
 
 
 def parts_of(module: nn.Module, where: Sequence[str]) -> list[Section]:
     """The parts of a module that may be cut at calls of these submodules; a tensor counts once."""
     blocks = Blocks(module, where)
-    seen, parts, begun = set[int](), [Section("", 0, 0)], False
+    seen, parts, begun = set[int](), [Section("")], False
     for name, part in module.named_modules():
-        block = part in blocks.blocks
-        if not block and part not in blocks.opened:
-            continue
         if part in blocks.cuts and begun:  # Before the first cut there must be something for its stage.
-            parts.append(Section(name, 0, 0))
-        begun = begun or block
-        for x in (*part.parameters(recurse=block), *part.buffers(recurse=block)):
-            if id(x) not in seen:
+            parts.append(Section(name))
+        begun = begun or part in blocks.blocks
+        for x in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            if id(x) not in seen and x.layout is torch.strided:  # A sparse one has few entries.
                 seen.add(id(x))
-                last, own = parts[-1], x.nbytes if x.layout is torch.strided else 0  # A sparse one has few entries.
-                trained = own * (4 if x.requires_grad else 1)  # Itself, gradient, two averages.
-                parts[-1] = Section(last.name, last.weights + own, last.trained + trained)
+                parts[-1].weights += x.nbytes
+                parts[-1].trained += x.nbytes * (4 if x.requires_grad else 1)  # Itself, gradient, two averages.
     return parts
 
 

@@ -20,8 +20,6 @@ taker: ContextVar[Any] = ContextVar("splitpipe.taker", default=None)
 class CallHook:
     """The call of a block, passed to the current handler; ``compiled``: the call that was in the slot before."""
 
-    __slots__ = ("_block", "compiled")
-
     def __init__(self, block: nn.Module, compiled: Callable[..., Any] | None) -> None:
         self._block = weakref.ref(block)  # The block refers to this.
         self.compiled = compiled

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,32 +38,27 @@ def put_back(hooks: Hooks) -> None:
 
 
 def device_map(
-    blocks: Blocks, stage_of: Mapping[nn.Module, int], devices: Sequence[torch.device], placed: bool
+    blocks: Blocks, stage_of: Mapping[nn.Module, int], devices: Sequence[torch.device]
 ) -> dict[str, torch.device]:
-    """The devices by name of blocks, and of tensors in no block or on a different device; first stages first.
+    """The devices by name of blocks, and of tensors in no block or on a different device.
 
     A parameter's device is that of the longest key that its name starts with. Keys are blocks, not whole containers, as
-    PEFT looks up each layer. ``placed``: a call has found the stages. Before that, they follow the definitions.
+    PEFT looks up each layer. ``stage_of``: the stages that a call has found. Before that, they follow the definitions.
     """
     found: dict[str, torch.device] = {}
     homes: dict[int, torch.device] = {}  # Of tensors that several modules have: the device of the first of these.
-    defined: dict[nn.Module, int] = {}  # The stages of modules that have several names.
     stage = 0
     for prefix, part in blocks.module.named_modules(remove_duplicate=False):
         block = part in blocks.blocks
         if not block and part not in blocks.opened:
             continue
-        stage = defined.setdefault(part, blocks.cuts.get(part, stage))
+        stage = blocks.cuts.get(part, stage)
         device = devices[stage_of.get(part, stage)]
-        tensors = {**dict(part.named_parameters(recurse=block, remove_duplicate=False)),
-                   **dict(part.named_buffers(recurse=block, remove_duplicate=False))}
-        if placed and tensors and block and part not in stage_of:  # It is never called, and stays where it was.
-            device = next(iter(tensors.values())).device
         if block:
             found[prefix] = device
-        for name, x in tensors.items():
-            there = x.device if placed else homes.setdefault(id(x), device)
+        tensors = part.named_parameters(prefix, block, False), part.named_buffers(prefix, block, False)
+        for name, x in chain.from_iterable(tensors):
+            there = x.device if stage_of else homes.setdefault(id(x), device)
             if not block or there != device:
-                found[f"{prefix}.{name}".strip(".")] = there
-    order = [*devices, *found.values()]
-    return dict(sorted(found.items(), key=lambda entry: order.index(entry[1])))
+                found[name] = there
+    return found

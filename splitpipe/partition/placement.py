@@ -7,7 +7,6 @@ devices piece by piece. With a sample, a rehearsal on one row finds it before.
 """
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -102,46 +101,31 @@ class Placement:
         self.several = len(self.devices) > 1
         # Weak references, since the module's forward refers to this.
         self.stage_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        #: The modules that each stage has called.
-        self.called: list[WeakKeyDictionary[nn.Module, None]] = [WeakKeyDictionary() for _ in places]
+        #: The modules that each stage has called, and what ``settle`` returned.
+        self.called: list[WeakKeyDictionary[nn.Module, bool]] = [WeakKeyDictionary() for _ in places]
         #: Where tensors belong: with the first of the modules that have them.
         self.homes: dict[int, tuple[Tensor, torch.device]] = {}
-        #: What ``settle`` returned, by the called module's identity and the stage.
-        self._settled: dict[tuple[int, int], bool] = {}
-        #: True when a call has completed, and one in training mode: everything that such calls use is in place.
-        self.complete = self.trained = False
 
-    def prepare(self, module: nn.Module, same: bool) -> None:
-        """Before a call; ``same``: whether it has the parts that it had. What was moved since will go home again."""
-        if not same:
-            self.homes.clear()
-        away = any([x.device != home for x, home in self.homes.values()])
-        if away and same and self.complete:
-            warnings.warn(
-                "parameters were moved from their stages' devices, as by layer.cuda(), and are moved back: expected "
-                "layers that stay where they are, or splitpipe.detach(model, device).", stacklevel=6,
-            )
-        if not same or away:
-            self._settled.clear()
-            for part in () if self.several else module.modules():
-                self._bring(part, self._devices[0])
+    def begin(self, module: nn.Module) -> None:
+        """Before a call of a module that has other parts than before."""
+        self.homes, self.called = {}, [WeakKeyDictionary() for _ in self._devices]
+        for part in () if self.several else module.modules():
+            self._bring(part, self._devices[0])
 
     def settle(self, module: nn.Module, is_block: bool, stage: int) -> bool:
         """Assigns a module that a stage calls, or (``is_block``) its parts that have no stage yet, to the stage.
 
         Returns True if all their tensors are on the stage's device.
         """
-        local = self._settled.get((id(module), stage))
+        local = self.called[stage].get(module)
         if local is None:
-            self.called[stage][module] = None
             local = True
             for part in module.modules() if is_block else [module]:
                 home = self.stage_of.get(part, stage)
-                if self.several:
-                    self._bring(part, self._devices[home])
-                    local = local and all([x.device == self._devices[stage] for x in _own(part)])
+                self._bring(part, self._devices[home])
+                local = local and all([x.device == self._devices[stage] for x in _own(part)])
                 self.stage_of[part] = home  # Only now, so that what couldn't be moved has no stage.
-            self._settled[id(module), stage] = local
+            self.called[stage][module] = local
         return local
 
     def _bring(self, part: nn.Module, device: torch.device) -> None:
@@ -153,9 +137,7 @@ class Placement:
 
     def is_elsewhere(self, x: Tensor, stage: int) -> bool:
         """True for a tensor on another stage's device, and for a parameter on no stage's device."""
-        if not self.several or x.device == self._devices[stage]:
-            return False
-        return x.device in self.devices or isinstance(x, Parameter)
+        return x.device != self._devices[stage] and (x.device in self.devices or isinstance(x, Parameter))
 
     def stage_on(self, device: torch.device, before: int) -> int:
         """The last stage before the given one that is on a device, or else the first after it."""

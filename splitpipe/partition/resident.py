@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch.fx import Proxy
 from typing_extensions import Self
 
 from splitpipe.core.stream import Place
-from splitpipe.core.torch_private import _disable_dynamo, _parse_to, peek_interpreter_stack
+from splitpipe.core.torch_private import _disable_dynamo, peek_interpreter_stack
 
 #: The tables of a module, of parameters, buffers, children and hooks, which both modules share.
 _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
@@ -84,54 +83,36 @@ class Resident(nn.Module):
         self.inner._load_from_state_dict(*args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A parent's .to(device) arrives here, like any change of all tensors.
-        apply_at_home(self.inner, self._places, fn, recurse)
+        apply_at_home(self.inner, self._places, fn, recurse, refuses=True)
         return self
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Converts parameters and buffers to a dtype or memory format, as nn.Module's does.
-
-        Raises:
-            TypeError: for a device other than the one that all stages are on.
-        """
-        device = _parse_to(*args, **kwargs)[0]
-        home, *others = {place.device for place in self._places}
-        if device is not None and (others or device not in (home, torch.device(home.type))):
-            raise TypeError(
-                f"to({device}): expected the stages of a SplitPipe to stay on {', '.join(map(str, self._places))}. "
-                "Choose other devices when wrapping, SplitPipe(module, ..., devices=[...]); to(dtype) is allowed."
-            )
-        return super().to(*args, **kwargs)
-
-    def cpu(self) -> Self:
-        """Like ``to("cpu")``."""
-        return self.to("cpu")
-
-    def cuda(self, device: int | torch.device | None = None) -> Self:
-        """Like ``to`` with this device."""
-        return self.to("cuda" if device is None else device)
 
 
 def apply_at_home(
-    module: nn.Module, places: Sequence[Place], fn: Callable[[Tensor], Tensor], recurse: bool, said: bool = False
+    module: nn.Module, places: Sequence[Place], fn: Callable[[Tensor], Tensor], recurse: bool, refuses: bool
 ) -> nn.Module:
-    """A pipeline's ``_apply``: dtypes change, devices don't. ``said``: warns, unless a parent is moved."""
-    away = False
+    """A pipeline's ``_apply``: dtypes change, devices don't.
+
+    ``refuses``: raises for a move to another device, rather than warn. If a parent is moved, neither happens.
+    """
+    direct, moves = sys._getframe(2).f_code.co_name != "_apply", False  # That of a parent calls its children's.
+    refused = (
+        f"this module is a pipeline, whose stages stay on {', '.join(map(str, places))} (the first call moves them "
+        "there): expected no .to(device), .cuda() or .cpu(), or splitpipe.detach(model, device)."
+    )
 
     def at_home(x: Tensor) -> Tensor:
-        nonlocal away
+        nonlocal moves
         y = fn(x)
         if y.device == x.device or all([place.device == y.device for place in places]):
             return y
-        away = True
+        if direct and refuses:
+            raise TypeError(refused)
+        moves = True
         return x.to(y.dtype)
 
     type(module)._apply(module, at_home, recurse)
-    if away and said and traceback.extract_stack(limit=3)[0].name != "_apply":
-        warnings.warn(
-            f"this module is a pipeline, whose stages stay on {', '.join(map(str, places))} (the first call moves them "
-            "there): expected no .to(device), .cuda() or .cpu(), or splitpipe.detach(model, device).", stacklevel=4,
-        )
+    if moves and direct:
+        warnings.warn(refused, stacklevel=4)
     return module
 
 

@@ -66,7 +66,7 @@ class ModuleRuntime(Runtime):
     def device_map(self) -> dict[str, torch.device]:
         """The devices of blocks by name; before the first call, a guess from the order of definition."""
         blocks = Blocks(self.module, self.options.cuts)
-        return device_map(blocks, self.stage_of, self._resources.devices, self._placement.complete)
+        return device_map(blocks, self.stage_of, self._resources.devices)
 
     def _stages_of(self, module: nn.Module) -> Mapping[nn.Module, int]:
         return self.stage_of
@@ -90,13 +90,13 @@ class ModuleRuntime(Runtime):
     def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
         """If modules or parameters have changed, it looks at all of them again."""
         blocks, placement, divider, options = batch.blocks, self._placement, self._divider, self.options
-        same = self._known is not None and self._known[1].same()
-        if not same:
+        if self._known is None or not self._known[1].same():
             self._known, self._modules, self._attributes = None, {}, Attributes()
+            self.draws.clear()  # The next calls are first calls.
             self._compiler.compile(blocks.blocks)
             for part in (*blocks.blocks, *blocks.opened):
                 surround(part)
-        placement.prepare(batch.module, same)
+            placement.begin(batch.module)
         key, known = [*map(len, placement.called)], self._known
         if known is None or known[0] != key:
             parts = [[(blocks.blocks[x], x) for x in own if x in blocks.blocks] for own in placement.called]
@@ -114,9 +114,8 @@ class ModuleRuntime(Runtime):
         self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
     ) -> SharedParameters:
         call, options, placement, streams = step.call, self.options, self._placement, self._resources.named
+        self._attributes.looks = call.draws.first
         attributes = self._attributes if call.microbatches > 1 else Attributes()
-        if call.microbatches > 1:
-            attributes.begin(batch.module.training and call.state.grad)
         traced = call.microbatches > 1 and options.reduction is None and self._traced.get(batch.kind, True)
         stitched = step.drop_in and not options.split_backward
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
@@ -135,13 +134,11 @@ class ModuleRuntime(Runtime):
         )
         parts = call.scatter(call.input, detached=not stitched)
         step.forwards = [ModuleForward(own, i, part, new(step, i)) for i, part in enumerate(parts)]
-        # First calls move parameters, and show what is left in attributes: their F must run one after another.
-        if attributes.looks or placement.several and not placement.trained:
+        if call.draws.first:  # It moves parameters, and shows what is left in attributes.
             step.pool = None
         return shared
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
-        placement, training = self._placement, batch.module.training
         if step.call.microbatches > 1:
             numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
@@ -149,10 +146,9 @@ class ModuleRuntime(Runtime):
             if numbers and not traced:
                 self._traced[batch.kind] = True
                 self._said.discard(UNSEEN.function)  # It is said once for each kind of call.
-        if not placement.complete and not any([x in batch.blocks.blocks for x in placement.called[0]]):
+        if not self.mapped and not any([x in batch.blocks.blocks for x in self._placement.called[0]]):
             warnings.warn(
                 "stage 0 calls no module, so its device is idle: expected cuts= without the module that is called "
                 "first.", stacklevel=5,
             )
-        placement.complete, placement.trained = True, placement.trained or training
         super()._end(batch, step, outputs)

@@ -98,8 +98,8 @@ class Runtime:
         loss_fn = options.loss_fn
         self._objective = None if loss_fn is None else Objective(loss_fn, options.reduction, self._said)
         self._rows: Callable[..., OpRows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
-        #: Whether the model draws from the CPU's generator, in training and in evaluation, as calls have shown.
-        self.draws: dict[bool, bool] = {}
+        #: Whether the model draws from the CPU's generator, as calls of each kind have shown.
+        self.draws: dict[Any, bool] = {}
         self._known: tuple[Any, ModelLayers] | None = None  # The layers for a key, if they may be used again.
         self._last: list[StageLayers] = []  # Those of the last call with grad mode.
         self._looked = False  # Whether a step has shown what layers keep.
@@ -205,7 +205,7 @@ class Runtime:
             )
         tail = UNCHECKPOINTED_TAIL[options.checkpoint] if batch.module.training and state.grad else None
         checkpointed = 0 if tail is None else max(0, len(division.rows) - tail)
-        draws = Draws(self.draws, batch.module.training)
+        draws = Draws(self.draws, (batch.module.training, state.grad, len(division.rows) > 1))
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
         target, objective = given or absent(call.input), None if batch.target is None else self._objective
         if objective is not None:
@@ -215,7 +215,7 @@ class Runtime:
         # Forwards that stay on their threads' stacks need one each.
         pool = None if odd else resources.pool(layers.workers, call.microbatches - 1 if self.own_forward else 0)
         sides = resources.named if drop_in else None
-        stages = [RunningStage(own, call, drop_in, options.stash_limit, sides, layers.names) for own in layers.stages]
+        stages = [RunningStage(own, call, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
         recorder = self.recordings.current if state.grad and not drop_in else None
         step = StepRun(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,31 +27,25 @@ from splitpipe.skip.tracker import Key
 #: Where the gradient of a value that entered must go: a stage, and the number of a root there; or the caller's input
 #: (None) or target (its key), and the place of a leaf.
 Origin = tuple[int | Key | None, int]
-#: The origin of each leaf; None: it needs no gradient.
-Origins = list[Origin | None]
 
 
 @dataclass
 class Activation:
-    """A value on its way between stages: its leaves, their nesting and origins.
+    """A value on its way between stages: its leaves, their nesting and origins, which are None without a gradient.
 
     ``shared``: the leaves that share memory with others on their way; ``event``: after which they are there.
     """
 
     leaves: list[Any]
     nesting: Nesting
-    origins: Origins = field(default_factory=list)
+    origins: list[Origin | None] = field(default_factory=list)
     shared: frozenset[int] = frozenset()
     event: torch.Event | None = None
 
     @property
-    def signature(self) -> tuple[Origins, list[torch.Size]]:
+    def signature(self) -> tuple[list[Origin | None], list[torch.Size]]:
         """What a recomputation has to have, too: the origins, and the shapes of tensors."""
         return self.origins, [x.shape for x in self.leaves if isinstance(x, Tensor)]
-
-    def holding(self, leaves: list[Any]) -> Activation:
-        """The same with other leaves."""
-        return replace(self, leaves=leaves)
 
 
 class Call:
@@ -67,9 +61,6 @@ class Call:
         #: The caller's current streams on the devices of the stages, and the streams on which these compute.
         self.callers = [stream.current(device) for device in devices]
         self.computes = [place.stream or caller for place, caller in zip(places, self.callers)]
-        own = {(each.device, each.stream_id) for each in self.computes if each is not None}
-        #: Whether stages on one device compute on different streams of it.
-        self.beside = len(own) > len({device for device, _ in own})
         #: How many microbatches are checkpointed, from the first one; and of these, R's: with cuts, B recomputes.
         self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if own_forward else checkpointed, draws
         #: The caller's context variables, and a copy of them for each microbatch.
@@ -82,16 +73,14 @@ class Call:
         """The microbatches of a value; ``detached``: as leaves with origins, outside the caller's graph."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detached):
             parts = value.scatter()
-        activations = []
-        for i, (leaves, nesting) in enumerate(parts):
-            places, origins = value.places[i], Origins([None] * len(leaves))
+        activations, tracked = [], detached and self.state.grad
+        for places, (leaves, nesting) in zip(value.places, parts):
             given = [value.leaves[k] for k in places]
             shared = sharing(given) | {at for at, k in enumerate(places) if k in value.shared_places}  # All have these.
             for caller, compute in zip(self.callers, self.computes):
                 hand(leaves, caller, compute)
-            for at, leaf in enumerate(given if detached and self.state.grad else ()):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    origins[at] = key, places[at]
+            grads = [tracked and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]
+            origins: list[Origin | None] = [(key, k) if grad else None for k, grad in zip(places, grads)]
             activations.append(Activation(leaves, nesting, origins, shared))
         return activations
 

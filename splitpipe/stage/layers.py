@@ -6,8 +6,8 @@ parameter that ``torch.func.functional_call`` swaps for one call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, combinations
-from operator import attrgetter, is_
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -19,22 +19,20 @@ from splitpipe.core.stream import Place
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import crossing
 from splitpipe.skip.tracker import Key
-from splitpipe.stage.recomputation import Modules
+from splitpipe.stage.recomputation import Modules, empty
 
 Named = tuple[str, nn.Module]
-_compiled_call = attrgetter("_compiled_call_impl")
 
 
 class StageLayers:
     """The layers of one stage; ``skips``: the stages that each skip between stages goes from and to."""
 
     def __init__(self, index: int, place: Place, layers: Sequence[Named], skips: Mapping[Key, tuple[int, int]]) -> None:
-        self.index, self.place = index, place
-        self.name = f"stage {index} ({place})"
+        self.index, self.place, self.name = index, place, f"stage {index} ({place})"
         self.calls = [layer for _, layer in layers]
         self.described = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers]
         self.modules = list(dict.fromkeys(module for layer in self.calls for module in layer.modules()))
-        self._recomputed: Modules | None = None
+        self.recomputed = Modules(self.modules)  #: As a recomputation of all layers needs them.
         self.arriving = [key for key, (source, target) in skips.items() if source < target == index]
         #: The skips that go to later stages, and the stages.
         self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
@@ -42,21 +40,14 @@ class StageLayers:
         #: The bytes of those that require grad.
         self.weight_bytes = sum([x.nbytes for x in self.parameters if x.requires_grad])
         #: How its parameters are used, for the report on deferral, and whether that is known of all.
-        self.uses: Mapping[int, Uses] | None = None
+        self.uses: dict[int, Uses] = {}
         self.uses_known = False
 
     def add_uses(self, seen: Mapping[int, Uses], hooked: bool) -> None:
         """Adds uses that a graph has shown; ``hooked``: whether hooks were set meanwhile, as torch.compile may do."""
-        self.uses = {**(self.uses or {}), **seen}
+        self.uses.update(seen)
         known = [id(x) in self.uses for x in self.parameters if x.requires_grad]
         self.uses_known = bool(self.parameters) and not hooked and all(known)  # A module's first call has none yet.
-
-    @property
-    def recomputed(self) -> Modules:
-        """The modules, as a recomputation of all layers needs them."""
-        if self._recomputed is None or not self._recomputed.same():
-            self._recomputed = Modules(self.modules)
-        return self._recomputed
 
 
 class ModelLayers:
@@ -73,8 +64,7 @@ class ModelLayers:
         parts, roots = [*parts[:-1], [*parts[-1], *loss]], [*module.named_children(), *loss]
         skips = crossing(parts)
         self.stages = [StageLayers(j, place, part, skips) for j, (place, part) in enumerate(zip(places, parts))]
-        rows = None if schedule is None else schedule.placement
-        self.workers = (*workers([stage.calls for stage in self.stages], places, rows),)
+        self.workers = (*workers(self.stages, range(len(places)) if schedule is None else schedule.placement),)
         self._modules = list(dict.fromkeys(chain.from_iterable(root.modules() for _, root in roots)))
         self._tables: list[Any] = [table for m in (module, *self._modules) for table in (m._modules, m._parameters)]
         self._parts = self._look()
@@ -92,27 +82,22 @@ class ModelLayers:
         return len(found) == len(self._parts) and all(map(is_, found, self._parts))
 
     def _look(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._tables)), *map(_compiled_call, self._modules)]
+        compiled = [module._compiled_call_impl for module in self._modules]
+        return [*chain.from_iterable(map(dict.values, self._tables)), *compiled, *empty(self._modules)]
 
 
-def workers(
-    stages: Sequence[Sequence[nn.Module]], places: Sequence[Place], rows: Sequence[int] | None = None
-) -> list[int]:
-    """The worker of each stage: one per accelerator; on the CPU one per row, or per set of stages that share state."""
+def workers(stages: Sequence[StageLayers], rows: Sequence[int]) -> list[int]:
+    """The worker of each stage: one per accelerator; on the CPU one per row, or one for all if stages share state."""
     # Two threads that update one buffer lose updates, and two that call one layer could clash in what it keeps (such as
-    # the weight that a hook of weight_norm sets). One thread runs its stages in the order of the clock.
-    keys = [_keys(*each) for each in zip(stages, places, range(len(stages)) if rows is None else rows)]
-    first = list(range(len(stages)))  # For each stage, the first one with the same worker.
-    for stage, other in combinations(range(len(stages)), 2):
-        if keys[stage] & keys[other]:  # A stage that shares with several merges their workers.
-            into, joined = sorted([first[stage], first[other]])
-            first = [into if found == joined else found for found in first]
-    return [sorted({*first}).index(found) for found in first]
+    # the weight that a hook of weight_norm sets).
+    states = [_state(stage.modules) for stage in stages if stage.place.device.type == "cpu"]
+    together = len(set[object]().union(*states)) < sum(map(len, states))
+    devices = [stage.place.device for stage in stages]
+    keys = [device if together or device.type != "cpu" else row for device, row in zip(devices, rows)]
+    return [[*dict.fromkeys(keys)].index(key) for key in keys]
 
 
-def _keys(layers: Sequence[nn.Module], place: Place, row: int) -> set[object]:
-    if place.device.type != "cpu":
-        return {f"row {row}", place.device}
-    parts = {part for layer in layers for part in layer.modules()}
-    state = [part for part in parts if next(part.parameters(), None) is not None]  # Others keep little.
-    return {f"row {row}", *state, *[id(buffer) for layer in layers for buffer in layer.buffers()]}
+def _state(modules: Sequence[nn.Module]) -> set[object]:
+    """The modules with parameters, as others keep little, and the buffers."""
+    state = [module for module in modules if next(module.parameters(), None) is not None]
+    return {*state, *[id(buffer) for module in modules for buffer in module.buffers(recurse=False)]}

@@ -10,9 +10,7 @@ doesn't know, and the stage before would lose it.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +21,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from splitpipe.backward.graph_walk import Walk, walk
 from splitpipe.backward.report import uses
 from splitpipe.backward.weight_grad_store import WeightGradStore
-from splitpipe.core.stream import Stream
+from splitpipe.core.stream import NamedStreams
 from splitpipe.core.torch_private import RemovableHandle
-from splitpipe.core.transfer import Route
-from splitpipe.stage.call import Activation, Call, Origin, Origins
+from splitpipe.stage.call import Activation, Call, Origin
 from splitpipe.stage.layers import StageLayers
 
 
@@ -49,10 +46,6 @@ class Guard(Function):
         return None, *[None for _ in grads]
 
 
-#: Without the check whether torch.func is active, which takes longer: no pipeline runs inside it.
-_guard: Any = super(Function, Guard).apply
-
-
 class Segment:
     """What F of a microbatch on a stage leaves for B.
 
@@ -72,8 +65,9 @@ class Segment:
 
     def enter(self, tensors: Sequence[Tensor], origins: Sequence[Origin]) -> list[Tensor]:
         """Tensors without a graph, as they enter this one."""
+        phony = torch.empty(0, device="cpu", requires_grad=True)
         with torch.enable_grad():
-            entered = [*_guard(torch.empty(0, device="cpu", requires_grad=True), *tensors)] if tensors else []
+            entered: list[Any] = [*Guard.apply(phony, *tensors)] if tensors else []
         # Like get_gradient_edge, which makes a view to keep the node alive. The tensor does so, too.
         self.entries += [GradientEdge(x.grad_fn, x.output_nr, x) for x in entered]
         self.origins += origins
@@ -108,29 +102,22 @@ class Segment:
 class RunningStage:
     """A stage in one call: what its microbatches leave for B (``fwd_cache``), and for W (``store``).
 
-    ``limit``: how many bytes may wait for W in a drop-in call; ``streams``: those of W; ``names``: of parameters.
+    Drop-in, ``streams``: those of W; ``limit``: how many bytes may wait for it. ``names``: of parameters.
     """
 
     def __init__(
-        self, own: StageLayers, call: Call, drop_in: bool, limit: int | None, streams: Callable[..., Stream] | None,
-        names: Mapping[int, str],
+        self, own: StageLayers, call: Call, limit: int | None, streams: NamedStreams | None, names: Mapping[int, str]
     ) -> None:
-        self.own, self.index, self.name = own, own.index, own.name
-        self.device = own.place.device
-        self.compute: Stream = call.computes[own.index]
+        self.own, self.index, self.name, self.device = own, own.index, own.name, own.place.device
+        self.compute, self.names = call.computes[own.index], names
         # Checkpointed, what waits keeps what was just recomputed; otherwise, what the forward has kept anyway.
         limit = own.weight_bytes // (4 if call.checkpointed else 1) if limit is None else limit
         weights = None if streams is None else streams(self.device, "weights")
-        self.store, self.names = WeightGradStore(self.compute, weights, limit if drop_in else None, names), names
+        self.store = WeightGradStore(self.compute, weights, None if streams is None else limit, names)
         self.fwd_cache: dict[int, Segment] = {}
         #: The leaves to which its microbatches' graphs lead, by identity.
         self.reached: dict[int, Tensor] = {}
         self.reached_by: set[Any] = set()  #: The blocks, as modules, whose graphs have led to all their parameters.
-
-    @cached_property
-    def phony(self) -> Tensor:
-        """A leaf through which autograd runs nodes on its device whose inputs need no gradient."""
-        return torch.empty(0, device=self.device, requires_grad=True)
 
     def forget_backward(self) -> None:
         """Forgets what a backward that has failed may have left."""
@@ -143,25 +130,16 @@ class RunningStage:
         return bool(self.reached) and all([id(x) in self.reached for x in self.own.parameters if x.requires_grad])
 
 
-def detach(leaves: Sequence[Any], segment: Segment, stage: int, grad: bool) -> tuple[list[Any], Origins]:
-    """Leaves of a stage's output outside its graph, and their origins. A tensor that occurs twice stays one."""
+def detach(values: Collection[Activation], segment: Segment, stage: int, grad: bool) -> None:
+    """Takes what leaves a stage out of its graph, and notes the origins. A tensor that occurs twice stays one."""
     known: dict[int, tuple[Any, Origin | None]] = {}
-    for x in leaves:
+    for x in [x for value in values for x in value.leaves]:
         if id(x) not in known:
             tracked = grad and isinstance(x, Tensor) and x.requires_grad
             known[id(x)] = (x.detach(), (stage, segment.leave(x))) if tracked else (x, None)
-    pairs = [known[id(x)] for x in leaves]
-    return [x for x, _ in pairs], [origin for _, origin in pairs]
-
-
-def send(value: Activation, route: Route | None, timed: Any) -> Activation:
-    """Starts a detached value's way to another stage."""
-    if route is None:
-        return value
-    known = {id(x): x for x in value.leaves}
-    carried, event = route.carry([*known.values()], timed)
-    there = dict(zip(known, carried))
-    return replace(value, leaves=[there[id(x)] for x in value.leaves], event=event)
+    for value in values:
+        pairs = [known[id(x)] for x in value.leaves]
+        value.leaves, value.origins = [x for x, _ in pairs], [origin for _, origin in pairs]
 
 
 def enter(activations: Sequence[Activation], segment: Segment) -> list[list[Any]]:

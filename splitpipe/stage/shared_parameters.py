@@ -36,18 +36,14 @@ class SharedParameters:
         with self._lock:
             if x.device not in self._placement.devices:  # That of a module that is never called: it is used here first.
                 return moved(x, device)
-            known = self._copies.get((id(x), device))
-            if known is None:
-                y = self._new_copy(x, stage)
-                known = self._copies[id(x), device] = x, y, version_of(y)
-        return known[1]
-
-    def _new_copy(self, x: Tensor, stage: int) -> Tensor:
-        if self._carry is not None:
-            return self._carry(x, self._home(x), stage)  # type: ignore[no-any-return]
-        with torch.no_grad():  # And outside inference mode: a copy needs a version.
-            y = brought(x.detach(), self._stages[stage].device)
-        return nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
+            if (id(x), device) not in self._copies:
+                if self._carry is not None:
+                    y = self._carry(x, self._home(x), stage)
+                else:
+                    y = brought(x.detach(), device)
+                    y = nn.Parameter(y, x.requires_grad) if isinstance(x, nn.Parameter) else y
+                self._copies[id(x), device] = x, y, version_of(y)
+            return self._copies[id(x), device][1]
 
     def reach(self, stage: RunningStage, leaves: Mapping[int, Tensor]) -> None:
         """Records the leaves of a stage's graph: a copy's original with the stage that is its home."""

@@ -32,7 +32,7 @@ FREE = {"DoesNotFitError", "Plan", "schedule.Timeline", "schedule.Recording", "s
         "Plan.to_json", "Plan.to_html", "Plan.from_json", "schedule.Schedule.to_csv", "schedule.from_csv",
         *(f"SplitFunction.{name}" for name in (
             "apply", "forward", "backward_input", "backward_weight", "accumulate", "pays")),
-        *(f"SplitPipe.{name}" for name in ("train", "state_dict", "load_state_dict", "to", "cpu", "cuda")),
+        *(f"SplitPipe.{name}" for name in ("train", "state_dict", "load_state_dict")),
         *(f"schedule.Recording.{name}" for name in ("to_svg", "to_html")),
         "Skippable.isolate", "Skippable.namespaced"}
 

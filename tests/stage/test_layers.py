@@ -4,7 +4,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from splitpipe import SplitPipe
 from splitpipe.core.stream import Place
 from splitpipe.stage import layers
+from splitpipe.stage.layers import StageLayers
 from tests.helpers.covering import pairwise
 from tests.helpers.scheduled import loss_of
 from tests.helpers.twin import Looped, assert_same, assert_same_tensors, twins
@@ -160,22 +161,21 @@ def test_more_or_fewer_layers_in_the_original_are_an_error_at_the_next_call() ->
             model(x)
 
 
-def test_stages_on_the_cpu_have_a_worker_each_unless_they_share_state_and_an_accelerator_has_one() -> None:
+def test_stages_on_the_cpu_have_a_worker_each_unless_some_share_state_and_an_accelerator_has_one() -> None:
     a, b, c = (nn.BatchNorm1d(2) for _ in range(3))
     tied, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = tied.weight
     cpu, meta = Place(torch.device("cpu")), Place(torch.device("meta"))
 
-    def workers(*stages: list[nn.Module]) -> list[int]:
-        return layers.workers(stages, [cpu] * 9)
+    def workers(*stages: list[nn.Module], places: Sequence[Place] = (cpu,) * 9) -> list[int]:
+        own = [StageLayers(j, places[j], [("", layer) for layer in stage], {}) for j, stage in enumerate(stages)]
+        return layers.workers(own, range(len(own)))
 
     assert workers([a], [b], [c]) == [0, 1, 2]
     assert workers([tied], [other]) == [0, 1]
-    assert workers([a], [b], [a]) == [0, 1, 0]
-    assert workers([a], [b], [nn.Sequential(a, b)]) == [0, 0, 0]
-    assert workers([a], [b], [nn.Sequential(c, a)], [b]) == [0, 1, 0, 1]
+    assert workers([a], [b], [a]) == workers([a], [b], [nn.Sequential(c, a)]) == [0, 0, 0]
     assert workers([tied], [nn.Sequential(tied)]) == [0, 0]
     relu, empty = nn.ReLU(), nn.Sequential()
     assert workers([relu, empty, c], [relu, empty]) == [0, 1]
     assert workers() == []
-    assert layers.workers([[nn.Tanh()] for _ in range(5)], [meta, cpu, meta, cpu, meta]) == [0, 1, 0, 2, 0]
+    assert workers(*[[nn.Tanh()] for _ in range(5)], places=[meta, cpu, meta, cpu, meta]) == [0, 1, 0, 2, 0]

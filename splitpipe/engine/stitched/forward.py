@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -62,7 +63,7 @@ class StitchedForward:
     def _run(self, own: StageLayers, values: Values) -> tuple[Values, Checkpoint | None]:
         call, checkpoint = self._step.call, None
         inputs, versions = [part.leaves for part in values.values()], versions_of(values)
-        bare = {key: part.holding([]) for key, part in values.items()}
+        bare = {key: replace(part, leaves=[]) for key, part in values.items()}
         layers = partial(run_layers, own, bare, where=f"{own.name}, microbatch {self._i} of {call.microbatches}")
         if self._i < call.checkpointed:
             rng_states = RNGStates(call.draws, own.place.device)
@@ -79,7 +80,7 @@ class StitchedForward:
 def _each(part: Activation, change: Callable[[Tensor], Tensor]) -> Activation:
     """A value with its tensors changed; one that occurs twice stays one: attention compares with ``is``."""
     changed = {id(x): change(x) for x in {id(x): x for x in part.leaves if isinstance(x, Tensor)}.values()}
-    return part.holding([changed.get(id(x), x) for x in part.leaves])
+    return replace(part, leaves=[changed.get(id(x), x) for x in part.leaves])
 
 
 class Stitching(Detaching):
