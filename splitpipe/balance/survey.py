@@ -61,7 +61,7 @@ def survey(module: nn.Module, sample: object, whose: str = "sample") -> Subject:
         batch, _ = divider.divide(*arguments_of(sample))
     else:
         raise no_blocks(module)
-    rows = sum(batch.counts)
+    rows = sum(batch.rows)
     if not rows:
         raise ValueError(f"{whose} has no rows: expected a whole batch.")
     home = next((x.device for x in module.parameters()), torch.device("cpu"))

@@ -127,7 +127,7 @@ def check(
     mode = "train mode without dropout and batch statistics." if model.training else "eval mode."
     if model.training and quiet:
         mode = "eval mode, since the forward draws random numbers in train mode."
-    how = f"{sum(division.counts)} rows {whom}, and in {pieces}, in {mode}"
+    how = f"{sum(division.rows)} rows {whom}, and in {pieces}, in {mode}"
     return _compared(one, many, how, division, tolerance)
 
 

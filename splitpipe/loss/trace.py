@@ -52,7 +52,7 @@ class Trace(TorchFunctionMode):
         """The trace of a microbatch of a module's call."""
         shared = [leaf for leaf, owner in zip(input.leaves, input.owners) if owner is None]
         dim = next((dim for dim in input.dims if dim is not None), 0)
-        return cls(input.counts, i, dim, [x for x in shared if type(x) in (int, float)])
+        return cls(input.rows, i, dim, [x for x in shared if type(x) in (int, float)])
 
     def begin(self, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
         """Records a microbatch's arguments, and their leaves."""
@@ -61,7 +61,7 @@ class Trace(TorchFunctionMode):
                 self.ledger.begin(leaf if isinstance(leaf, Tensor) else [*hidden(leaf)], input.dims[k] or 0)
         if input.root is not None and any([owner is not None for owner in input.owners]):
             for value in values:
-                if isinstance(value, (list, tuple)) and len(value) == input.rows[i][1]:
+                if isinstance(value, (list, tuple)) and len(value) == input.rows[i]:
                     self.ledger.begin_entries(value)
 
     def record(self, value: Any, block: str, read: str) -> None:

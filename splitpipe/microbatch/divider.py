@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from splitpipe.core.torch_private import tree_flatten
 from splitpipe.microbatch.division import Division, collect, divide
-from splitpipe.microbatch.rows import Node, Reading, Slices, rows_of, slices
+from splitpipe.microbatch.rows import Node, Reading, chunk_rows, rows_of
 from splitpipe.microbatch.tree import PLAIN, verify_open
 
 #: ``split(args, kwargs, chunks)`` returns the arguments of each microbatch: a list of pairs (args, kwargs).
@@ -44,11 +44,13 @@ class Divider:
         """The arguments, and the target if there is one; ``unsplit``: as a single microbatch."""
         if self._split is not None and not unsplit:
             return self._collect(args, kwargs, target)
-        root = self._tree(args, kwargs)
-        reading = Reading(root, self._whose)
-        # Microbatches can't share an object that may be a cache.
-        unsplit = unsplit or any(leaf.flag is None and _is_object(leaf.value) for leaf in root.leaves(shared=True))
-        rows = reading.verify(slices(reading.size, 1 if unsplit else self._chunks), self._warned)
+        root, chunks = self._tree(args, kwargs), 1 if unsplit else self._chunks
+        reading = Reading(root, chunks)
+        if any(leaf.flag is None and _is_object(leaf.value) for leaf in root.leaves(shared=True)):
+            chunks = 1  # Microbatches can't share an object that may be a cache.
+        rows = chunk_rows(reading.size, chunks)
+        if len(rows) > 1:
+            reading.warn(self._warned)
         return divide(root, rows, reading.batch), None if target is None else divide_target(target, self._target, rows)
 
     def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,8 +64,6 @@ class Divider:
         parts = self._parts(args, kwargs if target is None else {**kwargs, "target": target})
         if self._scheduled and len(parts) > self._chunks:
             raise ValueError(f"split returned {len(parts)} parts for a schedule of {self._chunks}: expected no more.")
-        if any((target is None) is ("target" in named) for _, named in parts):
-            raise ValueError("split returned another 'target' than it was given: expected one in the kwargs of each.")
         targets = [] if target is None else [named.pop("target") for _, named in parts]
         rows = [rows_of(input_node(x, self._target, "the target")) for x in targets]
         rows = rows or [rows_of(self._tree(*part)) for part in parts]
@@ -71,14 +71,15 @@ class Divider:
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each microbatch, as ``split`` returns them."""
-        found: Any = self._split(args, dict(kwargs), self._chunks)  # type: ignore[misc]
-        pairs = isinstance(found, (list, tuple)) and [isinstance(part, tuple) and len(part) == 2 for part in found]
-        if not pairs or not all(pairs) or not all(isinstance(x, tuple) and isinstance(y, Mapping) for x, y in found):
+        found: list[Any] = [*self._split(args, dict(kwargs), self._chunks)]  # type: ignore[misc]
+        if not found or not all([isinstance(own, tuple) and isinstance(named, Mapping) for own, named in found]):
             raise TypeError(f"split returned {found!r:.100}: expected a list of pairs (args, kwargs).")
         return [(own, dict(named)) for own, named in found]
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        return _verified(input_node(self._value(args, kwargs), self._flags, self._whose), self._whose)
+        root = input_node(self._value(args, kwargs), self._flags, self._whose)
+        verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], self._whose, deep=True)
+        return root
 
     def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the first layer is given."""
@@ -118,7 +119,7 @@ class ArgumentDivider(Divider):
         every = flags.get(star[:-1])
         nodes = [Node(value, flags.get(name, every if name.startswith(star) else None), f"argument {name!r}")
                  for name, value in given]
-        root, positional, named = (Node((), None, "the arguments", record=True) for _ in range(3))
+        root, positional, named = (Node((), None, self._whose, record=True) for _ in range(3))
         root.children, positional.children, named.children = [positional, named], nodes[: len(args)], nodes[len(args) :]
         named.rebuild = lambda values: dict(zip(kwargs, values))
         return root
@@ -151,25 +152,21 @@ def labelled(given: Mapping[str, Any]) -> bool:
     return any([x is not None for name, x in given.items() if "label" in name])
 
 
-def divide_target(target: Any, flags: Any, rows: Slices) -> Division:
+def divide_target(target: Any, flags: Any, rows: Sequence[int]) -> Division:
     """The division of a target into the microbatches of an input."""
-    root = _verified(input_node(target, flags, "the target"), "the target")
-    reading = Reading(root, "the target", sum(rows[-1]))
+    root = input_node(target, flags, "the target")
+    verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], "the target", deep=True)
+    Reading(root, len(rows), sum(rows))
     for node in root.leaves(shared=True):
         array = node.flag is not False and not isinstance(node.value, Tensor) and hasattr(node.value, "__array__")
-        if array and node.value.shape[:1] == (reading.size,):
+        if array and node.value.shape[:1] == (sum(rows),):
             raise TypeError(f"{node.where} is a {type(node.value).__name__}: expected a tensor (torch.as_tensor()).")
-    return divide(root, reading.verify(rows, set()))
+    return divide(root, rows, "the input")
 
 
 def input_node(value: Any, flags: Any, whose: str) -> Node:
     """The node of a value: if it is a tuple, of several inputs, which isn't a list with one entry per row."""
     return Node(value, flags, whose, record=type(value) is tuple and flags not in ("rows", "groups"))
-
-
-def _verified(root: Node, whose: str) -> Node:
-    verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], whose, deep=True)
-    return root
 
 
 def _is_object(value: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
 from splitpipe.core.tensors import is_plain
-from splitpipe.microbatch.rows import Node, Slices
+from splitpipe.microbatch.rows import Node
 from splitpipe.microbatch.tree import Nesting, flatten, unflatten
 
 
@@ -25,7 +25,8 @@ class Division:
     leaves: list[Any]
     #: The dimension along which each leaf is split; None: every microbatch that has the leaf gets it whole.
     dims: list[int | None]
-    rows: Slices
+    #: The number of rows of each microbatch.
+    rows: Sequence[int]
     #: The nesting of each microbatch's leaves.
     nestings: list[Nesting]
     #: The one microbatch that has each leaf; None: all have it.
@@ -33,16 +34,6 @@ class Division:
     #: What says how leaves are split, unless a function of the user has; and the value that has shown the rows.
     root: Node | None = None
     batch: str = ""
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """The number of rows of each microbatch."""
-        return [count for _, count in self.rows]
-
-    @cached_property
-    def nodes(self) -> list[Node]:
-        """The node of each leaf, if there are any."""
-        return [] if self.root is None else [*self.root.leaves()]
 
     @cached_property
     def places(self) -> list[list[int]]:
@@ -62,11 +53,10 @@ class Division:
         """The leaves of each microbatch, and their nesting. A tensor that is given twice stays one."""
         found, known = list[list[Any]]([] for _ in self.rows), dict[Any, Sequence[Any]]()
         for k, (leaf, dim, owner) in enumerate(zip(self.leaves, self.dims, self.owners)):
-            key = id(leaf), dim, owner
+            key, takers = (id(leaf), dim, owner), found if owner is None else [found[owner]]
             if key not in known or getattr(leaf, "requires_grad", False):
-                rows = self._rows(k)
-                known[key] = pieces(leaf, rows if owner is None else [rows[owner]], dim)
-            for own, part in zip(found if owner is None else [found[owner]], known[key]):
+                known[key] = copies(leaf, len(takers)) if dim is None else pieces(leaf, self._sizes(k), dim)
+            for own, part in zip(takers, known[key]):
                 own.append(part)
         return [*zip(found, self.nestings)]
 
@@ -79,36 +69,35 @@ class Division:
             # The layer may have passed a single one to others too: it must be a separate tensor.
             return reduce(torch.add, found) if len(found) > 1 else found[0].clone()
         return torch.cat([
-            x.new_zeros((*x.shape[:dim], count, *x.shape[dim + 1 :])) if part is None else part
-            for part, (_, count) in zip(parts, self._rows(k))
+            x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :])) if part is None else part
+            for part, size in zip(parts, self._sizes(k))
         ], dim)
 
-    def _rows(self, k: int) -> Slices:
-        times = self.nodes[k].times if self.nodes else 1
-        return [(start * times, count * times) for start, count in self.rows]
+    def _sizes(self, k: int) -> list[int]:
+        """The sizes of a leaf's parts along its dimension: there may be several entries per row."""
+        dim: Any = self.dims[k]
+        times = self.leaves[k].shape[dim] // max(1, sum(self.rows))
+        return [count * times for count in self.rows]
 
     def some(self, count: int) -> Any:
         """The value for the first rows."""
         root: Any = self.root
-        rows = sum(self.rows[-1])
-        count = min(count, rows)
-        return unflatten(*divide(root, [(0, count), (count, rows - count)]).scatter()[0])
+        count = min(count, sum(self.rows))
+        return unflatten(*divide(root, [count, sum(self.rows) - count], self.batch).scatter()[0])
 
 
-def divide(root: Node, rows: Slices, batch: str = "the input") -> Division:
+def divide(root: Node, rows: Sequence[int], batch: str) -> Division:
     """The division of a value whose nodes say how it is split; ``batch`` has shown the number of rows."""
-    nodes, owners = [*root.leaves()], [*root.owners(rows)]
-    lists = any(owner is not None for owner in owners)
-    nestings = [root.nest(*each) for each in rows] if lists else [root.nest(*rows[0])] * len(rows)
-    return Division([x.value for x in nodes], [x.dim for x in nodes], rows, nestings, owners, root, batch)
+    leaves, owners = [*root.leaves()], [*root.owners(rows)]
+    nestings = [root.nest(sum(rows[:i]), count) for i, count in enumerate(rows)]
+    return Division([x.value for x in leaves], [x.dim for x in leaves], rows, nestings, owners, root, batch)
 
 
-def collect(parts: Sequence[Any], sizes: Sequence[int]) -> Division:
-    """The division of values that are divided already, into ``sizes`` rows."""
+def collect(parts: Sequence[Any], rows: Sequence[int]) -> Division:
+    """The division of values that are divided already, into parts with these rows."""
     flat = [flatten(part) for part in parts]
     leaves = [leaf for own, _ in flat for leaf in own]
     owners: list[int | None] = [i for i, (own, _) in enumerate(flat) for _ in own]
-    rows = [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
     return Division(leaves, [None] * len(leaves), rows, [nesting for _, nesting in flat], owners)
 
 
@@ -150,17 +139,12 @@ class InputCopies:
         return replace(division, leaves=[found.get(id(x), x) for x in division.leaves]) if found else division
 
 
-def absent(input: Division) -> Division:
-    """None, as a target, for the microbatches of an input."""
-    return Division([None], [None], input.rows, [None] * len(input.rows), [None])
-
-
 def describe(division: Division) -> list[str]:
     """How each value of a call was treated, in lines; none for a single microbatch, or one of ``split=``."""
-    rows, groups = division.counts, dict[str, list[str]]()
+    rows, groups = division.rows, dict[str, list[str]]()
     if len(rows) < 2 or division.root is None:
         return []
-    for node, owner in zip(division.nodes, division.owners):
+    for node, owner in zip(division.root.leaves(), division.owners):
         x, how = node.value, "whole" if owner is None else "split between rows"
         if node.dim is not None:
             how = f"split along dimension {node.dim}" + f", {node.times} entries per row" * (node.times > 1)
@@ -183,25 +167,28 @@ def noted(*divisions: Division) -> Iterator[None]:
         raise
 
 
-def pieces(leaf: Any, rows: Slices, dim: int | None) -> Sequence[Any]:
-    """A value for each microbatch, split along a dimension, or whole.
-
-    To autograd, slices aren't views: of several views, none may be written to in place. The first one without a graph
-    shares the version counter of the batch, so that autograd notices a later write to the batch. Others have separate
-    ones: a write to one microbatch doesn't invalidate what autograd saved of the others. Along later dimensions, slices
-    of contiguous memory are copies, on which ``view`` works, and which cuDNN accepts as states of an RNN.
-    """
+def copies(leaf: Any, number: int) -> list[Any]:
+    """A value for each of some microbatches, which all get it whole."""
     if not isinstance(leaf, Tensor):
-        return [leaf] * len(rows)
-    tracked = leaf.requires_grad and torch.is_grad_enabled()
-    if not leaf.dim() or dim is None and leaf.is_inference():
+        return [leaf] * number
+    if not leaf.dim() or leaf.is_inference():
         # Each microbatch gets a separate tensor: in place, m of them would write to the same memory. Where they do
         # share it, writes are found by its version, which an inference tensor doesn't have.
-        return [leaf.clone() for _ in rows]
-    if dim is None:
-        return [leaf.view_as(leaf) if tracked else leaf.detach() for _ in rows]
+        return [leaf.clone() for _ in range(number)]
+    tracked = leaf.requires_grad and torch.is_grad_enabled()
+    return [leaf.view_as(leaf) if tracked else leaf.detach() for _ in range(number)]
+
+
+def pieces(leaf: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """A part of a tensor for each microbatch, split along a dimension.
+
+    To autograd, parts aren't views: of several views, none may be written to in place. The first one without a graph
+    shares the version counter of the batch, so that autograd notices a later write to the batch. Others have separate
+    ones: a write to one microbatch doesn't invalidate what autograd saved of the others. Along later dimensions, parts
+    of contiguous memory are copies, on which ``view`` works, and which cuDNN accepts as states of an RNN.
+    """
     # "Unsafe" is torch's word: the parts share memory, but not a version counter.
-    parts = [*torch.unsafe_split_with_sizes(leaf, [count for _, count in rows], dim)]
-    if not tracked:
-        parts[0] = leaf.detach().narrow(dim, *rows[0]).detach()
+    parts = [*torch.unsafe_split_with_sizes(leaf, sizes, dim)]
+    if not (leaf.requires_grad and torch.is_grad_enabled()):
+        parts[0] = leaf.detach().narrow(dim, 0, sizes[0]).detach()
     return [part.contiguous() for part in parts] if dim and leaf.is_contiguous() else parts

@@ -40,7 +40,7 @@ from splitpipe.loss.batch_loss import BatchLoss
 from splitpipe.loss.objective import TARGET, Objective
 from splitpipe.loss.reduction import AS_FUNCTION, NO_FUNCTION, Reducer
 from splitpipe.microbatch.divider import Divider, Split
-from splitpipe.microbatch.division import Division, absent, noted
+from splitpipe.microbatch.division import Division, collect, noted
 from splitpipe.microbatch.gather import gather
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
@@ -156,7 +156,7 @@ class Runtime:
         ops = self._rows(step.workers, call.microbatches, state.grad, call.recomputed)
         with noted(call.input, target):
             own = None if objective is None else objective.batch_loss
-            own = own or BatchLoss(call.input.counts, options.reduction, self._said, AS_FUNCTION)
+            own = own or BatchLoss(call.input.rows, options.reduction, self._said, AS_FUNCTION)
             scheduled = ScheduledStep(step, target, scale, own)
             loss: Any = scheduled.run(ops, shared)
         shared.verify()
@@ -171,7 +171,7 @@ class Runtime:
 
     def _gather(self, call: Call, outputs: Sequence[Output], loss: Any = None) -> Any:
         """Joins the outputs of all microbatches; ``loss``: in the place of the module's own."""
-        reduction, rows, reducer = self.options.reduction, call.input.counts, None
+        reduction, rows, reducer = self.options.reduction, call.input.rows, None
         if self.own_forward and len(rows) > 1 or not self.own_forward and reduction is not None:
             reducer = Reducer(reduction, [output.numbers for output in outputs], self._said)
         if loss is not None:
@@ -207,9 +207,11 @@ class Runtime:
         checkpointed = 0 if tail is None else max(0, len(division.rows) - tail)
         draws = Draws(self.draws, batch.module.training)
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
-        target, objective = given or absent(call.input), None if batch.target is None else self._objective
+        target, objective = given, None if batch.target is None else self._objective
+        if target is None:
+            target = collect([None] * call.microbatches, call.input.rows)
         if objective is not None:
-            objective.begin(call.input.counts, call.input.dims, target.dims)
+            objective.begin(call.input.rows, call.input.dims, target.dims)
         odd = state.odd or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
         odd = odd or objective is not None and objective.compiled
         # Forwards that stay on their threads' stacks need one each.
