@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,18 +28,22 @@ class Division:
     dims: list[int | None]
     #: The number of rows of each microbatch.
     rows: Sequence[int]
-    #: The nesting of each microbatch's leaves.
+    #: The indices of each microbatch's leaves: all, but for lists that are split between their entries.
+    places: list[list[int]]
+    #: Their nesting.
     nestings: list[Nesting]
-    #: The one microbatch that has each leaf; None: all have it.
-    owners: list[int | None]
     #: What says how leaves are split, unless a function of the user has; and the value that has shown the rows.
     root: Node | None = None
     batch: str = ""
 
     @cached_property
-    def places(self) -> list[list[int]]:
-        """The indices of each microbatch's leaves."""
-        return [[k for k, own in enumerate(self.owners) if own is None or own == i] for i in range(len(self.rows))]
+    def takers(self) -> list[list[int]]:
+        """For each leaf, the microbatches that have it, or a part of it."""
+        found = list[list[int]]([] for _ in self.leaves)
+        for i, own in enumerate(self.places):
+            for k in own:
+                found[k].append(i)
+        return found
 
     @cached_property
     def shared_places(self) -> frozenset[int]:
@@ -52,12 +57,12 @@ class Division:
     def scatter(self) -> list[tuple[list[Any], Nesting]]:
         """The leaves of each microbatch, and their nesting. A tensor that is given twice stays one."""
         found, known = list[list[Any]]([] for _ in self.rows), dict[Any, Sequence[Any]]()
-        for k, (leaf, dim, owner) in enumerate(zip(self.leaves, self.dims, self.owners)):
-            key, takers = (id(leaf), dim, owner), found if owner is None else [found[owner]]
+        for k, (leaf, dim, takers) in enumerate(zip(self.leaves, self.dims, self.takers)):
+            key = id(leaf), dim, *takers
             if key not in known or getattr(leaf, "requires_grad", False):
                 known[key] = copies(leaf, len(takers)) if dim is None else pieces(leaf, self._sizes(k), dim)
-            for own, part in zip(takers, known[key]):
-                own.append(part)
+            for i, part in zip(takers, known[key]):
+                found[i].append(part)
         return [*zip(found, self.nestings)]
 
     def gradient(self, k: int, parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -88,17 +93,18 @@ class Division:
 
 def divide(root: Node, rows: Sequence[int], batch: str) -> Division:
     """The division of a value whose nodes say how it is split; ``batch`` has shown the number of rows."""
-    leaves, owners = [*root.leaves()], [*root.owners(rows)]
-    nestings = [root.nest(sum(rows[:i]), count) for i, count in enumerate(rows)]
-    return Division([x.value for x in leaves], [x.dim for x in leaves], rows, nestings, owners, root, batch)
+    leaves, parts = [*root.leaves()], [root.part(sum(rows[:i]), count) for i, count in enumerate(rows)]
+    index = {leaf: k for k, leaf in enumerate(leaves)}
+    places, nestings = [[index[leaf] for leaf in own] for own, _ in parts], [nesting for _, nesting in parts]
+    return Division([x.value for x in leaves], [x.dim for x in leaves], rows, places, nestings, root, batch)
 
 
 def collect(parts: Sequence[Any], rows: Sequence[int]) -> Division:
     """The division of values that are divided already, into parts with these rows."""
     flat = [flatten(part) for part in parts]
-    leaves = [leaf for own, _ in flat for leaf in own]
-    owners: list[int | None] = [i for i, (own, _) in enumerate(flat) for _ in own]
-    return Division(leaves, [None] * len(leaves), rows, [nesting for _, nesting in flat], owners)
+    leaves, numbers = [leaf for own, _ in flat for leaf in own], count()
+    places = [[next(numbers) for _ in own] for own, _ in flat]
+    return Division(leaves, [None] * len(leaves), rows, places, [nesting for _, nesting in flat])
 
 
 class InputCopies:
@@ -112,12 +118,19 @@ class InputCopies:
     def __init__(self) -> None:
         self._unread: list[torch.Event] = []
 
-    def input(self, input: Division, devices: Sequence[torch.device]) -> Division:
-        """The input on the devices, the first stage's first; tensors on none of them are moved to that."""
-        known, found = {*devices}, {leaf.device for leaf in input.leaves if isinstance(leaf, Tensor)}
+    def move(self, division: Division, devices: Sequence[torch.device]) -> Division:
+        """The values on these devices: tensors on none of them are moved to the first one."""
+        cpu, device, tensors = torch.device("cpu"), devices[0], [x for x in division.leaves if isinstance(x, Tensor)]
         # Next to tensors elsewhere, a tensor on the CPU may belong there, such as lengths of sequences.
-        known |= {torch.device("cpu")} if found - {torch.device("cpu")} else set()
-        return self.move(input, devices[0], known)
+        known = {*devices, cpu} if any([x.device != cpu for x in tensors]) else {*devices}
+        found, pinned = dict[int, Tensor](), False
+        for x in {id(x): x for x in tensors if x.device not in known}.values():
+            pins = x.device == cpu and is_plain(x) and x.is_pinned()
+            found[id(x)] = x.to(device, non_blocking=pins or "cpu" not in (x.device.type, device.type))
+            pinned = pinned or pins
+        if pinned and (event := stream.mark(stream.current(device))) is not None:
+            self._unread.append(event)
+        return replace(division, leaves=[found.get(id(x), x) for x in division.leaves]) if found else division
 
     def settle(self) -> None:
         """Waits until pinned memory has been read."""
@@ -126,26 +139,14 @@ class InputCopies:
             event.synchronize()
             stream.spent(event)
 
-    def move(self, division: Division, device: torch.device, known: Collection[torch.device] = ()) -> Division:
-        """The values on a device, but for tensors on those ``known``."""
-        found, pinned = dict[int, Tensor](), False  # Tensors that microbatches share are copied once.
-        for x in division.leaves:
-            if isinstance(x, Tensor) and id(x) not in found and x.device not in (device, *known):
-                pins = x.device.type == "cpu" and is_plain(x) and x.is_pinned()
-                found[id(x)] = x.to(device, non_blocking=pins or "cpu" not in (x.device.type, device.type))
-                pinned = pinned or pins
-        if pinned and (event := stream.mark(stream.current(device))) is not None:
-            self._unread.append(event)
-        return replace(division, leaves=[found.get(id(x), x) for x in division.leaves]) if found else division
-
 
 def describe(division: Division) -> list[str]:
     """How each value of a call was treated, in lines; none for a single microbatch, or one of ``split=``."""
     rows, groups = division.rows, dict[str, list[str]]()
     if len(rows) < 2 or division.root is None:
         return []
-    for node, owner in zip(division.root.leaves(), division.owners):
-        x, how = node.value, "whole" if owner is None else "split between rows"
+    for node, takers in zip(division.root.leaves(), division.takers):
+        x, how = node.value, "whole" if len(takers) == len(rows) else "split between rows"
         if node.dim is not None:
             how = f"split along dimension {node.dim}" + f", {node.times} entries per row" * (node.times > 1)
         what = str(tuple(x.shape)) if isinstance(x, Tensor) else f"({type(x).__name__})"

@@ -11,7 +11,7 @@ A list may have one entry per row, or hold tensors that are each split. If sizes
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -67,20 +67,13 @@ class Node:
         """The dimension that ``batched`` names; else the first."""
         return self.flag if type(self.flag) is int else 0
 
-    def owners(self, rows: Sequence[int], owner: int | None = None) -> Iterator[int | None]:
-        """For each leaf the one microbatch that has it, with an entry of a list; None: all have it, or a part of it."""
+    def part(self, start: int, count: int) -> tuple[list[Node], Nesting]:
+        """The leaves that a microbatch with these rows gets, or gets a part of, and their nesting."""
         if self.children is None:
-            yield owner
-        of_row = [i for i, count in enumerate(rows) for _ in range(count * self.times)]
-        for entry, child in enumerate(self.children or ()):
-            yield from child.owners(rows, of_row[entry] if self.times else owner)
-
-    def nest(self, start: int, count: int) -> Nesting:
-        """The nesting of the value for these rows."""
-        if self.children is None:
-            return None
+            return [self], None
         stop = (start + count) * self.times if self.times else None
-        return self.rebuild, [child.nest(start, count) for child in self.children[start * self.times : stop]]
+        parts = [child.part(start, count) for child in self.children[start * self.times : stop]]
+        return [leaf for leaves, _ in parts for leaf in leaves], (self.rebuild, [nesting for _, nesting in parts])
 
 
 class Reading:

@@ -224,7 +224,7 @@ class Runtime:
             call, stages, pool, layers.workers, resources.routes(call.computes), drop_in=drop_in,
             split=options.split_backward and state.grad, hooks=self._hooks, recorder=recorder,
         )
-        return step, call.copies.move(target, resources.devices[-1])
+        return step, call.copies.move(target, resources.devices[-1:])
 
     def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
         """Divides the arguments and the target, if there is one; returns the layers, of which the loss is the last."""

@@ -62,7 +62,7 @@ class Call:
     ) -> None:
         devices = [place.device for place in places]
         self.copies = InputCopies()  #: Copies of the input and the target on the stages' devices.
-        self.input = self.copies.input(input, devices if own_forward else devices[:1])
+        self.input = self.copies.move(input, devices if own_forward else devices[:1])
         self.leaves, self.microbatches, self.state = self.input.leaves, len(self.input.rows), state
         #: The caller's current streams on the devices of the stages, and the streams on which these compute.
         self.callers = [stream.current(device) for device in devices]
