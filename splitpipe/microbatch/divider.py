@@ -53,12 +53,6 @@ class Divider:
             reading.warn(self._warned)
         return divide(root, rows, reading.batch), None if target is None else divide_target(target, self._target, rows)
 
-    def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A few rows of a call's arguments, as in a microbatch."""
-        if self._split is not None:
-            return self._parts(args, kwargs)[0]
-        return self.divide(args, kwargs, unsplit=True)[0].some(1)
-
     def _collect(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Division, Division | None]:
         """A loss is a mean weighted by rows: with a target, by the rows of that."""
         parts = self._parts(args, kwargs if target is None else {**kwargs, "target": target})

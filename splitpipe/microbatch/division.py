@@ -134,8 +134,7 @@ class InputCopies:
 
     def settle(self) -> None:
         """Waits until pinned memory has been read."""
-        while self._unread:
-            event = self._unread.pop()
+        for event in self._unread:
             event.synchronize()
             stream.spent(event)
 

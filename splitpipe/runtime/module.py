@@ -1,7 +1,6 @@
 """Calls of any module through its forward: what differs from those of an nn.Sequential."""
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -72,20 +71,22 @@ class ModuleRuntime(Runtime):
         return self.stage_of
 
     def place(self, sample: Any) -> None:
-        """Places parameters by a call with one row of a sample, which leaves no other trace."""
-        args, kwargs = map_tensors(lambda x: x.detach().clone(), self._divider.sample(*arguments_of(sample)))
+        """Places parameters by a call with one row of a sample (all of it with split=), which leaves no other trace."""
+        args, kwargs = arguments_of(sample)
+        if self.options.split is None:
+            args, kwargs = self._divider.divide(args, kwargs)[0].some(1)
+        args, kwargs = map_tensors(lambda x: x.detach().clone(), (args, kwargs))
         with rehearsal(self.module, self._resources.devices):
-            self.run(self.batch(self.module, args, kwargs, unsplit=True))
+            self.run(self.batch(self.module, args, kwargs))
 
     def batch(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None,
-        unsplit: bool = False,
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> Batch:
         """What the module, or what wraps it, was called with."""
         module, given = self.module, name_arguments(self.signature, args, kwargs)
         names = tuple([name for name, value in given if value is not None])
         kind = module.training, torch.is_grad_enabled(), target is not None, names
-        return Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), unsplit, kind)
+        return Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), kind)
 
     def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
         """If modules or parameters have changed, it looks at all of them again."""
@@ -106,8 +107,6 @@ class ModuleRuntime(Runtime):
             for stage in known[1].stages:
                 stage.weight_bytes = bytes // len(parts)
             self._known = None if known[1].computed else known
-        if batch.unsplit:
-            return *divider.divide(batch.args, batch.kwargs, unsplit=True), known[1]
         return *divider.divide_call(batch.args, batch.kwargs, batch.target, batch.module.training), known[1]
 
     def _begin_forwards(
@@ -141,7 +140,7 @@ class ModuleRuntime(Runtime):
         return shared
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
-        placement, training = self._placement, batch.module.training
+        placement = self._placement
         if step.call.microbatches > 1:
             numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
@@ -149,10 +148,5 @@ class ModuleRuntime(Runtime):
             if numbers and not traced:
                 self._traced[batch.kind] = True
                 self._said.discard(UNSEEN.function)  # It is said once for each kind of call.
-        if not placement.complete and not any([x in batch.blocks.blocks for x in placement.called[0]]):
-            warnings.warn(
-                "stage 0 calls no module, so its device is idle: expected cuts= without the module that is called "
-                "first.", stacklevel=5,
-            )
-        placement.complete, placement.trained = True, placement.trained or training
+        placement.complete, placement.trained = True, placement.trained or batch.module.training
         super()._end(batch, step, outputs)

@@ -72,14 +72,13 @@ class Options(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a module was called with; ``unsplit``: as one microbatch; ``kind``: equal for calls that return the like."""
+    """What a module was called with; ``kind``: equal for calls that return the like."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any = None
     blocks: Any = None  #: The module's own, if it isn't an nn.Sequential.
-    unsplit: bool = False
     kind: Any = None
 
 
