@@ -21,12 +21,6 @@ Split = Callable[[tuple[Any, ...], dict[str, Any], int], list[tuple[tuple[Any, .
 _KNOWN = (Tensor, *PLAIN, torch.layout, torch.memory_format, torch.Generator, enum.Enum, slice, range, type)
 
 
-def verify_split(split: object) -> None:
-    """Raises a TypeError unless ``split`` is a function or None."""
-    if split is not None and not callable(split):
-        raise TypeError(f"split is {split!r}: expected a function split(args, kwargs, chunks) or None.")
-
-
 class Divider:
     """Divides inputs of an nn.Sequential, and targets; a schedule allows no more than ``chunks`` microbatches."""
 
@@ -54,21 +48,18 @@ class Divider:
         return divide(root, rows, reading.batch), None if target is None else divide_target(target, self._target, rows)
 
     def _collect(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Division, Division | None]:
-        """A loss is a mean weighted by rows: with a target, by the rows of that."""
-        parts = self._parts(args, kwargs if target is None else {**kwargs, "target": target})
+        """What ``split`` returns. A loss is a mean weighted by rows: with a target, by the rows of that."""
+        given = {**kwargs} if target is None else {**kwargs, "target": target}
+        parts: list[Any] = [*self._split(args, given, self._chunks)]  # type: ignore[misc]
+        if not parts or not all([isinstance(own, tuple) and isinstance(named, Mapping) for own, named in parts]):
+            raise TypeError(f"split returned {parts!r:.100}: expected a list of pairs (args, kwargs).")
         if self._scheduled and len(parts) > self._chunks:
             raise ValueError(f"split returned {len(parts)} parts for a schedule of {self._chunks}: expected no more.")
+        parts = [(own, dict(named)) for own, named in parts]
         targets = [] if target is None else [named.pop("target") for _, named in parts]
         rows = [rows_of(input_node(x, self._target, "the target")) for x in targets]
         rows = rows or [rows_of(self._tree(*part)) for part in parts]
         return collect([self._value(*part) for part in parts], rows), collect(targets, rows) if targets else None
-
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of each microbatch, as ``split`` returns them."""
-        found: list[Any] = [*self._split(args, dict(kwargs), self._chunks)]  # type: ignore[misc]
-        if not found or not all([isinstance(own, tuple) and isinstance(named, Mapping) for own, named in found]):
-            raise TypeError(f"split returned {found!r:.100}: expected a list of pairs (args, kwargs).")
-        return [(own, dict(named)) for own, named in found]
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         root = input_node(self._value(args, kwargs), self._flags, self._whose)
@@ -104,15 +95,14 @@ class ArgumentDivider(Divider):
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """The nodes of (args, kwargs). Raises a ValueError if ``batched`` names none of the arguments."""
         given, flags = name_arguments(self._signature, args, kwargs), self._flags or {}
-        star = f"{_star(self._signature)}["  # A call may have fewer of these than another.
-        known = {"target", *(name for name, _ in given)}
+        known = {"target", *kwargs}
         known |= {name for name, x in self._signature.parameters.items() if x.kind != x.VAR_KEYWORD}
-        if unknown := sorted([name for name in flags.keys() - known if not name.startswith(star)]):
+        # Of several, such as mems[0], a call may have fewer than another.
+        if unknown := sorted([name for name in flags if name.split("[")[0] not in known]):
             names = ", ".join(repr(name) for name, _ in given)
             raise ValueError(f"batched names {unknown[0]!r}, which the call doesn't have: expected some of {names}.")
-        every = flags.get(star[:-1])
-        nodes = [Node(value, flags.get(name, every if name.startswith(star) else None), f"argument {name!r}")
-                 for name, value in given]
+        own = {name: flags.get(name, flags.get(name.split("[")[0])) for name, _ in given}
+        nodes = [Node(value, own[name], f"argument {name!r}") for name, value in given]
         root, positional, named = (Node((), None, self._whose, record=True) for _ in range(3))
         root.children, positional.children, named.children = [positional, named], nodes[: len(args)], nodes[len(args) :]
         named.rebuild = lambda values: dict(zip(kwargs, values))
@@ -133,12 +123,9 @@ def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
 def name_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """Each argument with its name; of those that *mems takes: mems[0], mems[1], ..."""
     names = [name for name, x in signature.parameters.items() if x.kind <= x.POSITIONAL_OR_KEYWORD]
-    names += [f"{_star(signature)}[{number}]" for number in range(len(args) - len(names))]
+    star = next((name for name, x in signature.parameters.items() if x.kind == x.VAR_POSITIONAL), "args")
+    names += [f"{star}[{number}]" for number in range(len(args) - len(names))]
     return [*zip(names, args), *kwargs.items()]
-
-
-def _star(signature: inspect.Signature) -> str:
-    return next((name for name, x in signature.parameters.items() if x.kind == x.VAR_POSITIONAL), "args")
 
 
 def labelled(given: Mapping[str, Any]) -> bool:
