@@ -80,18 +80,6 @@ class ArgumentDivider(Divider):
         super().__init__((batched, (batched or {}).get("target")), *options, **named)
         self._signature = signature
 
-    def divide_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool
-    ) -> tuple[Division, Division | None]:
-        """The arguments, and the target; with a cache, which can't be split or joined, as a single microbatch."""
-        given = dict(name_arguments(self._signature, args, kwargs))
-        cache, takes = given.get("use_cache"), "use_cache" in self._signature.parameters
-        needless = training and torch.is_grad_enabled() or labelled(given)
-        if needless and takes and "use_cache" not in given:
-            kwargs = {**kwargs, "use_cache": False}
-        cache = cache or takes and cache is None and not needless
-        return self.divide(args, kwargs, target, unsplit=not training and target is None and bool(cache))
-
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """The nodes of (args, kwargs). Raises a ValueError if ``batched`` names none of the arguments."""
         given, flags = name_arguments(self._signature, args, kwargs), self._flags or {}
@@ -126,11 +114,6 @@ def name_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: di
     star = next((name for name, x in signature.parameters.items() if x.kind == x.VAR_POSITIONAL), "args")
     names += [f"{star}[{number}]" for number in range(len(args) - len(names))]
     return [*zip(names, args), *kwargs.items()]
-
-
-def labelled(given: Mapping[str, Any]) -> bool:
-    """True if there are labels: a call, of an evaluation, too, needs no cache then."""
-    return any([x is not None for name, x in given.items() if "label" in name])
 
 
 def divide_target(target: Any, flags: Any, rows: Sequence[int]) -> Division:

@@ -34,7 +34,7 @@ class _Batch(NamedTuple):
 def gather(outputs: Sequence[Any], rows: Sequence[int], along: Sequence[int | None] = (0,), reducer: Any = None) -> Any:
     """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.reduction``).
 
-    ``along``: the dimensions along which the input was split, None for what was not.
+    ``along``: the dimensions along which values of the input were split, None for what was not.
     """
     dims = sorted({dim for dim in along if dim is not None})
     return _join([*outputs], _Batch([*rows], dims or [0], reducer), "the output")
@@ -51,11 +51,10 @@ def _join(column: list[Any], batch: _Batch, where: str) -> Any:
     levels = [None if isinstance(x, PackedSequence) else open_level(x, fields=True) for x in column]
     for number, (x, level) in enumerate(zip(column, levels)):
         if level is not None and levels[0] is not None:
-            fits = bool(level.kind == levels[0].kind)
+            same = [*level.keys] == [*levels[0].keys]
         else:  # Of other classes, == may be any code.
-            equal = isinstance(x, Tensor) or isinstance(x, PLAIN) and x == first
-            fits = x is first or type(x) is type(first) and equal
-        if not fits:
+            same = isinstance(x, Tensor) or isinstance(x, PLAIN) and x == first
+        if x is not first and not (same and type(x) is type(first)):
             raise ValueError(
                 f"microbatches 0 and {number} return {described(first)} and {described(x)} as {where}, which can't be "
                 "joined: expected equal values, or tensors in the same nesting, such as mask.sum() for a number. "

@@ -16,10 +16,8 @@ from splitpipe.engine.module import ModuleCall, ModuleForward
 from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
-from splitpipe.loss.objective import Objective
 from splitpipe.loss.reduction import UNSEEN
-from splitpipe.microbatch.divider import ArgumentDivider, labelled, name_arguments, signature_of
-from splitpipe.microbatch.division import Division
+from splitpipe.microbatch.divider import ArgumentDivider, name_arguments, signature_of
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.call_hook import surround
@@ -82,15 +80,22 @@ class ModuleRuntime(Runtime):
     def batch(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> Batch:
-        """What the module, or what wraps it, was called with."""
-        module, given = self.module, name_arguments(self.signature, args, kwargs)
-        names = tuple([name for name, value in given if value is not None])
+        """What the module, or what wraps it, was called with. A cache can't be split or joined."""
+        module, given = self.module, dict(name_arguments(self.signature, args, kwargs))
+        names = tuple([name for name, value in given.items() if value is not None])
         kind = module.training, torch.is_grad_enabled(), target is not None, names
-        return Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), kind)
+        labels = any(["label" in name for name in names])
+        cache, takes = given.get("use_cache"), "use_cache" in self.signature.parameters
+        needless = labels or module.training and torch.is_grad_enabled()
+        if needless and takes and "use_cache" not in given:
+            kwargs = {**kwargs, "use_cache": False}
+        cache = cache or takes and cache is None and not needless
+        unsplit = not module.training and target is None and bool(cache)
+        return Batch(module, args, kwargs, target, unsplit, Blocks(module, self.options.cuts), labels, kind)
 
-    def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
+    def _layers(self, batch: Batch) -> ModelLayers:
         """If modules or parameters have changed, it looks at all of them again."""
-        blocks, placement, divider, options = batch.blocks, self._placement, self._divider, self.options
+        blocks, placement, options = batch.blocks, self._placement, self.options
         same = self._known is not None and self._known[1].same()
         if not same:
             self._known, self._modules, self._attributes = None, {}, Attributes()
@@ -98,38 +103,36 @@ class ModuleRuntime(Runtime):
             for part in (*blocks.blocks, *blocks.opened):
                 surround(part)
         placement.prepare(batch.module, same)
-        key, known = [*map(len, placement.called)], self._known
-        if known is None or known[0] != key:
-            parts = [[(blocks.blocks[x], x) for x in own if x in blocks.blocks] for own in placement.called]
-            known = key, ModelLayers(batch.module, parts, options.places, options.schedule, self._objective)
-            # A first call, which shows the layers of each stage, is to do the same as later ones.
-            bytes = sum([x.nbytes for x in batch.module.parameters() if x.requires_grad])
-            for stage in known[1].stages:
-                stage.weight_bytes = bytes // len(parts)
-            self._known = None if known[1].computed else known
-        return *divider.divide_call(batch.args, batch.kwargs, batch.target, batch.module.training), known[1]
+        key = [*map(len, placement.called)]
+        if self._known is not None and self._known[0] == key:
+            return self._known[1]
+        parts = [[(blocks.blocks[x], x) for x in own if x in blocks.blocks] for own in placement.called]
+        layers = ModelLayers(batch.module, parts, options.places, options.schedule, self._objective)
+        # A first call, which shows the layers of each stage, is to do the same as later ones.
+        bytes = sum([x.nbytes for x in batch.module.parameters() if x.requires_grad])
+        for stage in layers.stages:
+            stage.weight_bytes = bytes // len(parts)
+        self._known = None if layers.computed else (key, layers)
+        return layers
 
-    def _begin_forwards(
-        self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
-    ) -> SharedParameters:
-        call, options, placement, streams = step.call, self.options, self._placement, self._resources.named
-        attributes = self._attributes if call.microbatches > 1 else Attributes()
-        if call.microbatches > 1:
+    def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> SharedParameters:
+        call, placement, streams = step.call, self._placement, self._resources.named
+        several, attributes = call.microbatches > 1, Attributes()
+        if several:
+            attributes = self._attributes
             attributes.begin(batch.module.training and call.state.grad)
-        traced = call.microbatches > 1 and options.reduction is None and self._traced.get(batch.kind, True)
-        stitched = step.drop_in and not options.split_backward
+        traced = several and self.options.reduction is None and self._traced.get(batch.kind, True)
+        stitched = step.drop_in and not self.options.split_backward
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
         carry = new(step, call.microbatches).carry if stitched else None
         shared = SharedParameters(batch.module, placement, step.stages, carry)
         finish: Callable[[Any, Any], None] = keep_stitched_output if stitched else keep_output
-        if objective is not None:
-            finish = partial(keep_loss, objective, targets)
-        elif not step.drop_in:
-            finish = keep_own_loss
-        labels = labelled(dict(name_arguments(self.signature, batch.args, batch.kwargs)))
+        if not step.drop_in:
+            objective = None if batch.target is None else self._objective
+            finish = keep_own_loss if objective is None else partial(keep_loss, objective, targets)
         own = ModuleCall(
-            step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, labels,
+            step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, batch.labels,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
         parts = call.scatter(call.input, detached=not stitched)

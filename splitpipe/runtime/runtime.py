@@ -72,13 +72,15 @@ class Options(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a module was called with; ``kind``: equal for calls that return the like."""
+    """What a module was called with; ``unsplit``: as one microbatch; ``kind``: equal for calls that return the like."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any = None
+    unsplit: bool = False
     blocks: Any = None  #: The module's own, if it isn't an nn.Sequential.
+    labels: bool = False  #: Whether there are any among its arguments.
     kind: Any = None
 
 
@@ -126,7 +128,7 @@ class Runtime:
         step, _ = self._begin(batch, state if cached else state._replace(autocast_cache=False), drop_in=True)
         call = step.call
         with noted(call.input):
-            shared, forwards = self._begin_forwards(batch, step, None, [None] * call.microbatches), step.forwards
+            shared, forwards = self._begin_forwards(batch, step, [None] * call.microbatches), step.forwards
             step.run_rows(forward_rows(call.microbatches, step.workers))
             outputs = attach_outputs(step, [forward.output for forward in forwards], shared)
             call.rejoin()
@@ -137,7 +139,7 @@ class Runtime:
 
     def _loss(self, batch: Batch, state: State) -> Any:
         """The loss of the batch, whose backward hands the gradients over; the module's own: in its output."""
-        options, objective = self.options, None if batch.target is None else self._objective
+        options = self.options
         if callable(options.reduction):
             raise ValueError(NO_FUNCTION)
         if state.grad and self.hand_over is not None and self.hand_over.dropped:
@@ -149,45 +151,41 @@ class Runtime:
             self.hand_over = None
         scale = _scale_of(options.grad_scaler, state, self._resources.devices[-1])
         step, target = self._begin(batch, state, drop_in=False)
-        call = step.call
-        targets = call.scatter(target, TARGET, detached=True)
-        shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
-        ops = self._rows(step.workers, call.microbatches, state.grad, call.recomputed)
+        call, own_loss = step.call, batch.target is None
         with noted(call.input, target):
-            own = None if objective is None else objective.batch_loss
-            own = own or BatchLoss(call.input.rows, options.reduction, self._said, AS_FUNCTION)
-            scheduled = ScheduledStep(step, target, scale, own)
-            loss: Any = scheduled.run(ops, shared)
-        shared.verify()
+            shared = self._begin_forwards(batch, step, call.scatter(target, TARGET, detached=True))
+            own = BatchLoss(call.input.rows, options.reduction, self._said, AS_FUNCTION)
+            batch_loss = own if own_loss or self._objective is None else self._objective.batch_loss
+            scheduled, forwards = ScheduledStep(step, target, scale, batch_loss), step.forwards
+            loss: Any = scheduled.run(self._rows(step.workers, call.microbatches, state.grad, call.recomputed), shared)
+            shared.verify()
         outputs = [forward.output for forward in forwards]
-        if objective is None:
-            loss = self._gather(call, outputs, loss)
         self.hand_over = self.hand_over and scheduled.hand_over
         if step.recorder is not None:
             step.recorder.end(step.traces)
+        value = self._gather(call, outputs, loss) if own_loss else loss
         self._end(batch, step, outputs)
-        return loss
+        return value
 
     def _gather(self, call: Call, outputs: Sequence[Output], loss: Any = None) -> Any:
         """Joins the outputs of all microbatches; ``loss``: in the place of the module's own."""
-        reduction, rows, reducer = self.options.reduction, call.input.rows, None
-        if self.own_forward and len(rows) > 1 or not self.own_forward and reduction is not None:
-            reducer = Reducer(reduction, [output.numbers for output in outputs], self._said)
-        if loss is not None:
-            for output in outputs:
-                output.leaves[output.place] = loss
+        options, rows, reducer = self.options, call.input.rows, None
+        if self.own_forward or options.reduction is not None:
+            reducer = Reducer(options.reduction, [output.numbers for output in outputs], self._said)
+        for output in outputs if loss is not None else ():
+            output.leaves[output.place] = loss
         values = [unflatten(output.leaves, output.nesting) for output in outputs]
         if self.own_forward and len(rows) == 1:
             return values[0]
-        flags = (self.options.batched or {}).values() if self.own_forward else ()
+        flags = (options.batched or {}).values() if self.own_forward else ()
         named = [dim for dim in flags if type(dim) is int and dim > 0]  # Of a state, too, which may be None at first.
         return gather(values, rows, [*call.input.dims, *named], reducer)
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Any]) -> None:
         """Ends a call that completed."""
-        call, stages = step.call, [stage.own for stage in step.stages]
+        call = step.call
         if call.state.grad and self._known is not None:
-            self._last = stages
+            self._last = [stage.own for stage in step.stages]
         call.draws.end(recomputes=call.checkpointed > 0 and call.state.grad)
         call.end()
         if not self.own_forward and not self._looked and call.state.grad and call.microbatches > 1:
@@ -196,25 +194,26 @@ class Runtime:
 
     def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division]:
         """The step of a call, and the target."""
-        resources, options, (division, given, layers) = self._resources, self.options, self.prepare(batch)
+        resources, options, layers = self._resources, self.options, self._layers(batch)
         if layers.computed and state.grad and (options.split_backward or not drop_in):
             raise RuntimeError(
                 f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
                 "each microbatch would run backward: expected backward='autograd', checkpoint='never' and no schedule."
             )
+        division, target = self.divide(batch)
+        microbatches = len(division.rows)
         tail = UNCHECKPOINTED_TAIL[options.checkpoint] if batch.module.training and state.grad else None
-        checkpointed = 0 if tail is None else max(0, len(division.rows) - tail)
+        checkpointed = 0 if tail is None else max(0, microbatches - tail)
         draws = Draws(self.draws, batch.module.training)
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
-        target, objective = given, None if batch.target is None else self._objective
-        if target is None:
-            target = collect([None] * call.microbatches, call.input.rows)
-        if objective is not None:
-            objective.begin(call.input.rows, call.input.dims, target.dims)
         odd = state.odd or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
-        odd = odd or objective is not None and objective.compiled
+        if target is None:
+            target = collect([None] * microbatches, division.rows)
+        elif self._objective is not None:
+            self._objective.begin(division.rows, division.dims, target.dims)
+            odd = odd or self._objective.compiled
         # Forwards that stay on their threads' stacks need one each.
-        pool = None if odd else resources.pool(layers.workers, call.microbatches - 1 if self.own_forward else 0)
+        pool = None if odd else resources.pool(layers.workers, microbatches - 1 if self.own_forward else 0)
         sides = resources.named if drop_in else None
         stages = [RunningStage(own, call, drop_in, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
@@ -225,16 +224,20 @@ class Runtime:
         )
         return step, call.copies.move(target, resources.devices[-1:])
 
-    def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
-        """Divides the arguments and the target, if there is one; returns the layers, of which the loss is the last."""
-        options, target = self.options, batch.target
-        known, objective = self._known, None if target is None else self._objective
-        if known is None or known[0] is not objective or not known[1].same():
-            stages = self._stages(batch.module)
-            self._compiler.compile(layer for stage in stages for _, layer in stage)
-            known = objective, ModelLayers(batch.module, stages, options.places, options.schedule, objective)
-            self._known = None if known[1].computed else known
-        return *self._divider.divide(batch.args, batch.kwargs, target), known[1]
+    def divide(self, batch: Batch) -> tuple[Division, Division | None]:
+        """The microbatches of the arguments, and of the target if there is one."""
+        return self._divider.divide(batch.args, batch.kwargs, batch.target, batch.unsplit)  # type: ignore[no-any-return]
+
+    def _layers(self, batch: Batch) -> ModelLayers:
+        """The layers of all stages, of which the loss is the last if there is a target."""
+        options, objective = self.options, None if batch.target is None else self._objective
+        if self._known is not None and self._known[0] is objective and self._known[1].same():
+            return self._known[1]
+        stages = self._stages(batch.module)
+        self._compiler.compile(layer for stage in stages for _, layer in stage)
+        layers = ModelLayers(batch.module, stages, options.places, options.schedule, objective)
+        self._known = None if layers.computed else (objective, layers)
+        return layers
 
     def _stages(self, module: nn.Module) -> list[list[Named]]:
         layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
@@ -246,9 +249,7 @@ class Runtime:
             )
         return by_stage(layers, balance)
 
-    def _begin_forwards(
-        self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
-    ) -> SharedParameters:
+    def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> SharedParameters:
         """Gives a step its forwards, with their targets; returns the parameters that stages share."""
         call, stitched, streams = step.call, step.drop_in and not self.options.split_backward, self._resources.named
         step.forwards = [
