@@ -392,10 +392,10 @@ def test_what_cannot_be_compared_is_an_error() -> None:
     layers = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
     lazy = SplitPipe(layers, [1, 1], devices=CPUS, chunks=4, checkpoint="never")
     wrong: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
-        ((model, x[:1]), ValueError, "one microbatch", {}), ((model,), ValueError, "expected the input alone", {}),
+        ((model, x[:1]), ValueError, "one microbatch", {}), ((model,), TypeError, "positional argument: 'input'", {}),
         ((model, x), TypeError, "loss returned a float", {"loss": lambda output: output.sum().item()}),
         ((model, x), ValueError, "both loss and target", {"target": x, "loss": lambda output: output.sum()}),
-        ((model, x), ValueError, "expected the input alone", {"target": x}),
+        ((model, x), TypeError, "unexpected keyword argument 'target'", {"target": x}),
         ((net, x), TypeError, "against is a Net: expected an nn.Module that isn't a pipeline", {"against": net}),
         ((lazy, x), ValueError, "'0.weight' has no values yet", {}),
     ]

@@ -59,32 +59,31 @@ class Divider:
         targets = [] if target is None else [named.pop("target") for _, named in parts]
         rows = [rows_of(input_node(x, self._target, "the target")) for x in targets]
         rows = rows or [rows_of(self._tree(*part)) for part in parts]
-        return collect([self._value(*part) for part in parts], rows), collect(targets, rows) if targets else None
+        values = [self._value(*own, **named) for own, named in parts]
+        return collect(values, rows), collect(targets, rows) if targets else None
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        root = input_node(self._value(args, kwargs), self._flags, self._whose)
+        root = input_node(self._value(*args, **kwargs), self._flags, self._whose)
         verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], self._whose, deep=True)
         return root
 
-    def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _value(self, input: Any) -> Any:
         """What the first layer is given."""
-        if len(args) != 1 or kwargs:
-            raise ValueError(f"found {len(args)} positional arguments and {sorted(kwargs)}: expected the input alone.")
-        return args[0]
+        return input
 
 
 class ArgumentDivider(Divider):
     """Divides the arguments of a module's calls."""
 
-    def __init__(self, signature: inspect.Signature, batched: Any, *options: Any, **named: Any) -> None:
+    def __init__(self, forward: Callable[..., Any], batched: Any, *options: Any, **named: Any) -> None:
         super().__init__((batched, (batched or {}).get("target")), *options, **named)
-        self._signature = signature
+        self.signature = inspect.signature(forward)
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """The nodes of (args, kwargs). Raises a ValueError if ``batched`` names none of the arguments."""
-        given, flags = name_arguments(self._signature, args, kwargs), self._flags or {}
+        given, flags = name_arguments(self.signature, args, kwargs), self._flags or {}
         known = {"target", *kwargs}
-        known |= {name for name, x in self._signature.parameters.items() if x.kind != x.VAR_KEYWORD}
+        known |= {name for name, x in self.signature.parameters.items() if x.kind != x.VAR_KEYWORD}
         # Of several, such as mems[0], a call may have fewer than another.
         if unknown := sorted([name for name in flags if name.split("[")[0] not in known]):
             names = ", ".join(repr(name) for name, _ in given)
@@ -96,16 +95,8 @@ class ArgumentDivider(Divider):
         named.rebuild = lambda values: dict(zip(kwargs, values))
         return root
 
-    def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _value(self, *args: Any, **kwargs: Any) -> Any:
         return args, kwargs
-
-
-def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a forward; of one that has none, of any arguments."""
-    try:
-        return inspect.signature(forward)
-    except (TypeError, ValueError):
-        return inspect.signature(lambda *args, **kwargs: None)
 
 
 def name_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

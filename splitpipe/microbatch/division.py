@@ -49,10 +49,8 @@ class Division:
     def shared_places(self) -> frozenset[int]:
         """The indices of tensors with dimensions that several microbatches share."""
         counts = Counter(id(self.leaves[k]) for own in self.places for k in own)
-        return frozenset(
-            k for k, (leaf, dim) in enumerate(zip(self.leaves, self.dims))
-            if dim is None and isinstance(leaf, Tensor) and leaf.dim() and counts[id(leaf)] > 1
-        )
+        shared = [k for k, leaf in enumerate(self.leaves) if counts[id(leaf)] > 1 and self.dims[k] is None]
+        return frozenset([k for k in shared if isinstance(self.leaves[k], Tensor) and self.leaves[k].dim()])
 
     def scatter(self) -> list[tuple[list[Any], Nesting]]:
         """The leaves of each microbatch, and their nesting. A tensor that is given twice stays one."""
@@ -65,11 +63,9 @@ class Division:
                 found[i].append(part)
         return [*zip(found, self.nestings)]
 
-    def gradient(self, k: int, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of a leaf, from those of its microbatches; None if none has one."""
+    def gradient(self, k: int, parts: Sequence[Tensor | None]) -> Tensor:
+        """The gradient of a leaf, from those of its microbatches, of which some have one."""
         x, dim, found = self.leaves[k], self.dims[k], [part for part in parts if part is not None]
-        if not found:
-            return None
         if dim is None:
             # The layer may have passed a single one to others too: it must be a separate tensor.
             return reduce(torch.add, found) if len(found) > 1 else found[0].clone()
@@ -107,43 +103,32 @@ def collect(parts: Sequence[Any], rows: Sequence[int]) -> Division:
     return Division(leaves, [None] * len(leaves), rows, places, [nesting for _, nesting in flat])
 
 
-class InputCopies:
-    """Copies of one call's input and target, as the caller's ``x.to(device)`` would move them.
+def move(division: Division, devices: Sequence[torch.device], unread: list[torch.Event]) -> Division:
+    """The values on these devices: tensors on none of them are moved to the first one, as by ``x.to(device)``.
 
     The copies belong to the caller: they are made on its streams, for which the stages wait, and in its graph, which
-    returns gradients to the tensors' devices. For a copy from the CPU, the host waits; if the memory is pinned, it
-    waits only at the end of the call, because a training loop may refill that memory as soon as the call has returned.
+    returns gradients to the tensors' devices. For a copy from the CPU, the host waits. If the memory is pinned, it
+    waits for an event that is added to ``unread``, but only at the end of the call: a training loop may refill that
+    memory as soon as the call has returned.
     """
-
-    def __init__(self) -> None:
-        self._unread: list[torch.Event] = []
-
-    def move(self, division: Division, devices: Sequence[torch.device]) -> Division:
-        """The values on these devices: tensors on none of them are moved to the first one."""
-        cpu, device, tensors = torch.device("cpu"), devices[0], [x for x in division.leaves if isinstance(x, Tensor)]
-        # Next to tensors elsewhere, a tensor on the CPU may belong there, such as lengths of sequences.
-        known = {*devices, cpu} if any([x.device != cpu for x in tensors]) else {*devices}
-        found, pinned = dict[int, Tensor](), False
-        for x in {id(x): x for x in tensors if x.device not in known}.values():
-            pins = x.device == cpu and is_plain(x) and x.is_pinned()
-            found[id(x)] = x.to(device, non_blocking=pins or "cpu" not in (x.device.type, device.type))
-            pinned = pinned or pins
-        if pinned and (event := stream.mark(stream.current(device))) is not None:
-            self._unread.append(event)
-        return replace(division, leaves=[found.get(id(x), x) for x in division.leaves]) if found else division
-
-    def settle(self) -> None:
-        """Waits until pinned memory has been read."""
-        for event in self._unread:
-            event.synchronize()
-            stream.spent(event)
+    cpu, device, tensors = torch.device("cpu"), devices[0], [x for x in division.leaves if isinstance(x, Tensor)]
+    # Next to tensors elsewhere, a tensor on the CPU may belong there, such as lengths of sequences.
+    known = {*devices, cpu} if any([x.device != cpu for x in tensors]) else {*devices}
+    found, pinned = dict[int, Tensor](), False
+    for x in {id(x): x for x in tensors if x.device not in known}.values():
+        pins = x.device == cpu and is_plain(x) and x.is_pinned()
+        found[id(x)] = x.to(device, non_blocking=pins or "cpu" not in (x.device.type, device.type))
+        pinned = pinned or pins
+    if pinned and (event := stream.mark(stream.current(device))) is not None:
+        unread.append(event)
+    return replace(division, leaves=[found.get(id(x), x) for x in division.leaves]) if found else division
 
 
-def describe(division: Division) -> list[str]:
+def describe(division: Division | None) -> list[str]:
     """How each value of a call was treated, in lines; none for a single microbatch, or one of ``split=``."""
-    rows, groups = division.rows, dict[str, list[str]]()
-    if len(rows) < 2 or division.root is None:
+    if division is None or division.root is None or len(division.rows) < 2:
         return []
+    rows, groups = division.rows, dict[str, list[str]]()
     for node, takers in zip(division.root.leaves(), division.takers):
         x, how = node.value, "whole" if len(takers) == len(rows) else "split between rows"
         if node.dim is not None:
@@ -157,7 +142,7 @@ def describe(division: Division) -> list[str]:
 
 
 @contextmanager
-def noted(*divisions: Division) -> Iterator[None]:
+def noted(*divisions: Division | None) -> Iterator[None]:
     """Adds to what a microbatch raises how these values were divided."""
     try:
         yield

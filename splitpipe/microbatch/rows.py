@@ -30,11 +30,10 @@ def chunk_rows(size: int, chunks: int) -> list[int]:
 class Node:
     """A value, its flag of ``batched=`` and the nodes inside. ``record``: not a list with one entry per row."""
 
-    __slots__ = ("children", "dim", "flag", "listed", "rebuild", "times", "value", "where")
-
     def __init__(self, value: Any, flag: Any, where: str, record: bool = False) -> None:
         self.value, self.flag, self.where = value, flag, where
         self.times = 0  #: The number of entries per row, if it is split.
+        self.named_dim = flag if type(flag) is int else 0  #: The dimension that ``batched`` names; else the first.
         self.dim: int | None = None  #: The dimension along which a tensor is split.
         self.children: list[Node] | None = None
         nested = isinstance(flag, NESTED)
@@ -61,11 +60,6 @@ class Node:
     def tensors(self) -> list[Tensor]:
         """The tensors inside that have dimensions."""
         return [leaf.value for leaf in self.leaves() if isinstance(leaf.value, Tensor) and leaf.value.dim()]
-
-    @property
-    def named_dim(self) -> int:
-        """The dimension that ``batched`` names; else the first."""
-        return self.flag if type(self.flag) is int else 0
 
     def part(self, start: int, count: int) -> tuple[list[Node], Nesting]:
         """The leaves that a microbatch with these rows gets, or gets a part of, and their nesting."""

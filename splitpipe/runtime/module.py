@@ -17,7 +17,7 @@ from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
 from splitpipe.loss.reduction import UNSEEN
-from splitpipe.microbatch.divider import ArgumentDivider, name_arguments, signature_of
+from splitpipe.microbatch.divider import ArgumentDivider, name_arguments
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.call_hook import surround
@@ -38,8 +38,8 @@ class ModuleRuntime(Runtime):
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, options: Options) -> None:
         self._module_of = weakref.ref(module)  # The module refers to this, as its forward.
         self.own = own  #: The instance's previous forward, if it had one.
-        self.signature = signature_of(self._forward)
-        super().__init__(options, divider=partial(ArgumentDivider, self.signature))
+        super().__init__(options, divider=partial(ArgumentDivider, self._forward))
+        self.signature = self._divider.signature
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
         self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
         self._traced: dict[Any, bool] = {}  #: Whether calls of a kind have returned numbers; others aren't traced.

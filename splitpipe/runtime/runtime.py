@@ -40,7 +40,7 @@ from splitpipe.loss.batch_loss import BatchLoss
 from splitpipe.loss.objective import TARGET, Objective
 from splitpipe.loss.reduction import AS_FUNCTION, NO_FUNCTION, Reducer
 from splitpipe.microbatch.divider import Divider, Split
-from splitpipe.microbatch.division import Division, collect, noted
+from splitpipe.microbatch.division import Division, move, noted
 from splitpipe.microbatch.gather import gather
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
@@ -117,30 +117,35 @@ class Runtime:
         """The output; given a target, the loss; with a schedule and the module's own loss, the output with it."""
         self._resources.refuse_own_threads()
         with self._lock.lock:
-            state, own_loss = thread_state.capture(), self.options.schedule is not None and self.options.loss_fn is None
-            if batch.target is not None or own_loss and batch.module.training and state.grad:
-                return self._loss(batch, state)
-            return self._output(batch, state)
+            state, options = thread_state.capture(), self.options
+            own_loss = options.schedule is not None and options.loss_fn is None and batch.module.training and state.grad
+            drop_in, loss = batch.target is None and not own_loss, None
+            if not drop_in:
+                self._verify_scheduled(state)
+            elif not options.split_backward and any([enabled for _, enabled, _ in state.autocast]):
+                # In one graph, microbatches that shared a weight's cast would add up its gradient in low precision.
+                state = state._replace(autocast_cache=False)
+            step, target = self._begin(batch, state, drop_in)
+            call = step.call
+            with noted(call.input, target):
+                targets = [None] * call.microbatches if target is None else call.scatter(target, TARGET, detached=True)
+                shared, forwards = self._begin_forwards(batch, step, targets), step.forwards
+                if drop_in:
+                    step.run_rows(forward_rows(call.microbatches, step.workers))
+                else:
+                    loss = self._loss(batch, step, target, shared)
+                outputs = [forward.output for forward in forwards]
+                if drop_in:
+                    outputs = attach_outputs(step, outputs, shared)
+                    call.rejoin()
+                shared.verify()
+            value = self._gather(call, outputs, loss) if batch.target is None else loss
+            self._end(batch, step, outputs)
+            return value
 
-    def _output(self, batch: Batch, state: State) -> Any:
-        # In one graph, microbatches that shared a weight's cast would add up its gradient in low precision.
-        cached = self.options.split_backward or not any([enabled for _, enabled, _ in state.autocast])
-        step, _ = self._begin(batch, state if cached else state._replace(autocast_cache=False), drop_in=True)
-        call = step.call
-        with noted(call.input):
-            shared, forwards = self._begin_forwards(batch, step, [None] * call.microbatches), step.forwards
-            step.run_rows(forward_rows(call.microbatches, step.workers))
-            outputs = attach_outputs(step, [forward.output for forward in forwards], shared)
-            call.rejoin()
-            shared.verify()
-        output = self._gather(call, outputs)
-        self._end(batch, step, outputs)
-        return output
-
-    def _loss(self, batch: Batch, state: State) -> Any:
-        """The loss of the batch, whose backward hands the gradients over; the module's own: in its output."""
-        options = self.options
-        if callable(options.reduction):
+    def _verify_scheduled(self, state: State) -> None:
+        """Raises for what a schedule can't compute, and warns if the last call's loss was dropped."""
+        if callable(self.options.reduction):
             raise ValueError(NO_FUNCTION)
         if state.grad and self.hand_over is not None and self.hand_over.dropped:
             warnings.warn(
@@ -149,23 +154,21 @@ class Runtime:
                 stacklevel=4,
             )
             self.hand_over = None
-        scale = _scale_of(options.grad_scaler, state, self._resources.devices[-1])
-        step, target = self._begin(batch, state, drop_in=False)
-        call, own_loss = step.call, batch.target is None
-        with noted(call.input, target):
-            shared = self._begin_forwards(batch, step, call.scatter(target, TARGET, detached=True))
-            own = BatchLoss(call.input.rows, options.reduction, self._said, AS_FUNCTION)
-            batch_loss = own if own_loss or self._objective is None else self._objective.batch_loss
-            scheduled, forwards = ScheduledStep(step, target, scale, batch_loss), step.forwards
-            loss: Any = scheduled.run(self._rows(step.workers, call.microbatches, state.grad, call.recomputed), shared)
-            shared.verify()
-        outputs = [forward.output for forward in forwards]
+
+    def _loss(self, batch: Batch, step: StepRun, target: Division | None, shared: SharedParameters) -> Tensor:
+        """The loss of the batch, whose backward hands the gradients over."""
+        call, options = step.call, self.options
+        if batch.target is None or self._objective is None:
+            batch_loss = BatchLoss(call.input.rows, options.reduction, self._said, AS_FUNCTION)
+        else:
+            batch_loss = self._objective.batch_loss
+        scale = _scale_of(options.grad_scaler, call.state, self._resources.devices[-1])
+        scheduled = ScheduledStep(step, target, scale, batch_loss)
+        loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed), shared)
         self.hand_over = self.hand_over and scheduled.hand_over
         if step.recorder is not None:
             step.recorder.end(step.traces)
-        value = self._gather(call, outputs, loss) if own_loss else loss
-        self._end(batch, step, outputs)
-        return value
+        return loss
 
     def _gather(self, call: Call, outputs: Sequence[Output], loss: Any = None) -> Any:
         """Joins the outputs of all microbatches; ``loss``: in the place of the module's own."""
@@ -192,7 +195,7 @@ class Runtime:
             self._looked = True
             warn_of_losses(batch.module)
 
-    def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division]:
+    def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division | None]:
         """The step of a call, and the target."""
         resources, options, layers = self._resources, self.options, self._layers(batch)
         if layers.computed and state.grad and (options.split_backward or not drop_in):
@@ -207,9 +210,8 @@ class Runtime:
         draws = Draws(self.draws, batch.module.training)
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
         odd = state.odd or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
-        if target is None:
-            target = collect([None] * microbatches, division.rows)
-        elif self._objective is not None:
+        if target is not None and self._objective is not None:
+            target = move(target, resources.devices[-1:], call.unread)
             self._objective.begin(division.rows, division.dims, target.dims)
             odd = odd or self._objective.compiled
         # Forwards that stay on their threads' stacks need one each.
@@ -218,11 +220,10 @@ class Runtime:
         stages = [RunningStage(own, call, drop_in, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
         recorder = self.recordings.current if state.grad and not drop_in else None
-        step = StepRun(
+        return StepRun(
             call, stages, pool, layers.workers, resources.routes(call.computes), drop_in=drop_in,
             split=options.split_backward and state.grad, hooks=self._hooks, recorder=recorder,
-        )
-        return step, call.copies.move(target, resources.devices[-1:])
+        ), target
 
     def divide(self, batch: Batch) -> tuple[Division, Division | None]:
         """The microbatches of the arguments, and of the target if there is one."""
@@ -265,10 +266,11 @@ class Runtime:
 
     def report(self, module: nn.Module) -> DeferralReport:
         """The report on deferral, from the steps so far."""
-        stage_of, parameters = self._stages_of(module), []
-        for prefix, part in module.named_modules():
-            own = [(f"{prefix}.{name}".strip("."), x) for name, x in part._parameters.items() if x is not None]
-            parameters += [(name, stage_of.get(part, 0), x) for name, x in own]
+        stage_of = self._stages_of(module)
+        parameters = [
+            (f"{prefix}.{name}".strip("."), stage_of.get(part, 0), x) for prefix, part in module.named_modules()
+            for name, x in part._parameters.items() if x is not None
+        ]
         return report(parameters, {stage.index: stage.uses for stage in self._last}, self.options.split_backward)
 
 
