@@ -63,9 +63,7 @@ class Divider:
         return collect(values, rows), collect(targets, rows) if targets else None
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        root = input_node(self._value(*args, **kwargs), self._flags, self._whose)
-        verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], self._whose, deep=True)
-        return root
+        return input_node(self._value(*args, **kwargs), self._flags, self._whose)
 
     def _value(self, input: Any) -> Any:
         """What the first layer is given."""
@@ -110,7 +108,6 @@ def name_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: di
 def divide_target(target: Any, flags: Any, rows: Sequence[int]) -> Division:
     """The division of a target into the microbatches of an input."""
     root = input_node(target, flags, "the target")
-    verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], "the target", deep=True)
     Reading(root, len(rows), sum(rows))
     for node in root.leaves(shared=True):
         array = node.flag is not False and not isinstance(node.value, Tensor) and hasattr(node.value, "__array__")
@@ -121,7 +118,9 @@ def divide_target(target: Any, flags: Any, rows: Sequence[int]) -> Division:
 
 def input_node(value: Any, flags: Any, whose: str) -> Node:
     """The node of a value: if it is a tuple, of several inputs, which isn't a list with one entry per row."""
-    return Node(value, flags, whose, record=type(value) is tuple and flags not in ("rows", "groups"))
+    root = Node(value, flags, whose, record=type(value) is tuple and flags not in ("rows", "groups"))
+    verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], whose, deep=True)
+    return root
 
 
 def _is_object(value: Any) -> bool:

@@ -24,17 +24,12 @@ class Division:
     """Flat values, and the part of them that each microbatch gets."""
 
     leaves: list[Any]
-    #: The dimension along which each leaf is split; None: every microbatch that has the leaf gets it whole.
-    dims: list[int | None]
-    #: The number of rows of each microbatch.
-    rows: Sequence[int]
-    #: The indices of each microbatch's leaves: all, but for lists that are split between their entries.
-    places: list[list[int]]
-    #: Their nesting.
-    nestings: list[Nesting]
-    #: What says how leaves are split, unless a function of the user has; and the value that has shown the rows.
-    root: Node | None = None
-    batch: str = ""
+    dims: list[int | None]  #: The dimension along which each leaf is split; None: it isn't.
+    rows: Sequence[int]  #: The number of rows of each microbatch.
+    places: list[list[int]]  #: The indices of each one's leaves: all, but for lists that are split between entries.
+    nestings: list[Nesting]  #: That of each one's leaves.
+    root: Node | None = None  #: Says how leaves are split, unless a function of the user has.
+    batch: str = ""  #: The value that has shown the rows.
 
     @cached_property
     def takers(self) -> list[list[int]]:

@@ -101,11 +101,9 @@ class Reading:
     def _find_size(self) -> int:
         items = shown(self._root)
         if not items:
-            found = ", ".join(sorted({type(leaf.value).__name__ for leaf in self._root.leaves()})) or "nothing"
             raise TypeError(
-                f"{self._root.where} holds no tensor with a first dimension to split into microbatches (found: {found})"
-                ": expected a tensor, or a nesting of containers with one in it, that batched= doesn't mark False; or "
-                "split=."
+                f"{self._root.where} holds no tensor with a first dimension to split into microbatches: expected a "
+                "tensor, or a nesting of containers with one in it, that batched= doesn't mark False; or split=."
             )
         (first, sizes), *others = items
         self.batch, self.size = first.where, sizes[0]

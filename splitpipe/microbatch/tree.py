@@ -84,14 +84,14 @@ def unflatten(leaves: Iterable[Any], nesting: Nesting) -> Any:
 
 def hidden(value: object, deep: bool = True) -> Iterator[Tensor]:
     """The tensors inside a leaf that isn't one, at any depth; ``deep``: also in attributes of any object."""
-    seen, stack = set[int](), [value]
-    while stack:
-        for part in _inside(stack.pop(), deep):
+    seen, objects = {id(value)}, [value]
+    for each in objects:  # They become more meanwhile.
+        for part in _inside(each, deep):
             if isinstance(part, Tensor):
                 yield part
             elif id(part) not in seen:
                 seen.add(id(part))
-                stack.append(part)
+                objects.append(part)
 
 
 def _inside(value: object, deep: bool) -> Iterable[Any]:

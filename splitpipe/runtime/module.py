@@ -145,8 +145,8 @@ class ModuleRuntime(Runtime):
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
         placement = self._placement
         if step.call.microbatches > 1:
-            numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
-            numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
+            numbers = any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
+            numbers = numbers or any([output.loss is not None or bool(output.numbers) for output in outputs])
             traced = self._traced.setdefault(batch.kind, numbers)
             if numbers and not traced:
                 self._traced[batch.kind] = True

@@ -120,9 +120,8 @@ class Runtime:
             state, options = thread_state.capture(), self.options
             own_loss = options.schedule is not None and options.loss_fn is None and batch.module.training and state.grad
             drop_in, loss = batch.target is None and not own_loss, None
-            if not drop_in:
-                self._verify_scheduled(state)
-            elif not options.split_backward and any([enabled for _, enabled, _ in state.autocast]):
+            scale = None if drop_in else self._begin_scheduled(state)
+            if drop_in and not options.split_backward and any([enabled for _, enabled, _ in state.autocast]):
                 # In one graph, microbatches that shared a weight's cast would add up its gradient in low precision.
                 state = state._replace(autocast_cache=False)
             step, target = self._begin(batch, state, drop_in)
@@ -132,37 +131,46 @@ class Runtime:
                 shared, forwards = self._begin_forwards(batch, step, targets), step.forwards
                 if drop_in:
                     step.run_rows(forward_rows(call.microbatches, step.workers))
-                else:
-                    loss = self._loss(batch, step, target, shared)
-                outputs = [forward.output for forward in forwards]
-                if drop_in:
-                    outputs = attach_outputs(step, outputs, shared)
+                    outputs = attach_outputs(step, [forward.output for forward in forwards], shared)
                     call.rejoin()
+                else:
+                    loss = self._loss(step, target, scale, shared)
+                    outputs = [forward.output for forward in forwards]
                 shared.verify()
             value = self._gather(call, outputs, loss) if batch.target is None else loss
             self._end(batch, step, outputs)
             return value
 
-    def _verify_scheduled(self, state: State) -> None:
-        """Raises for what a schedule can't compute, and warns if the last call's loss was dropped."""
+    def _begin_scheduled(self, state: State) -> Tensor | None:
+        """Raises for what a schedule can't compute; returns the scale of the gradient scaler, if there is one."""
+        scaler = self.options.grad_scaler
         if callable(self.options.reduction):
             raise ValueError(NO_FUNCTION)
-        if state.grad and self.hand_over is not None and self.hand_over.dropped:
+        if not state.grad:
+            return None
+        if self.hand_over is not None and self.hand_over.dropped:
             warnings.warn(
                 "the loss of the last call was dropped without a backward: a schedule computes gradients in the call, "
                 "but only loss.backward() adds them to .grad. Expected loss.backward(), or torch.no_grad().",
                 stacklevel=4,
             )
             self.hand_over = None
+        if scaler is not None and scaler.is_enabled():
+            return scaler.scale(torch.ones((), device=self._resources.devices[-1]))  # type: ignore[no-any-return]
+        if any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
+            raise RuntimeError(
+                "the model was called under float16 autocast without a grad_scaler: a schedule runs backward before "
+                "the loss is scaled, so small gradients would become 0. Expected SplitPipe(..., grad_scaler=scaler) "
+                "with the loop's torch.amp.GradScaler, or bfloat16."
+            )
+        return None
 
-    def _loss(self, batch: Batch, step: StepRun, target: Division | None, shared: SharedParameters) -> Tensor:
+    def _loss(
+        self, step: StepRun, target: Division | None, scale: Tensor | None, shared: SharedParameters
+    ) -> Tensor:
         """The loss of the batch, whose backward hands the gradients over."""
-        call, options = step.call, self.options
-        if batch.target is None or self._objective is None:
-            batch_loss = BatchLoss(call.input.rows, options.reduction, self._said, AS_FUNCTION)
-        else:
-            batch_loss = self._objective.batch_loss
-        scale = _scale_of(options.grad_scaler, call.state, self._resources.devices[-1])
+        call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said, AS_FUNCTION)
+        batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
         scheduled = ScheduledStep(step, target, scale, batch_loss)
         loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed), shared)
         self.hand_over = self.hand_over and scheduled.hand_over
@@ -272,16 +280,3 @@ class Runtime:
             for name, x in part._parameters.items() if x is not None
         ]
         return report(parameters, {stage.index: stage.uses for stage in self._last}, self.options.split_backward)
-
-
-def _scale_of(scaler: Any, state: State, device: torch.device) -> Tensor | None:
-    """The scale of a gradient scaler, as a tensor on a device; None without a scaler or a backward."""
-    if state.grad and scaler is not None and scaler.is_enabled():
-        return scaler.scale(torch.ones((), device=device))  # type: ignore[no-any-return]
-    if state.grad and any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
-        raise RuntimeError(
-            "the model was called under float16 autocast without a grad_scaler: a schedule runs backward before "
-            "the loss is scaled, so small gradients would become 0. Expected SplitPipe(..., grad_scaler=scaler) "
-            "with the loop's torch.amp.GradScaler, or bfloat16."
-        )
-    return None
