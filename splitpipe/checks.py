@@ -54,6 +54,7 @@ def verify_options(*, chosen: bool = False, own_loss: bool = False, **given: Any
         ("schedule", chosen, _is(str, Schedule), None, "one of splitpipe.schedule.names(), a Schedule"),
         ("loss_fn", True, lambda x: callable(x) and not isinstance(x, type), None,
          "a function of output and target, an instance, such as nn.MSELoss()"),
+        ("split", True, callable, None, "a function split(args, kwargs, chunks)"),
         ("grad_scaler", True, _is(torch.amp.GradScaler), None, "the loop's torch.amp.GradScaler"),
     ):
         value = given.get(name)

@@ -18,7 +18,7 @@ from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.loss.reduction import Reduce, verify_reduction
 from splitpipe.microbatch.chunk_spec import verify_named
-from splitpipe.microbatch.divider import Split, verify_split
+from splitpipe.microbatch.divider import Split
 from splitpipe.partition.device_map import Hooks, put_back, take_off
 from splitpipe.partition.resident import Resident, apply_at_home, is_pipeline, outside_transforms
 from splitpipe.runtime.module import ModuleRuntime
@@ -135,7 +135,6 @@ def options_of(
         schedule = None  # Backward of both comes after all forwards.
     verify_options(**{**given, "schedule": schedule}, own_loss=not balance, chosen=True)
     verify_reduction(given["reduction"])
-    verify_split(given["split"])
     compiling = verify_compile(given["compile"])
     named = None if given["devices"] is None else checks.resolve_devices(given["devices"])
     if given["chunks"] is not None:

@@ -27,7 +27,7 @@ from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import map_tensors
 from splitpipe.microbatch.divider import divide_target
-from splitpipe.microbatch.rows import slices
+from splitpipe.microbatch.rows import chunk_rows
 from splitpipe.microbatch.tree import flatten
 from splitpipe.partition.placement import move_stages
 from splitpipe.piped import Arguments, complete, options_of, piped
@@ -73,9 +73,9 @@ def measure(
     If that place has too little memory, the units are spread over all places. Runs are repeated for some seconds, not
     counting the first. Without ``loss_fn``, the loss is the module's own, or costs nearly nothing.
     """
-    rows = slices(subject.rows, chunks)[0][1]
+    rows = chunk_rows(subject.rows, chunks)[0]
     if loss_fn is not None:
-        target = divide_target(target, None, [(0, subject.rows)]).some(rows)
+        target = divide_target(target, None, [subject.rows]).some(rows)
     elif not subject.has_loss:
         loss_fn, target = _sum, 0
     release(subject.module)  # It is compiled again for these sizes, as it would be in training.

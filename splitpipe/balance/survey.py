@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from splitpipe.checks import is_layered
 from splitpipe.core.note import add_note
 from splitpipe.core.tensors import map_tensors
-from splitpipe.microbatch.divider import ArgumentDivider, Divider, signature_of
+from splitpipe.microbatch.divider import ArgumentDivider, Divider
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.partition.blocks import no_blocks, repeated
@@ -57,11 +57,11 @@ def survey(module: nn.Module, sample: object, whose: str = "sample") -> Subject:
             raise ValueError("the module has no layers: expected at least one.")
         batch, _ = Divider((None, None), None, 2, whose=whose).divide((sample,), {})
     elif repeated(module):
-        divider = ArgumentDivider(signature_of(module.forward), None, None, 2, whose=whose)
+        divider = ArgumentDivider(module.forward, None, None, 2, whose=whose)
         batch, _ = divider.divide(*arguments_of(sample))
     else:
         raise no_blocks(module)
-    rows = sum(batch.counts)
+    rows = sum(batch.rows)
     if not rows:
         raise ValueError(f"{whose} has no rows: expected a whole batch.")
     home = next((x.device for x in module.parameters()), torch.device("cpu"))

@@ -126,7 +126,7 @@ def check(
     mode = "train mode without dropout and batch statistics." if model.training else "eval mode."
     if model.training and quiet:
         mode = "eval mode, since the forward draws random numbers in train mode."
-    how = f"{sum(division.counts)} rows {whom}, and in {pieces}, in {mode}"
+    how = f"{sum(division.rows)} rows {whom}, and in {pieces}, in {mode}"
     return _compared(one, many, how, division, tolerance)
 
 
@@ -144,7 +144,7 @@ def _verify(target: Any, loss: Any, against: Any, tolerance: Any) -> None:
 
 def _chosen(runtime: Runtime, batch: Batch, rows: int | None, few: bool) -> tuple[Division, Batch]:
     """The batch with the rows that are used, ``few`` or all by default, and its division."""
-    options, (division, targets, _) = runtime.options, runtime.prepare(batch)
+    options, (division, targets) = runtime.options, runtime.divide(batch)
     if rows is not None and (not isinstance(rows, Integral) or rows < 1 or options.split is not None):
         raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
     if options.split is None and (few or rows is not None):
@@ -153,7 +153,7 @@ def _chosen(runtime: Runtime, batch: Batch, rows: int | None, few: bool) -> tupl
         args, kwargs = input if runtime.own_forward else ((input,), {})
         smaller = runtime.batch(batch.module, args, kwargs, target)
         with suppress(ValueError):
-            part, *_ = runtime.prepare(smaller)
+            part, _ = runtime.divide(smaller)
             if part.dims == division.dims:  # Another argument may happen to have as few rows.
                 return part, smaller
     return division, batch

@@ -15,13 +15,12 @@ from splitpipe.core import stream, thread_state
 from splitpipe.core.torch_private import queue_callback
 from splitpipe.engine.rows import backward_rows
 from splitpipe.engine.step import StepRun
-from splitpipe.microbatch.division import Division
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.call import hand
 from splitpipe.stage.shared_parameters import SharedParameters
 
 
-def input_gradients(step: StepRun, key: Key | None, division: Division) -> dict[int, Tensor | None]:
+def input_gradients(step: StepRun, key: Key | None, division: Any) -> dict[int, Tensor]:
     """The gradients of what the caller has given with this key, by the number of the leaf."""
     grads = {k: own for (of, k), own in step.input_grads.items() if of == key}
     return {k: division.gradient(k, [own.get(i) for i in range(len(division.rows))]) for k, own in grads.items()}

@@ -7,6 +7,7 @@ At a split point, the first call of a block that cuts= names, the thread waits u
 """
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import lru_cache
@@ -30,7 +31,7 @@ from splitpipe.engine.crossing import SIMPLE, Crossing, Detaching, Follow, chang
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace, sees
-from splitpipe.microbatch.divider import holds_objects, signature_of
+from splitpipe.microbatch.divider import holds_objects
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
@@ -252,7 +253,7 @@ class ModuleForward:
         return value
 
 
-_signature = lru_cache(signature_of)  # Of functions of classes: a bound method would be kept.
+_signature = lru_cache(inspect.signature)  # Of functions of classes: a bound method would be kept.
 
 
 def _uncached(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], labels: bool) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from splitpipe.engine.rows import OpRows
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.batch_loss import BatchLoss
 from splitpipe.loss.objective import TARGET
-from splitpipe.microbatch.division import Division
 from splitpipe.stage.call import Origin, hand
 from splitpipe.stage.segment import RunningStage
 from splitpipe.stage.shared_parameters import SharedParameters
@@ -51,7 +50,7 @@ class HandOver:
 class ScheduledStep:
     """The loss of a step."""
 
-    def __init__(self, step: StepRun, target: Division, scale: Tensor | None, batch_loss: BatchLoss) -> None:
+    def __init__(self, step: StepRun, target: Any, scale: Tensor | None, batch_loss: BatchLoss) -> None:
         self._step, self._target, self.hand_over = step, target, HandOver()
         self.batch_loss, self._scale = batch_loss, scale
         self._roots: dict[int, tuple[Origin, Tensor]] = {}  #: Where a microbatch's part has left the graph, and what.
@@ -85,7 +84,7 @@ class ScheduledStep:
             for key, stage, division in (None, step.stages[0], call.input), (TARGET, step.stages[-1], self._target):
                 with stream.use(stage.compute):
                     grads = input_gradients(step, key, division)
-                sums[key] = stage, [Total(division.leaves[k], x) for k, x in grads.items() if x is not None]
+                sums[key] = stage, [Total(division.leaves[k], x) for k, x in grads.items()]
             shared.bring_home()
             sums.update({stage.index: (stage, [*stage.store.sums]) for stage in step.stages})
         call.rejoin()

@@ -50,18 +50,18 @@ class Trace(TorchFunctionMode):
     @classmethod
     def of(cls, input: Division, i: int) -> Trace:
         """The trace of a microbatch of a module's call."""
-        shared = [leaf for leaf, owner in zip(input.leaves, input.owners) if owner is None]
+        shared = [leaf for leaf, takers in zip(input.leaves, input.takers) if len(takers) == len(input.rows)]
         dim = next((dim for dim in input.dims if dim is not None), 0)
-        return cls(input.counts, i, dim, [x for x in shared if type(x) in (int, float)])
+        return cls(input.rows, i, dim, [x for x in shared if type(x) in (int, float)])
 
     def begin(self, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
         """Records a microbatch's arguments, and their leaves."""
         for k, leaf in zip(input.places[i], leaves):
             if k not in input.shared_places:
                 self.ledger.begin(leaf if isinstance(leaf, Tensor) else [*hidden(leaf)], input.dims[k] or 0)
-        if input.root is not None and any([owner is not None for owner in input.owners]):
+        if input.root is not None and any([len(own) < len(input.leaves) for own in input.places]):
             for value in values:
-                if isinstance(value, (list, tuple)) and len(value) == input.rows[i][1]:
+                if isinstance(value, (list, tuple)) and len(value) == input.rows[i]:
                     self.ledger.begin_entries(value)
 
     def record(self, value: Any, block: str, read: str) -> None:

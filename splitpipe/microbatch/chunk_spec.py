@@ -36,7 +36,7 @@ def verify_named(batched: Any) -> dict[str, Any] | None:
 
 
 def _verify(flag: Any, where: str) -> Any:
-    if isinstance(flag, (bool, int)) or isinstance(flag, str) and flag in (ROWS, GROUPS):
+    if isinstance(flag, int) or isinstance(flag, str) and flag in (ROWS, GROUPS):
         return flag
     if isinstance(flag, Mapping):
         return {key: _verify(inner, f"{where}[{key!r}]") for key, inner in flag.items()}
@@ -45,10 +45,8 @@ def _verify(flag: Any, where: str) -> Any:
     raise TypeError(f"{where} is {flag!r}: expected True, False, an int, 'rows', 'groups', or a nesting of these.")
 
 
-def flags_inside(flag: Any, value: Any, level: Level, where: str) -> list[Any]:
-    """The flags of a container's parts. Raises a ValueError if a nesting of flags doesn't match it."""
-    if not isinstance(flag, NESTED):
-        return [None if flag in (ROWS, GROUPS) else flag] * len(level.parts)
+def flags_inside(flag: dict[str, Any] | tuple[Any, ...], value: Any, level: Level, where: str) -> list[Any]:
+    """The flags of a container's parts, of a nesting of flags. Raises a ValueError if that doesn't match it."""
     if isinstance(flag, dict) and isinstance(value, Mapping) and not flag.keys() - {*level.keys}:
         return [flag.get(key, True) for key in level.keys]
     if isinstance(flag, tuple) and not isinstance(value, Mapping) and len(level.parts) == len(flag):

@@ -12,19 +12,13 @@ from torch import Tensor, nn
 
 from splitpipe.core.torch_private import tree_flatten
 from splitpipe.microbatch.division import Division, collect, divide
-from splitpipe.microbatch.rows import Node, Reading, Slices, rows_of, slices
+from splitpipe.microbatch.rows import Node, Reading, chunk_rows, rows_of
 from splitpipe.microbatch.tree import PLAIN, verify_open
 
 #: ``split(args, kwargs, chunks)`` returns the arguments of each microbatch: a list of pairs (args, kwargs).
 Split = Callable[[tuple[Any, ...], dict[str, Any], int], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 #: Classes of values that may be the same for every microbatch.
 _KNOWN = (Tensor, *PLAIN, torch.layout, torch.memory_format, torch.Generator, enum.Enum, slice, range, type)
-
-
-def verify_split(split: object) -> None:
-    """Raises a TypeError unless ``split`` is a function or None."""
-    if split is not None and not callable(split):
-        raise TypeError(f"split is {split!r}: expected a function split(args, kwargs, chunks) or None.")
 
 
 class Divider:
@@ -44,130 +38,87 @@ class Divider:
         """The arguments, and the target if there is one; ``unsplit``: as a single microbatch."""
         if self._split is not None and not unsplit:
             return self._collect(args, kwargs, target)
-        root = self._tree(args, kwargs)
-        reading = Reading(root, self._whose)
-        # Microbatches can't share an object that may be a cache.
-        unsplit = unsplit or any(leaf.flag is None and _is_object(leaf.value) for leaf in root.leaves(shared=True))
-        rows = reading.verify(slices(reading.size, 1 if unsplit else self._chunks), self._warned)
+        root, chunks = self._tree(args, kwargs), 1 if unsplit else self._chunks
+        reading = Reading(root, chunks)
+        if any(leaf.flag is None and _is_object(leaf.value) for leaf in root.leaves(shared=True)):
+            chunks = 1  # Microbatches can't share an object that may be a cache.
+        rows = chunk_rows(reading.size, chunks)
+        if len(rows) > 1:
+            reading.warn(self._warned)
         return divide(root, rows, reading.batch), None if target is None else divide_target(target, self._target, rows)
 
-    def sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A few rows of a call's arguments, as in a microbatch."""
-        if self._split is not None:
-            return self._parts(args, kwargs)[0]
-        return self.divide(args, kwargs, unsplit=True)[0].some(1)
-
     def _collect(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Division, Division | None]:
-        """A loss is a mean weighted by rows: with a target, by the rows of that."""
-        parts = self._parts(args, kwargs if target is None else {**kwargs, "target": target})
+        """What ``split`` returns. A loss is a mean weighted by rows: with a target, by the rows of that."""
+        given = {**kwargs} if target is None else {**kwargs, "target": target}
+        parts: list[Any] = [*self._split(args, given, self._chunks)]  # type: ignore[misc]
+        if not parts or not all([isinstance(own, tuple) and isinstance(named, Mapping) for own, named in parts]):
+            raise TypeError(f"split returned {parts!r:.100}: expected a list of pairs (args, kwargs).")
         if self._scheduled and len(parts) > self._chunks:
             raise ValueError(f"split returned {len(parts)} parts for a schedule of {self._chunks}: expected no more.")
-        if any((target is None) is ("target" in named) for _, named in parts):
-            raise ValueError("split returned another 'target' than it was given: expected one in the kwargs of each.")
+        parts = [(own, dict(named)) for own, named in parts]
         targets = [] if target is None else [named.pop("target") for _, named in parts]
         rows = [rows_of(input_node(x, self._target, "the target")) for x in targets]
         rows = rows or [rows_of(self._tree(*part)) for part in parts]
-        return collect([self._value(*part) for part in parts], rows), collect(targets, rows) if targets else None
-
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of each microbatch, as ``split`` returns them."""
-        found: Any = self._split(args, dict(kwargs), self._chunks)  # type: ignore[misc]
-        pairs = isinstance(found, (list, tuple)) and [isinstance(part, tuple) and len(part) == 2 for part in found]
-        if not pairs or not all(pairs) or not all(isinstance(x, tuple) and isinstance(y, Mapping) for x, y in found):
-            raise TypeError(f"split returned {found!r:.100}: expected a list of pairs (args, kwargs).")
-        return [(own, dict(named)) for own, named in found]
+        values = [self._value(*own, **named) for own, named in parts]
+        return collect(values, rows), collect(targets, rows) if targets else None
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        return _verified(input_node(self._value(args, kwargs), self._flags, self._whose), self._whose)
+        return input_node(self._value(*args, **kwargs), self._flags, self._whose)
 
-    def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _value(self, input: Any) -> Any:
         """What the first layer is given."""
-        if len(args) != 1 or kwargs:
-            raise ValueError(f"found {len(args)} positional arguments and {sorted(kwargs)}: expected the input alone.")
-        return args[0]
+        return input
 
 
 class ArgumentDivider(Divider):
     """Divides the arguments of a module's calls."""
 
-    def __init__(self, signature: inspect.Signature, batched: Any, *options: Any, **named: Any) -> None:
+    def __init__(self, forward: Callable[..., Any], batched: Any, *options: Any, **named: Any) -> None:
         super().__init__((batched, (batched or {}).get("target")), *options, **named)
-        self._signature = signature
-
-    def divide_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool
-    ) -> tuple[Division, Division | None]:
-        """The arguments, and the target; with a cache, which can't be split or joined, as a single microbatch."""
-        given = dict(name_arguments(self._signature, args, kwargs))
-        cache, takes = given.get("use_cache"), "use_cache" in self._signature.parameters
-        needless = training and torch.is_grad_enabled() or labelled(given)
-        if needless and takes and "use_cache" not in given:
-            kwargs = {**kwargs, "use_cache": False}
-        cache = cache or takes and cache is None and not needless
-        return self.divide(args, kwargs, target, unsplit=not training and target is None and bool(cache))
+        self.signature = inspect.signature(forward)
 
     def _tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """The nodes of (args, kwargs). Raises a ValueError if ``batched`` names none of the arguments."""
-        given, flags = name_arguments(self._signature, args, kwargs), self._flags or {}
-        star = f"{_star(self._signature)}["  # A call may have fewer of these than another.
-        known = {"target", *(name for name, _ in given)}
-        known |= {name for name, x in self._signature.parameters.items() if x.kind != x.VAR_KEYWORD}
-        if unknown := sorted([name for name in flags.keys() - known if not name.startswith(star)]):
+        given, flags = name_arguments(self.signature, args, kwargs), self._flags or {}
+        known = {"target", *kwargs}
+        known |= {name for name, x in self.signature.parameters.items() if x.kind != x.VAR_KEYWORD}
+        # Of several, such as mems[0], a call may have fewer than another.
+        if unknown := sorted([name for name in flags if name.split("[")[0] not in known]):
             names = ", ".join(repr(name) for name, _ in given)
             raise ValueError(f"batched names {unknown[0]!r}, which the call doesn't have: expected some of {names}.")
-        every = flags.get(star[:-1])
-        nodes = [Node(value, flags.get(name, every if name.startswith(star) else None), f"argument {name!r}")
-                 for name, value in given]
-        root, positional, named = (Node((), None, "the arguments", record=True) for _ in range(3))
+        own = {name: flags.get(name, flags.get(name.split("[")[0])) for name, _ in given}
+        nodes = [Node(value, own[name], f"argument {name!r}") for name, value in given]
+        root, positional, named = (Node((), None, self._whose, record=True) for _ in range(3))
         root.children, positional.children, named.children = [positional, named], nodes[: len(args)], nodes[len(args) :]
         named.rebuild = lambda values: dict(zip(kwargs, values))
         return root
 
-    def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _value(self, *args: Any, **kwargs: Any) -> Any:
         return args, kwargs
-
-
-def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a forward; of one that has none, of any arguments."""
-    try:
-        return inspect.signature(forward)
-    except (TypeError, ValueError):
-        return inspect.signature(lambda *args, **kwargs: None)
 
 
 def name_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """Each argument with its name; of those that *mems takes: mems[0], mems[1], ..."""
     names = [name for name, x in signature.parameters.items() if x.kind <= x.POSITIONAL_OR_KEYWORD]
-    names += [f"{_star(signature)}[{number}]" for number in range(len(args) - len(names))]
+    star = next((name for name, x in signature.parameters.items() if x.kind == x.VAR_POSITIONAL), "args")
+    names += [f"{star}[{number}]" for number in range(len(args) - len(names))]
     return [*zip(names, args), *kwargs.items()]
 
 
-def _star(signature: inspect.Signature) -> str:
-    return next((name for name, x in signature.parameters.items() if x.kind == x.VAR_POSITIONAL), "args")
-
-
-def labelled(given: Mapping[str, Any]) -> bool:
-    """True if there are labels: a call, of an evaluation, too, needs no cache then."""
-    return any([x is not None for name, x in given.items() if "label" in name])
-
-
-def divide_target(target: Any, flags: Any, rows: Slices) -> Division:
+def divide_target(target: Any, flags: Any, rows: Sequence[int]) -> Division:
     """The division of a target into the microbatches of an input."""
-    root = _verified(input_node(target, flags, "the target"), "the target")
-    reading = Reading(root, "the target", sum(rows[-1]))
+    root = input_node(target, flags, "the target")
+    Reading(root, len(rows), sum(rows))
     for node in root.leaves(shared=True):
         array = node.flag is not False and not isinstance(node.value, Tensor) and hasattr(node.value, "__array__")
-        if array and node.value.shape[:1] == (reading.size,):
+        if array and node.value.shape[:1] == (sum(rows),):
             raise TypeError(f"{node.where} is a {type(node.value).__name__}: expected a tensor (torch.as_tensor()).")
-    return divide(root, reading.verify(rows, set()))
+    return divide(root, rows, "the input")
 
 
 def input_node(value: Any, flags: Any, whose: str) -> Node:
     """The node of a value: if it is a tuple, of several inputs, which isn't a list with one entry per row."""
-    return Node(value, flags, whose, record=type(value) is tuple and flags not in ("rows", "groups"))
-
-
-def _verified(root: Node, whose: str) -> Node:
+    root = Node(value, flags, whose, record=type(value) is tuple and flags not in ("rows", "groups"))
     verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], whose, deep=True)
     return root
 

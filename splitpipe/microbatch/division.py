@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
 from splitpipe.core.tensors import is_plain
-from splitpipe.microbatch.rows import Node, Slices
+from splitpipe.microbatch.rows import Node
 from splitpipe.microbatch.tree import Nesting, flatten, unflatten
 
 
@@ -23,145 +24,108 @@ class Division:
     """Flat values, and the part of them that each microbatch gets."""
 
     leaves: list[Any]
-    #: The dimension along which each leaf is split; None: every microbatch that has the leaf gets it whole.
-    dims: list[int | None]
-    rows: Slices
-    #: The nesting of each microbatch's leaves.
-    nestings: list[Nesting]
-    #: The one microbatch that has each leaf; None: all have it.
-    owners: list[int | None]
-    #: What says how leaves are split, unless a function of the user has; and the value that has shown the rows.
-    root: Node | None = None
-    batch: str = ""
+    dims: list[int | None]  #: The dimension along which each leaf is split; None: it isn't.
+    rows: Sequence[int]  #: The number of rows of each microbatch.
+    places: list[list[int]]  #: The indices of each one's leaves: all, but for lists that are split between entries.
+    nestings: list[Nesting]  #: That of each one's leaves.
+    root: Node | None = None  #: Says how leaves are split, unless a function of the user has.
+    batch: str = ""  #: The value that has shown the rows.
 
     @cached_property
-    def counts(self) -> list[int]:
-        """The number of rows of each microbatch."""
-        return [count for _, count in self.rows]
-
-    @cached_property
-    def nodes(self) -> list[Node]:
-        """The node of each leaf, if there are any."""
-        return [] if self.root is None else [*self.root.leaves()]
-
-    @cached_property
-    def places(self) -> list[list[int]]:
-        """The indices of each microbatch's leaves."""
-        return [[k for k, own in enumerate(self.owners) if own is None or own == i] for i in range(len(self.rows))]
+    def takers(self) -> list[list[int]]:
+        """For each leaf, the microbatches that have it, or a part of it."""
+        found = list[list[int]]([] for _ in self.leaves)
+        for i, own in enumerate(self.places):
+            for k in own:
+                found[k].append(i)
+        return found
 
     @cached_property
     def shared_places(self) -> frozenset[int]:
         """The indices of tensors with dimensions that several microbatches share."""
         counts = Counter(id(self.leaves[k]) for own in self.places for k in own)
-        return frozenset(
-            k for k, (leaf, dim) in enumerate(zip(self.leaves, self.dims))
-            if dim is None and isinstance(leaf, Tensor) and leaf.dim() and counts[id(leaf)] > 1
-        )
+        shared = [k for k, leaf in enumerate(self.leaves) if counts[id(leaf)] > 1 and self.dims[k] is None]
+        return frozenset([k for k in shared if isinstance(self.leaves[k], Tensor) and self.leaves[k].dim()])
 
     def scatter(self) -> list[tuple[list[Any], Nesting]]:
         """The leaves of each microbatch, and their nesting. A tensor that is given twice stays one."""
         found, known = list[list[Any]]([] for _ in self.rows), dict[Any, Sequence[Any]]()
-        for k, (leaf, dim, owner) in enumerate(zip(self.leaves, self.dims, self.owners)):
-            key = id(leaf), dim, owner
+        for k, (leaf, dim, takers) in enumerate(zip(self.leaves, self.dims, self.takers)):
+            key = id(leaf), dim, *takers
             if key not in known or getattr(leaf, "requires_grad", False):
-                rows = self._rows(k)
-                known[key] = pieces(leaf, rows if owner is None else [rows[owner]], dim)
-            for own, part in zip(found if owner is None else [found[owner]], known[key]):
-                own.append(part)
+                known[key] = copies(leaf, len(takers)) if dim is None else pieces(leaf, self._sizes(k), dim)
+            for i, part in zip(takers, known[key]):
+                found[i].append(part)
         return [*zip(found, self.nestings)]
 
-    def gradient(self, k: int, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of a leaf, from those of its microbatches; None if none has one."""
+    def gradient(self, k: int, parts: Sequence[Tensor | None]) -> Tensor:
+        """The gradient of a leaf, from those of its microbatches, of which some have one."""
         x, dim, found = self.leaves[k], self.dims[k], [part for part in parts if part is not None]
-        if not found:
-            return None
         if dim is None:
             # The layer may have passed a single one to others too: it must be a separate tensor.
             return reduce(torch.add, found) if len(found) > 1 else found[0].clone()
         return torch.cat([
-            x.new_zeros((*x.shape[:dim], count, *x.shape[dim + 1 :])) if part is None else part
-            for part, (_, count) in zip(parts, self._rows(k))
+            x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :])) if part is None else part
+            for part, size in zip(parts, self._sizes(k))
         ], dim)
 
-    def _rows(self, k: int) -> Slices:
-        times = self.nodes[k].times if self.nodes else 1
-        return [(start * times, count * times) for start, count in self.rows]
+    def _sizes(self, k: int) -> list[int]:
+        """The sizes of a leaf's parts along its dimension: there may be several entries per row."""
+        dim: Any = self.dims[k]
+        times = self.leaves[k].shape[dim] // max(1, sum(self.rows))
+        return [count * times for count in self.rows]
 
     def some(self, count: int) -> Any:
         """The value for the first rows."""
         root: Any = self.root
-        rows = sum(self.rows[-1])
-        count = min(count, rows)
-        return unflatten(*divide(root, [(0, count), (count, rows - count)]).scatter()[0])
+        count = min(count, sum(self.rows))
+        return unflatten(*divide(root, [count, sum(self.rows) - count], self.batch).scatter()[0])
 
 
-def divide(root: Node, rows: Slices, batch: str = "the input") -> Division:
+def divide(root: Node, rows: Sequence[int], batch: str) -> Division:
     """The division of a value whose nodes say how it is split; ``batch`` has shown the number of rows."""
-    nodes, owners = [*root.leaves()], [*root.owners(rows)]
-    lists = any(owner is not None for owner in owners)
-    nestings = [root.nest(*each) for each in rows] if lists else [root.nest(*rows[0])] * len(rows)
-    return Division([x.value for x in nodes], [x.dim for x in nodes], rows, nestings, owners, root, batch)
+    leaves, parts = [*root.leaves()], [root.part(sum(rows[:i]), count) for i, count in enumerate(rows)]
+    index = {leaf: k for k, leaf in enumerate(leaves)}
+    places, nestings = [[index[leaf] for leaf in own] for own, _ in parts], [nesting for _, nesting in parts]
+    return Division([x.value for x in leaves], [x.dim for x in leaves], rows, places, nestings, root, batch)
 
 
-def collect(parts: Sequence[Any], sizes: Sequence[int]) -> Division:
-    """The division of values that are divided already, into ``sizes`` rows."""
+def collect(parts: Sequence[Any], rows: Sequence[int]) -> Division:
+    """The division of values that are divided already, into parts with these rows."""
     flat = [flatten(part) for part in parts]
-    leaves = [leaf for own, _ in flat for leaf in own]
-    owners: list[int | None] = [i for i, (own, _) in enumerate(flat) for _ in own]
-    rows = [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
-    return Division(leaves, [None] * len(leaves), rows, [nesting for _, nesting in flat], owners)
+    leaves, numbers = [leaf for own, _ in flat for leaf in own], count()
+    places = [[next(numbers) for _ in own] for own, _ in flat]
+    return Division(leaves, [None] * len(leaves), rows, places, [nesting for _, nesting in flat])
 
 
-class InputCopies:
-    """Copies of one call's input and target, as the caller's ``x.to(device)`` would move them.
+def move(division: Division, devices: Sequence[torch.device], unread: list[torch.Event]) -> Division:
+    """The values on these devices: tensors on none of them are moved to the first one, as by ``x.to(device)``.
 
     The copies belong to the caller: they are made on its streams, for which the stages wait, and in its graph, which
-    returns gradients to the tensors' devices. For a copy from the CPU, the host waits; if the memory is pinned, it
-    waits only at the end of the call, because a training loop may refill that memory as soon as the call has returned.
+    returns gradients to the tensors' devices. For a copy from the CPU, the host waits. If the memory is pinned, it
+    waits for an event that is added to ``unread``, but only at the end of the call: a training loop may refill that
+    memory as soon as the call has returned.
     """
-
-    def __init__(self) -> None:
-        self._unread: list[torch.Event] = []
-
-    def input(self, input: Division, devices: Sequence[torch.device]) -> Division:
-        """The input on the devices, the first stage's first; tensors on none of them are moved to that."""
-        known, found = {*devices}, {leaf.device for leaf in input.leaves if isinstance(leaf, Tensor)}
-        # Next to tensors elsewhere, a tensor on the CPU may belong there, such as lengths of sequences.
-        known |= {torch.device("cpu")} if found - {torch.device("cpu")} else set()
-        return self.move(input, devices[0], known)
-
-    def settle(self) -> None:
-        """Waits until pinned memory has been read."""
-        while self._unread:
-            event = self._unread.pop()
-            event.synchronize()
-            stream.spent(event)
-
-    def move(self, division: Division, device: torch.device, known: Collection[torch.device] = ()) -> Division:
-        """The values on a device, but for tensors on those ``known``."""
-        found, pinned = dict[int, Tensor](), False  # Tensors that microbatches share are copied once.
-        for x in division.leaves:
-            if isinstance(x, Tensor) and id(x) not in found and x.device not in (device, *known):
-                pins = x.device.type == "cpu" and is_plain(x) and x.is_pinned()
-                found[id(x)] = x.to(device, non_blocking=pins or "cpu" not in (x.device.type, device.type))
-                pinned = pinned or pins
-        if pinned and (event := stream.mark(stream.current(device))) is not None:
-            self._unread.append(event)
-        return replace(division, leaves=[found.get(id(x), x) for x in division.leaves]) if found else division
+    cpu, device, tensors = torch.device("cpu"), devices[0], [x for x in division.leaves if isinstance(x, Tensor)]
+    # Next to tensors elsewhere, a tensor on the CPU may belong there, such as lengths of sequences.
+    known = {*devices, cpu} if any([x.device != cpu for x in tensors]) else {*devices}
+    found, pinned = dict[int, Tensor](), False
+    for x in {id(x): x for x in tensors if x.device not in known}.values():
+        pins = x.device == cpu and is_plain(x) and x.is_pinned()
+        found[id(x)] = x.to(device, non_blocking=pins or "cpu" not in (x.device.type, device.type))
+        pinned = pinned or pins
+    if pinned and (event := stream.mark(stream.current(device))) is not None:
+        unread.append(event)
+    return replace(division, leaves=[found.get(id(x), x) for x in division.leaves]) if found else division
 
 
-def absent(input: Division) -> Division:
-    """None, as a target, for the microbatches of an input."""
-    return Division([None], [None], input.rows, [None] * len(input.rows), [None])
-
-
-def describe(division: Division) -> list[str]:
+def describe(division: Division | None) -> list[str]:
     """How each value of a call was treated, in lines; none for a single microbatch, or one of ``split=``."""
-    rows, groups = division.counts, dict[str, list[str]]()
-    if len(rows) < 2 or division.root is None:
+    if division is None or division.root is None or len(division.rows) < 2:
         return []
-    for node, owner in zip(division.nodes, division.owners):
-        x, how = node.value, "whole" if owner is None else "split between rows"
+    rows, groups = division.rows, dict[str, list[str]]()
+    for node, takers in zip(division.root.leaves(), division.takers):
+        x, how = node.value, "whole" if len(takers) == len(rows) else "split between rows"
         if node.dim is not None:
             how = f"split along dimension {node.dim}" + f", {node.times} entries per row" * (node.times > 1)
         what = str(tuple(x.shape)) if isinstance(x, Tensor) else f"({type(x).__name__})"
@@ -173,7 +137,7 @@ def describe(division: Division) -> list[str]:
 
 
 @contextmanager
-def noted(*divisions: Division) -> Iterator[None]:
+def noted(*divisions: Division | None) -> Iterator[None]:
     """Adds to what a microbatch raises how these values were divided."""
     try:
         yield
@@ -183,25 +147,28 @@ def noted(*divisions: Division) -> Iterator[None]:
         raise
 
 
-def pieces(leaf: Any, rows: Slices, dim: int | None) -> Sequence[Any]:
-    """A value for each microbatch, split along a dimension, or whole.
-
-    To autograd, slices aren't views: of several views, none may be written to in place. The first one without a graph
-    shares the version counter of the batch, so that autograd notices a later write to the batch. Others have separate
-    ones: a write to one microbatch doesn't invalidate what autograd saved of the others. Along later dimensions, slices
-    of contiguous memory are copies, on which ``view`` works, and which cuDNN accepts as states of an RNN.
-    """
+def copies(leaf: Any, number: int) -> list[Any]:
+    """A value for each of some microbatches, which all get it whole."""
     if not isinstance(leaf, Tensor):
-        return [leaf] * len(rows)
-    tracked = leaf.requires_grad and torch.is_grad_enabled()
-    if not leaf.dim() or dim is None and leaf.is_inference():
+        return [leaf] * number
+    if not leaf.dim() or leaf.is_inference():
         # Each microbatch gets a separate tensor: in place, m of them would write to the same memory. Where they do
         # share it, writes are found by its version, which an inference tensor doesn't have.
-        return [leaf.clone() for _ in rows]
-    if dim is None:
-        return [leaf.view_as(leaf) if tracked else leaf.detach() for _ in rows]
+        return [leaf.clone() for _ in range(number)]
+    tracked = leaf.requires_grad and torch.is_grad_enabled()
+    return [leaf.view_as(leaf) if tracked else leaf.detach() for _ in range(number)]
+
+
+def pieces(leaf: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """A part of a tensor for each microbatch, split along a dimension.
+
+    To autograd, parts aren't views: of several views, none may be written to in place. The first one without a graph
+    shares the version counter of the batch, so that autograd notices a later write to the batch. Others have separate
+    ones: a write to one microbatch doesn't invalidate what autograd saved of the others. Along later dimensions, parts
+    of contiguous memory are copies, on which ``view`` works, and which cuDNN accepts as states of an RNN.
+    """
     # "Unsafe" is torch's word: the parts share memory, but not a version counter.
-    parts = [*torch.unsafe_split_with_sizes(leaf, [count for _, count in rows], dim)]
-    if not tracked:
-        parts[0] = leaf.detach().narrow(dim, *rows[0]).detach()
+    parts = [*torch.unsafe_split_with_sizes(leaf, sizes, dim)]
+    if not (leaf.requires_grad and torch.is_grad_enabled()):
+        parts[0] = leaf.detach().narrow(dim, 0, sizes[0]).detach()
     return [part.contiguous() for part in parts] if dim and leaf.is_contiguous() else parts

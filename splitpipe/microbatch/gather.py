@@ -5,7 +5,7 @@
     a number, [] in shape                    combined by the reducer; without one, stacked
     equal in all microbatches                the value, once: a weight, positions, a name
 
-Anything else is an error. Only values are looked at: no code of the user runs for this.
+Anything else is an error.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Batch(NamedTuple):
 def gather(outputs: Sequence[Any], rows: Sequence[int], along: Sequence[int | None] = (0,), reducer: Any = None) -> Any:
     """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.reduction``).
 
-    ``along``: the dimensions along which the input was split, None for what was not.
+    ``along``: the dimensions along which values of the input were split, None for what was not.
     """
     dims = sorted({dim for dim in along if dim is not None})
     return _join([*outputs], _Batch([*rows], dims or [0], reducer), "the output")
@@ -51,11 +51,10 @@ def _join(column: list[Any], batch: _Batch, where: str) -> Any:
     levels = [None if isinstance(x, PackedSequence) else open_level(x, fields=True) for x in column]
     for number, (x, level) in enumerate(zip(column, levels)):
         if level is not None and levels[0] is not None:
-            fits = bool(level.kind == levels[0].kind)
+            same = [*level.keys] == [*levels[0].keys]
         else:  # Of other classes, == may be any code.
-            equal = isinstance(x, Tensor) or isinstance(x, PLAIN) and x == first
-            fits = x is first or type(x) is type(first) and equal
-        if not fits:
+            same = isinstance(x, Tensor) or isinstance(x, PLAIN) and x == first
+        if x is not first and not (same and type(x) is type(first)):
             raise ValueError(
                 f"microbatches 0 and {number} return {described(first)} and {described(x)} as {where}, which can't be "
                 "joined: expected equal values, or tensors in the same nesting, such as mask.sum() for a number. "
@@ -74,8 +73,8 @@ def _join_tensors(column: list[Tensor], batch: _Batch, where: str) -> Tensor:
         return batch.reducer.reduced(column, rows)  # type: ignore[no-any-return]
     if not any(x.dim() for x in column):
         return torch.stack(column)
-    if len(column) == 1 or any(x.is_nested for x in column):
-        return torch.cat(column) if len(column) > 1 else first
+    if len(column) == 1:
+        return first
     # A microbatch may have skipped the last stages, so that its values are on another device.
     column = [x.to(first.device) for x in column]
     same = all(x.shape == first.shape for x in column)
@@ -107,17 +106,17 @@ def _is_by_rows(column: list[Any], batch: _Batch, where: str) -> bool:
     shared = all(x is y and not isinstance(x, PLAIN) for each in column[1:] for x, y in zip(each, first))
     if len({*rows}) > 1 or len(column) > 1 and shared or not alike(first):
         return len({*rows}) > 1
-    leaves = [[x for x in flatten(own, fields=True)[0] if not isinstance(x, PLAIN)] for own in zip(*column)]
-    if any(not isinstance(x, Tensor) for own in leaves for x in own):
+    entries = [[x for x in flatten(each, fields=True)[0] if not isinstance(x, PLAIN)] for each in zip(*column)]
+    if any(not isinstance(x, Tensor) for each in entries for x in each):
         return True  # Objects can't be joined in any other way.
     # An entry that holds for all rows, such as a layer's, has the batch as a dimension in every microbatch.
-    tensors = [own for own in ([x for x in each if x.dim()] for each in leaves) if own]
+    tensors = [own for own in ([x for x in each if x.dim()] for each in entries) if own]
     whole = [all(any([*x.shape[dim : dim + 1]] == rows[:1] for dim in batch.along) for x in own) for own in tensors]
-    inside, is_tuple = any(whole) or not whole, type(first) is tuple  # A tuple is rather several outputs.
-    if not inside and not is_tuple:
+    if type(first) is list and whole and not any(whole):
         return True
     layers = all(whole) and all(x is None or isinstance(x, Tensor) and x.dim() for x in first)
-    if layers or len(column) == 1 or inside and is_tuple:
+    outputs = type(first) is tuple and (any(whole) or not whole)  # A tuple is rather several outputs.
+    if layers or outputs or len(column) == 1:
         return False
     raise ValueError(
         f"{where} is a {type(first).__name__} of {rows[0]}, and each microbatch has {rows[0]} rows: it could have one "

@@ -6,8 +6,7 @@
     k times as many  an error that shows both readings; "groups" splits k entries with each row
     any other size   whole, with a warning if the size is none of a tensor that is split
 
-A list may have one entry per row, or hold tensors that are each split. If sizes allow both, it is an error, too. Errors
-and warnings are kept until it is known that there are several microbatches.
+A list may have one entry per row, or hold tensors that are each split. If sizes allow both, it is an error, too.
 """
 from __future__ import annotations
 
@@ -15,31 +14,26 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from splitpipe.microbatch.chunk_spec import GROUPS, NESTED, ROWS, flags_inside, misfit
 from splitpipe.microbatch.tree import Nesting, described, hidden, open_level
 
-#: The first row and the number of rows of each microbatch.
-Slices = list[tuple[int, int]]
 
-
-def slices(size: int, chunks: int) -> Slices:
-    """At most ``chunks`` microbatches, none of which is empty unless the batch is."""
+def chunk_rows(size: int, chunks: int) -> list[int]:
+    """The rows of each microbatch: at most ``chunks``, none of which is empty unless the batch is."""
     step = max(1, -(-size // chunks))
-    return [(start, min(step, size - start)) for start in range(0, size, step)] or [(0, 0)]
+    return [min(step, size - start) for start in range(0, size, step)] or [0]
 
 
 class Node:
     """A value, its flag of ``batched=`` and the nodes inside. ``record``: not a list with one entry per row."""
 
-    __slots__ = ("children", "dim", "flag", "listed", "rebuild", "times", "value", "where")
-
     def __init__(self, value: Any, flag: Any, where: str, record: bool = False) -> None:
         self.value, self.flag, self.where = value, flag, where
         self.times = 0  #: The number of entries per row, if it is split.
+        self.named_dim = flag if type(flag) is int else 0  #: The dimension that ``batched`` names; else the first.
         self.dim: int | None = None  #: The dimension along which a tensor is split.
         self.children: list[Node] | None = None
         nested = isinstance(flag, NESTED)
@@ -50,9 +44,9 @@ class Node:
         if level is None:
             self.flag = None if nested else flag  # An optional value may be left out.
             return
-        flags = flags_inside(flag, value, level, where)
-        if flag == GROUPS and not self.listed:
-            flags = [GROUPS] * len(flags)
+        flags = [None if self.listed and flag in (ROWS, GROUPS) else flag] * len(level.parts)
+        if nested:
+            flags = flags_inside(flag, value, level, where)
         self.rebuild = level.rebuild
         self.children = [Node(x, inner, f"{where}[{key!r}]") for key, x, inner in zip(level.keys, level.parts, flags)]
 
@@ -63,56 +57,39 @@ class Node:
         for child in () if shared and self.times else self.children or ():
             yield from child.leaves(shared)
 
-    def owners(self, rows: Slices, owner: int | None = None) -> Iterator[int | None]:
-        """For each leaf the one microbatch that has it, with an entry of a list; None: all have it, or a part of it."""
-        if self.children is None:
-            yield owner
-        of_row = [i for i, (_, count) in enumerate(rows) for _ in range(count * self.times)]
-        for entry, child in enumerate(self.children or ()):
-            yield from child.owners(rows, of_row[entry] if self.times else owner)
-
-    def nest(self, start: int, count: int) -> Nesting:
-        """The nesting of the value for these rows."""
-        if self.children is None:
-            return None
-        stop = (start + count) * self.times if self.times else None
-        return self.rebuild, [child.nest(start, count) for child in self.children[start * self.times : stop]]
-
     def tensors(self) -> list[Tensor]:
         """The tensors inside that have dimensions."""
         return [leaf.value for leaf in self.leaves() if isinstance(leaf.value, Tensor) and leaf.value.dim()]
 
-    def along(self) -> int:
-        """The dimension in which a tensor has the batch. Raises a ValueError if it hasn't the one that is named."""
-        dim, dims = int(self.flag) if type(self.flag) is int else 0, int(self.value.dim())
-        if not -dims <= dim < dims:
-            raise ValueError(
-                f"{self.where} has the shape {list(self.value.shape)}, but batched specifies dimension {dim} as the "
-                f"batch: expected a dimension from {-dims} to {dims - 1}."
-            )
-        return dim % dims
+    def part(self, start: int, count: int) -> tuple[list[Node], Nesting]:
+        """The leaves that a microbatch with these rows gets, or gets a part of, and their nesting."""
+        if self.children is None:
+            return [self], None
+        stop = (start + count) * self.times if self.times else None
+        parts = [child.part(start, count) for child in self.children[start * self.times : stop]]
+        return [leaf for leaves, _ in parts for leaf in leaves], (self.rebuild, [nesting for _, nesting in parts])
 
 
 class Reading:
-    """Reads the values of a call, and notes in their nodes how they are split. ``size``: a target's number of rows."""
+    """Reads the values of a call, and notes in their nodes how they are split.
 
-    def __init__(self, root: Node, whose: str, size: int | None = None) -> None:
-        self._root, self._target = root, size is not None
-        self._doubt: ValueError | None = None  # Two readings, if there are several microbatches.
-        self.batch = "the input" if self._target else ""  #: The value that has shown the number of rows.
-        self.size: int = self._find_batch(root, whose) if size is None else size
+    ``chunks``: if there may be several microbatches, a value with two readings is an error. ``size``: of a target, the
+    number of rows, which all its tensors have to have.
+    """
+
+    def __init__(self, root: Node, chunks: int, size: int | None = None) -> None:
+        self._root, self._chunks, self._target = root, chunks, size is not None
+        self.batch = "the input"  #: The value that has shown the number of rows.
+        self.size: int = self._find_size() if size is None else size
         self._decide(root)
 
-    def verify(self, rows: Slices, warned: set[str]) -> Slices:
-        """For several microbatches: raises the error about two readings, and warns once of tensors of odd sizes."""
-        if len(rows) > 1 and self._doubt is not None:
-            raise self._doubt
+    def warn(self, warned: set[str]) -> None:
+        """Warns, once, of each tensor that goes whole and has a first dimension that no tensor that is split has."""
         leaves = [x for x in self._root.leaves(shared=True) if isinstance(x.value, Tensor) and x.value.dim()]
-        whole = [leaf for leaf in leaves if leaf.dim is None and leaf.flag is None and leaf.value.size(0) > 1]
-        if whole and len(rows) > 1:
-            # A mask, or positions, have a size in common with what they are used with.
-            sizes = {size for leaf in leaves if leaf.dim is not None for size in leaf.value.shape}
-            for node in [leaf for leaf in whole if leaf.value.size(0) not in sizes and leaf.where not in warned]:
+        # A mask, or positions, have a size in common with what they are used with.
+        known = {0, 1, *[size for leaf in leaves if leaf.times for size in leaf.value.shape]}
+        for node in leaves:
+            if node.flag is None and node.value.size(0) not in known and node.where not in warned:
                 warned.add(node.where)
                 warnings.warn(
                     f"{node.where} has the shape {[*node.value.shape]}, but {self.batch} has {self.size} rows: every "
@@ -120,36 +97,31 @@ class Reading:
                     f"offsets of packed sequences: write split=. Otherwise, write batched={written(node, False)}.",
                     stacklevel=2,
                 )
-        return rows
 
-    def _find_batch(self, root: Node, whose: str) -> int:
-        items = shown(root)
+    def _find_size(self) -> int:
+        items = shown(self._root)
         if not items:
-            found = ", ".join(sorted({type(leaf.value).__name__ for leaf in root.leaves()})) or "nothing"
             raise TypeError(
-                f"{whose} holds no tensor with a first dimension to split into microbatches (found: {found}): expected "
-                "a tensor, or a nesting of containers with one in it, that batched= doesn't mark False; or split=."
+                f"{self._root.where} holds no tensor with a first dimension to split into microbatches: expected a "
+                "tensor, or a nesting of containers with one in it, that batched= doesn't mark False; or split=."
             )
         (first, sizes), *others = items
-        self.batch = first.where
+        self.batch, self.size = first.where, sizes[0]
         # Another value decides if only one of the sizes matches it.
-        fitting = [[size for size in sizes if size in other] for _, other in others]
-        supported = {each[0] for each in fitting if len(each) == 1}
-        if len(sizes) > 1 and len(supported) != 1:
-            self._note(first, f"{sizes[0]} rows, one entry each", f"a batch of {sizes[1]} rows", ROWS, 0)
-        return supported.pop() if len(supported) == 1 else sizes[0]
+        matching = [[size for size in sizes if size in other] for _, other in others]
+        decided = {each[0] for each in matching if len(each) == 1}
+        if len(decided) == 1:
+            return decided.pop()
+        if len(sizes) > 1:
+            self._refuse(first, f"{sizes[0]} rows, one entry each", f"a batch of {sizes[1]} rows", ROWS, 0)
+        return sizes[0]
 
     def _decide(self, node: Node) -> None:
-        x = node.value
-        if isinstance(x, Tensor) and x.dim() and node.flag is not False:  # One without dimensions is always whole.
-            node.times = self._count(node, x.size(node.along()))
-            node.dim = node.along() if node.times else None
-            if node.times and (x.layout is not torch.strided or x.is_nested):
-                raise TypeError(
-                    f"{node.where} is {'nested' if x.is_nested else x.layout}, which can't be split into microbatches: "
-                    "expected torch.strided. Convert it first (to_dense(), to_padded_tensor()), or inside the model."
-                )
-        elif node.listed and (node.flag in (None, ROWS, GROUPS) or node.flag is True):
+        x, flag = node.value, node.flag
+        if isinstance(x, Tensor) and x.dim() and flag is not False:  # One without dimensions is always whole.
+            node.times = self._count(node, x.size(node.named_dim))
+            node.dim = node.named_dim % x.dim() if node.times else None
+        elif node.listed and (flag is None or flag is True or flag in (ROWS, GROUPS)):
             node.times = self._count(node, len(x))
         for child in () if node.times else node.children or ():
             self._decide(child)
@@ -157,7 +129,7 @@ class Reading:
     def _count(self, node: Node, size: int) -> int:
         """The entries per row of a tensor or list of ``size`` entries; 0 if it is whole, or split inside."""
         rows, flag, x, listed = self.size, node.flag, node.value, node.children is not None
-        times = size // rows if rows and size % rows == 0 else int(not rows and not size)
+        times = size // rows if rows and size % rows == 0 else int(size == rows)
         if flag in (ROWS, GROUPS) or not listed and (flag is not None or self._target):
             if not times or times > 1 and flag != GROUPS:
                 raise ValueError(
@@ -171,21 +143,23 @@ class Reading:
             return 0
         if inner and times == 1:
             one, latter = f"one entry for each of {rows} rows", f"tensors whose first dimension is the {rows} rows"
-            self._note(node, one, latter, ROWS, 0)
+            self._refuse(node, one, latter, ROWS, 0)
         elif times > 1:
             one = f"{times} entries for each of the {rows} rows of {self.batch}"
-            self._note(node, one, "one value for all rows", GROUPS, False)
+            self._refuse(node, one, "one value for all rows", GROUPS, False)
         elif not times and not listed and x.dim() > 2 and size > 1 and x.size(1) == rows:
-            self._note(node, f"the {rows} rows of {self.batch} along dimension 1", "no rows", 1, False)
+            self._refuse(node, f"the {rows} rows of {self.batch} along dimension 1", "no rows", 1, False)
         return int(times == 1 and not inner)
 
-    def _note(self, node: Node, one: str, other: str, first: Any, latter: Any) -> None:
-        """Keeps the error about two readings of a value, and how ``batched`` says either; the first one counts."""
+    def _refuse(self, node: Node, one: str, other: str, first: Any, latter: Any) -> None:
+        """For several microbatches, raises the error about two readings, which shows how ``batched`` says either."""
+        if min(self.size, self._chunks) < 2:
+            return
         shapes = ", ".join([str([*x.shape]) for x in node.tensors()[:3]]) + ", ..." * (len(node.tensors()) > 3)
         what = f"has the shape {shapes}"
         if node.children is not None:
             what = f"is {described(node.value)}" + (f", with tensors of shapes {shapes}" if shapes else "")
-        self._doubt = self._doubt or ValueError(
+        raise ValueError(
             f"{node.where} {what}: it could be {one}, or {other}. Which one is expected? In SplitPipe(..., batched=), "
             f"write {written(node, first)} for the former, {written(node, latter)} for the latter."
         )
@@ -201,7 +175,7 @@ def _shown(node: Node) -> Iterator[tuple[Node, list[int]]]:
     if flag is False or flag == GROUPS:
         return
     if isinstance(x, Tensor) and x.dim() or flag == ROWS:
-        yield node, [len(x) if node.listed else x.size(node.along())]
+        yield node, [len(x) if node.listed else x.size(node.named_dim)]
     elif node.listed and (flag is None or flag is True) and alike(x) and not isinstance(x[0], (int, float)):
         inner = {tensor.size(0) for tensor in node.tensors()}
         yield node, [*dict.fromkeys([len(x), *(inner if len(inner) == 1 else ())])]

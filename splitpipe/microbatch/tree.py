@@ -21,11 +21,10 @@ _CODE = (type, ModuleType, nn.Module, torch.Generator, *PLAIN)
 
 
 class Level(NamedTuple):
-    """The parts of a container, and a function that makes it from others; ``kind`` is equal for equal containers."""
+    """The parts of a container, and a function that makes it from others."""
 
     keys: Sequence[Any]
     parts: list[Any]
-    kind: Any
     rebuild: Callable[[list[Any]], Any]
 
 
@@ -39,17 +38,17 @@ def open_level(value: Any, fields: bool = False) -> Level | None:
     if isinstance(value, _LEAVES):
         return None
     if kind is list or kind is tuple:
-        return Level(range(len(value)), [*value], (kind, len(value)), kind)
+        return Level(range(len(value)), [*value], kind)
     keys: Any = [*value] if isinstance(value, Mapping) else []
     root = iter((False,))  # Asked first. In torch, a function that refers to the value would keep it, by a cycle.
     parts, spec = tree_flatten(value, lambda _: next(root, True))
     if len(parts) != 1 or parts[0] is not value:
-        return Level(keys or range(len(parts)), parts, spec, lambda parts: tree_unflatten(parts, spec))
+        return Level(keys or range(len(parts)), parts, lambda parts: tree_unflatten(parts, spec))
     if isinstance(value, Mapping):
-        return Level(keys, [value[key] for key in keys], (kind, keys), lambda parts: kind(dict(zip(keys, parts))))
+        return Level(keys, [value[key] for key in keys], lambda parts: kind(dict(zip(keys, parts))))
     if fields and dataclasses.is_dataclass(value) and kind is not type:
         keys = [field.name for field in dataclasses.fields(value)]
-        return Level(keys, [getattr(value, key, None) for key in keys], (kind, keys), lambda x: _fill(value, keys, x))
+        return Level(keys, [getattr(value, key, None) for key in keys], lambda parts: _fill(value, keys, parts))
     return None
 
 
@@ -85,14 +84,14 @@ def unflatten(leaves: Iterable[Any], nesting: Nesting) -> Any:
 
 def hidden(value: object, deep: bool = True) -> Iterator[Tensor]:
     """The tensors inside a leaf that isn't one, at any depth; ``deep``: also in attributes of any object."""
-    seen, stack = set[int](), [value]
-    while stack:
-        for part in _inside(stack.pop(), deep):
+    seen, objects = {id(value)}, [value]
+    for each in objects:  # They become more meanwhile.
+        for part in _inside(each, deep):
             if isinstance(part, Tensor):
                 yield part
             elif id(part) not in seen:
                 seen.add(id(part))
-                stack.append(part)
+                objects.append(part)
 
 
 def _inside(value: object, deep: bool) -> Iterable[Any]:

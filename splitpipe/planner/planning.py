@@ -13,7 +13,7 @@ from splitpipe import checks
 from splitpipe.balance.survey import survey
 from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device, Place
-from splitpipe.microbatch.rows import slices
+from splitpipe.microbatch.rows import chunk_rows
 from splitpipe.partition.by_bytes import memory_of
 from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.measure import Profile, profile
@@ -154,7 +154,7 @@ def chunks_of(
     numbers = [operator.index(number) for number in found]
     if not numbers or min(numbers) < 1 or max(numbers) > rows:
         raise ValueError(f"chunks is {chunks!r}: expected numbers from 1 to the batch's {counted(rows, 'row')}.")
-    return sorted({number if number in own else len(slices(rows, number)) for number in numbers})
+    return sorted({number if number in own else len(chunk_rows(rows, number)) for number in numbers})
 
 
 def schedules_of(schedules: Iterable[str | Schedule] | None, dropin: bool) -> list[str | Schedule] | None:

@@ -1,7 +1,6 @@
 """Calls of any module through its forward: what differs from those of an nn.Sequential."""
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,10 +16,8 @@ from splitpipe.engine.module import ModuleCall, ModuleForward
 from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
-from splitpipe.loss.objective import Objective
 from splitpipe.loss.reduction import UNSEEN
-from splitpipe.microbatch.divider import ArgumentDivider, labelled, name_arguments, signature_of
-from splitpipe.microbatch.division import Division
+from splitpipe.microbatch.divider import ArgumentDivider, name_arguments
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.call_hook import surround
@@ -41,8 +38,8 @@ class ModuleRuntime(Runtime):
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, options: Options) -> None:
         self._module_of = weakref.ref(module)  # The module refers to this, as its forward.
         self.own = own  #: The instance's previous forward, if it had one.
-        self.signature = signature_of(self._forward)
-        super().__init__(options, divider=partial(ArgumentDivider, self.signature))
+        super().__init__(options, divider=partial(ArgumentDivider, self._forward))
+        self.signature = self._divider.signature
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
         self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
         self._traced: dict[Any, bool] = {}  #: Whether calls of a kind have returned numbers; others aren't traced.
@@ -72,24 +69,33 @@ class ModuleRuntime(Runtime):
         return self.stage_of
 
     def place(self, sample: Any) -> None:
-        """Places parameters by a call with one row of a sample, which leaves no other trace."""
-        args, kwargs = map_tensors(lambda x: x.detach().clone(), self._divider.sample(*arguments_of(sample)))
+        """Places parameters by a call with one row of a sample (all of it with split=), which leaves no other trace."""
+        args, kwargs = arguments_of(sample)
+        if self.options.split is None:
+            args, kwargs = self._divider.divide(args, kwargs)[0].some(1)
+        args, kwargs = map_tensors(lambda x: x.detach().clone(), (args, kwargs))
         with rehearsal(self.module, self._resources.devices):
-            self.run(self.batch(self.module, args, kwargs, unsplit=True))
+            self.run(self.batch(self.module, args, kwargs))
 
     def batch(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None,
-        unsplit: bool = False,
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
     ) -> Batch:
-        """What the module, or what wraps it, was called with."""
-        module, given = self.module, name_arguments(self.signature, args, kwargs)
-        names = tuple([name for name, value in given if value is not None])
+        """What the module, or what wraps it, was called with. A cache can't be split or joined."""
+        module, given = self.module, dict(name_arguments(self.signature, args, kwargs))
+        names = tuple([name for name, value in given.items() if value is not None])
         kind = module.training, torch.is_grad_enabled(), target is not None, names
-        return Batch(module, args, kwargs, target, Blocks(module, self.options.cuts), unsplit, kind)
+        labels = any(["label" in name for name in names])
+        cache, takes = given.get("use_cache"), "use_cache" in self.signature.parameters
+        needless = labels or module.training and torch.is_grad_enabled()
+        if needless and takes and "use_cache" not in given:
+            kwargs = {**kwargs, "use_cache": False}
+        cache = cache or takes and cache is None and not needless
+        unsplit = not module.training and target is None and bool(cache)
+        return Batch(module, args, kwargs, target, unsplit, Blocks(module, self.options.cuts), labels, kind)
 
-    def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
+    def _layers(self, batch: Batch) -> ModelLayers:
         """If modules or parameters have changed, it looks at all of them again."""
-        blocks, placement, divider, options = batch.blocks, self._placement, self._divider, self.options
+        blocks, placement, options = batch.blocks, self._placement, self.options
         if self._known is None or not self._known[1].same():
             self._known, self._modules, self._attributes = None, {}, Attributes()
             self.draws.clear()  # The next calls are first calls.
@@ -97,39 +103,34 @@ class ModuleRuntime(Runtime):
             for part in (*blocks.blocks, *blocks.opened):
                 surround(part)
             placement.begin(batch.module)
-        key, known = [*map(len, placement.called)], self._known
-        if known is None or known[0] != key:
-            parts = [[(blocks.blocks[x], x) for x in own if x in blocks.blocks] for own in placement.called]
-            known = key, ModelLayers(batch.module, parts, options.places, options.schedule, self._objective)
-            # A first call, which shows the layers of each stage, is to do the same as later ones.
-            bytes = sum([x.nbytes for x in batch.module.parameters() if x.requires_grad])
-            for stage in known[1].stages:
-                stage.weight_bytes = bytes // len(parts)
-            self._known = None if known[1].computed else known
-        if batch.unsplit:
-            return *divider.divide(batch.args, batch.kwargs, unsplit=True), known[1]
-        return *divider.divide_call(batch.args, batch.kwargs, batch.target, batch.module.training), known[1]
+        key = [*map(len, placement.called)]
+        if self._known is not None and self._known[0] == key:
+            return self._known[1]
+        parts = [[(blocks.blocks[x], x) for x in own if x in blocks.blocks] for own in placement.called]
+        layers = ModelLayers(batch.module, parts, options.places, options.schedule, self._objective)
+        # A first call, which shows the layers of each stage, is to do the same as later ones.
+        bytes = sum([x.nbytes for x in batch.module.parameters() if x.requires_grad])
+        for stage in layers.stages:
+            stage.weight_bytes = bytes // len(parts)
+        self._known = None if layers.computed else (key, layers)
+        return layers
 
-    def _begin_forwards(
-        self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
-    ) -> SharedParameters:
-        call, options, placement, streams = step.call, self.options, self._placement, self._resources.named
-        self._attributes.looks = call.draws.first
-        attributes = self._attributes if call.microbatches > 1 else Attributes()
-        traced = call.microbatches > 1 and options.reduction is None and self._traced.get(batch.kind, True)
-        stitched = step.drop_in and not options.split_backward
+    def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> SharedParameters:
+        call, placement, streams = step.call, self._placement, self._resources.named
+        several, self._attributes.looks = call.microbatches > 1, call.draws.first
+        attributes = self._attributes if several else Attributes()
+        traced = several and self.options.reduction is None and self._traced.get(batch.kind, True)
+        stitched = step.drop_in and not self.options.split_backward
         new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
         carry = new(step, call.microbatches).carry if stitched else None
         shared = SharedParameters(batch.module, placement, step.stages, carry)
         finish: Callable[[Any, Any], None] = keep_stitched_output if stitched else keep_output
-        if objective is not None:
-            finish = partial(keep_loss, objective, targets)
-        elif not step.drop_in:
-            finish = keep_own_loss
-        labels = labelled(dict(name_arguments(self.signature, batch.args, batch.kwargs)))
+        if not step.drop_in:
+            objective = None if batch.target is None else self._objective
+            finish = keep_own_loss if objective is None else partial(keep_loss, objective, targets)
         own = ModuleCall(
-            step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, labels,
+            step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, batch.labels,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
         parts = call.scatter(call.input, detached=not stitched)
@@ -140,15 +141,10 @@ class ModuleRuntime(Runtime):
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
         if step.call.microbatches > 1:
-            numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
-            numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
+            numbers = any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
+            numbers = numbers or any([output.loss is not None or bool(output.numbers) for output in outputs])
             traced = self._traced.setdefault(batch.kind, numbers)
             if numbers and not traced:
                 self._traced[batch.kind] = True
                 self._said.discard(UNSEEN.function)  # It is said once for each kind of call.
-        if not self.mapped and not any([x in batch.blocks.blocks for x in self._placement.called[0]]):
-            warnings.warn(
-                "stage 0 calls no module, so its device is idle: expected cuts= without the module that is called "
-                "first.", stacklevel=5,
-            )
         super()._end(batch, step, outputs)

@@ -40,7 +40,7 @@ from splitpipe.loss.batch_loss import BatchLoss
 from splitpipe.loss.objective import TARGET, Objective
 from splitpipe.loss.reduction import AS_FUNCTION, NO_FUNCTION, Reducer
 from splitpipe.microbatch.divider import Divider, Split
-from splitpipe.microbatch.division import Division, absent, noted
+from splitpipe.microbatch.division import Division, move, noted
 from splitpipe.microbatch.gather import gather
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
@@ -78,8 +78,9 @@ class Batch(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any = None
-    blocks: Any = None  #: The module's own, if it isn't an nn.Sequential.
     unsplit: bool = False
+    blocks: Any = None  #: The module's own, if it isn't an nn.Sequential.
+    labels: bool = False  #: Whether there are any among its arguments.
     kind: Any = None
 
 
@@ -116,124 +117,136 @@ class Runtime:
         """The output; given a target, the loss; with a schedule and the module's own loss, the output with it."""
         self._resources.refuse_own_threads()
         with self._resources.lock:
-            state, own_loss = thread_state.capture(), self.options.schedule is not None and self.options.loss_fn is None
-            if batch.target is not None or own_loss and batch.module.training and state.grad:
-                return self._loss(batch, state)
-            return self._output(batch, state)
+            state, options = thread_state.capture(), self.options
+            own_loss = options.schedule is not None and options.loss_fn is None and batch.module.training and state.grad
+            drop_in, loss = batch.target is None and not own_loss, None
+            scale = None if drop_in else self._begin_scheduled(state)
+            if drop_in and not options.split_backward and any([enabled for _, enabled, _ in state.autocast]):
+                # In one graph, microbatches that shared a weight's cast would add up its gradient in low precision.
+                state = state._replace(autocast_cache=False)
+            step, target = self._begin(batch, state, drop_in)
+            call = step.call
+            with noted(call.input, target):
+                targets = [None] * call.microbatches if target is None else call.scatter(target, TARGET, detached=True)
+                shared, forwards = self._begin_forwards(batch, step, targets), step.forwards
+                if drop_in:
+                    step.run_rows(forward_rows(call.microbatches, step.workers))
+                    outputs = attach_outputs(step, [forward.output for forward in forwards], shared)
+                    call.rejoin()
+                else:
+                    loss = self._loss(step, target, scale, shared)
+                    outputs = [forward.output for forward in forwards]
+                shared.verify()
+            value = self._gather(call, outputs, loss) if batch.target is None else loss
+            self._end(batch, step, outputs)
+            return value
 
-    def _output(self, batch: Batch, state: State) -> Any:
-        # In one graph, microbatches that shared a weight's cast would add up its gradient in low precision.
-        cached = self.options.split_backward or not any([enabled for _, enabled, _ in state.autocast])
-        step, _ = self._begin(batch, state if cached else state._replace(autocast_cache=False), drop_in=True)
-        call = step.call
-        with noted(call.input):
-            shared, forwards = self._begin_forwards(batch, step, None, [None] * call.microbatches), step.forwards
-            step.run_rows(forward_rows(call.microbatches, step.workers))
-            outputs = attach_outputs(step, [forward.output for forward in forwards], shared)
-            call.rejoin()
-            shared.verify()
-        output = self._gather(call, outputs)
-        self._end(batch, step, outputs)
-        return output
-
-    def _loss(self, batch: Batch, state: State) -> Any:
-        """The loss of the batch, whose backward hands the gradients over; the module's own: in its output."""
-        options, objective = self.options, None if batch.target is None else self._objective
-        if callable(options.reduction):
+    def _begin_scheduled(self, state: State) -> Tensor | None:
+        """Raises for what a schedule can't compute; returns the scale of the gradient scaler, if there is one."""
+        scaler = self.options.grad_scaler
+        if callable(self.options.reduction):
             raise ValueError(NO_FUNCTION)
-        if state.grad and self.hand_over is not None and self.hand_over.dropped:
+        if not state.grad:
+            return None
+        if self.hand_over is not None and self.hand_over.dropped:
             warnings.warn(
                 "the loss of the last call was dropped without a backward: a schedule computes gradients in the call, "
                 "but only loss.backward() adds them to .grad. Expected loss.backward(), or torch.no_grad().",
                 stacklevel=4,
             )
             self.hand_over = None
-        scale = _scale_of(options.grad_scaler, state, self._resources.devices[-1])
-        step, target = self._begin(batch, state, drop_in=False)
-        call = step.call
-        targets = call.scatter(target, TARGET, detached=True)
-        shared, forwards = self._begin_forwards(batch, step, objective, targets), step.forwards
-        ops = self._rows(step.workers, call.microbatches, state.grad, call.recomputed)
-        with noted(call.input, target):
-            own = None if objective is None else objective.batch_loss
-            own = own or BatchLoss(call.input.counts, options.reduction, self._said, AS_FUNCTION)
-            scheduled = ScheduledStep(step, target, scale, own)
-            loss: Any = scheduled.run(ops, shared)
-        shared.verify()
-        outputs = [forward.output for forward in forwards]
-        if objective is None:
-            loss = self._gather(call, outputs, loss)
+        if scaler is not None and scaler.is_enabled():
+            return scaler.scale(torch.ones((), device=self._resources.devices[-1]))  # type: ignore[no-any-return]
+        if any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
+            raise RuntimeError(
+                "the model was called under float16 autocast without a grad_scaler: a schedule runs backward before "
+                "the loss is scaled, so small gradients would become 0. Expected SplitPipe(..., grad_scaler=scaler) "
+                "with the loop's torch.amp.GradScaler, or bfloat16."
+            )
+        return None
+
+    def _loss(
+        self, step: StepRun, target: Division | None, scale: Tensor | None, shared: SharedParameters
+    ) -> Tensor:
+        """The loss of the batch, whose backward hands the gradients over."""
+        call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said, AS_FUNCTION)
+        batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
+        scheduled = ScheduledStep(step, target, scale, batch_loss)
+        loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed), shared)
         self.hand_over = self.hand_over and scheduled.hand_over
         if step.recorder is not None:
             step.recorder.end(step.traces)
-        self._end(batch, step, outputs)
         return loss
 
     def _gather(self, call: Call, outputs: Sequence[Output], loss: Any = None) -> Any:
         """Joins the outputs of all microbatches; ``loss``: in the place of the module's own."""
-        reduction, rows, reducer = self.options.reduction, call.input.counts, None
-        if self.own_forward and len(rows) > 1 or not self.own_forward and reduction is not None:
-            reducer = Reducer(reduction, [output.numbers for output in outputs], self._said)
-        if loss is not None:
-            for output in outputs:
-                output.leaves[output.place] = loss
+        options, rows, reducer = self.options, call.input.rows, None
+        if self.own_forward or options.reduction is not None:
+            reducer = Reducer(options.reduction, [output.numbers for output in outputs], self._said)
+        for output in outputs if loss is not None else ():
+            output.leaves[output.place] = loss
         values = [unflatten(output.leaves, output.nesting) for output in outputs]
         if self.own_forward and len(rows) == 1:
             return values[0]
-        flags = (self.options.batched or {}).values() if self.own_forward else ()
+        flags = (options.batched or {}).values() if self.own_forward else ()
         named = [dim for dim in flags if type(dim) is int and dim > 0]  # Of a state, too, which may be None at first.
         return gather(values, rows, [*call.input.dims, *named], reducer)
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Any]) -> None:
         """Ends a call that completed."""
-        call, stages = step.call, [stage.own for stage in step.stages]
+        call = step.call
         if call.state.grad and self._known is not None:
-            self._last = stages
+            self._last = [stage.own for stage in step.stages]
         call.draws.end(recomputes=call.checkpointed > 0 and call.state.grad)
         call.end()
         if not self.own_forward and not self._looked and call.state.grad and call.microbatches > 1:
             self._looked = True
             warn_of_losses(batch.module)
 
-    def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division]:
+    def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division | None]:
         """The step of a call, and the target."""
-        resources, options, (division, given, layers) = self._resources, self.options, self.prepare(batch)
+        resources, options, layers = self._resources, self.options, self._layers(batch)
         if layers.computed and state.grad and (options.split_backward or not drop_in):
             raise RuntimeError(
                 f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
                 "each microbatch would run backward: expected backward='autograd', checkpoint='never' and no schedule."
             )
+        division, target = self.divide(batch)
+        microbatches = len(division.rows)
         tail = UNCHECKPOINTED_TAIL[options.checkpoint] if batch.module.training and state.grad else None
-        checkpointed = 0 if tail is None else max(0, len(division.rows) - tail)
-        draws = Draws(self.draws, (batch.module.training, state.grad, len(division.rows) > 1))
+        checkpointed = 0 if tail is None else max(0, microbatches - tail)
+        draws = Draws(self.draws, (batch.module.training, state.grad, microbatches > 1))
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
-        target, objective = given or absent(call.input), None if batch.target is None else self._objective
-        if objective is not None:
-            objective.begin(call.input.counts, call.input.dims, target.dims)
         odd = thread_state.is_odd() or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
-        odd = odd or objective is not None and objective.compiled
+        if target is not None and self._objective is not None:
+            target = move(target, resources.devices[-1:], call.unread)
+            self._objective.begin(division.rows, division.dims, target.dims)
+            odd = odd or self._objective.compiled
         # Forwards that stay on their threads' stacks need one each.
-        pool = None if odd else resources.pool(layers.workers, call.microbatches - 1 if self.own_forward else 0)
+        pool = None if odd else resources.pool(layers.workers, microbatches - 1 if self.own_forward else 0)
         sides = resources.named if drop_in else None
         stages = [RunningStage(own, call, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
         recorder = self.recordings.current if state.grad and not drop_in else None
-        step = StepRun(
+        return StepRun(
             call, stages, pool, layers.workers, resources.routes(call.computes), drop_in=drop_in,
             split=options.split_backward and state.grad, hooks=self._hooks, recorder=recorder,
-        )
-        return step, call.copies.move(target, resources.devices[-1])
+        ), target
 
-    def prepare(self, batch: Batch) -> tuple[Division, Division | None, ModelLayers]:
-        """Divides the arguments and the target, if there is one; returns the layers, of which the loss is the last."""
-        options, target = self.options, batch.target
-        known, objective = self._known, None if target is None else self._objective
-        if known is None or known[0] is not objective or not known[1].same():
-            stages = self._stages(batch.module)
-            self._compiler.compile(layer for stage in stages for _, layer in stage)
-            known = objective, ModelLayers(batch.module, stages, options.places, options.schedule, objective)
-            self._known = None if known[1].computed else known
-        return *self._divider.divide(batch.args, batch.kwargs, target), known[1]
+    def divide(self, batch: Batch) -> tuple[Division, Division | None]:
+        """The microbatches of the arguments, and of the target if there is one."""
+        return self._divider.divide(batch.args, batch.kwargs, batch.target, batch.unsplit)  # type: ignore[no-any-return]
+
+    def _layers(self, batch: Batch) -> ModelLayers:
+        """The layers of all stages, of which the loss is the last if there is a target."""
+        options, objective = self.options, None if batch.target is None else self._objective
+        if self._known is not None and self._known[0] is objective and self._known[1].same():
+            return self._known[1]
+        stages = self._stages(batch.module)
+        self._compiler.compile(layer for stage in stages for _, layer in stage)
+        layers = ModelLayers(batch.module, stages, options.places, options.schedule, objective)
+        self._known = None if layers.computed else (objective, layers)
+        return layers
 
     def _stages(self, module: nn.Module) -> list[list[Named]]:
         layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
@@ -245,9 +258,7 @@ class Runtime:
             )
         return by_stage(layers, balance)
 
-    def _begin_forwards(
-        self, batch: Batch, step: StepRun, objective: Objective | None, targets: Sequence[Activation | None]
-    ) -> SharedParameters:
+    def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> SharedParameters:
         """Gives a step its forwards, with their targets; returns the parameters that stages share."""
         call, stitched, streams = step.call, step.drop_in and not self.options.split_backward, self._resources.named
         step.forwards = [
@@ -263,21 +274,9 @@ class Runtime:
 
     def report(self, module: nn.Module) -> DeferralReport:
         """The report on deferral, from the steps so far."""
-        stage_of, parameters = self._stages_of(module), []
-        for prefix, part in module.named_modules():
-            own = [(f"{prefix}.{name}".strip("."), x) for name, x in part._parameters.items() if x is not None]
-            parameters += [(name, stage_of.get(part, 0), x) for name, x in own]
+        stage_of = self._stages_of(module)
+        parameters = [
+            (f"{prefix}.{name}".strip("."), stage_of.get(part, 0), x) for prefix, part in module.named_modules()
+            for name, x in part._parameters.items() if x is not None
+        ]
         return report(parameters, {stage.index: stage.uses for stage in self._last}, self.options.split_backward)
-
-
-def _scale_of(scaler: Any, state: State, device: torch.device) -> Tensor | None:
-    """The scale of a gradient scaler, as a tensor on a device; None without a scaler or a backward."""
-    if state.grad and scaler is not None and scaler.is_enabled():
-        return scaler.scale(torch.ones((), device=device))  # type: ignore[no-any-return]
-    if state.grad and any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
-        raise RuntimeError(
-            "the model was called under float16 autocast without a grad_scaler: a schedule runs backward before "
-            "the loss is scaled, so small gradients would become 0. Expected SplitPipe(..., grad_scaler=scaler) "
-            "with the loop's torch.amp.GradScaler, or bfloat16."
-        )
-    return None

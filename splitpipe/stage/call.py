@@ -20,7 +20,7 @@ from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State
-from splitpipe.microbatch.division import Division, InputCopies
+from splitpipe.microbatch.division import Division, move
 from splitpipe.microbatch.tree import Nesting
 from splitpipe.skip.tracker import Key
 
@@ -55,8 +55,8 @@ class Call:
         self, input: Division, places: Sequence[Place], state: State, checkpointed: int, draws: Draws, own_forward: bool
     ) -> None:
         devices = [place.device for place in places]
-        self.copies = InputCopies()  #: Copies of the input and the target on the stages' devices.
-        self.input = self.copies.input(input, devices if own_forward else devices[:1])
+        self.unread: list[torch.Event] = []  #: After which pinned memory of the input and the target has been read.
+        self.input = move(input, devices if own_forward else devices[:1], self.unread)
         self.leaves, self.microbatches, self.state = self.input.leaves, len(self.input.rows), state
         #: The caller's current streams on the devices of the stages, and the streams on which these compute.
         self.callers = [stream.current(device) for device in devices]
@@ -79,8 +79,8 @@ class Call:
             shared = sharing(given) | {at for at, k in enumerate(places) if k in value.shared_places}  # All have these.
             for caller, compute in zip(self.callers, self.computes):
                 hand(leaves, caller, compute)
-            grads = [tracked and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]
-            origins: list[Origin | None] = [(key, k) if grad else None for k, grad in zip(places, grads)]
+            needs = [tracked and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]
+            origins: list[Origin | None] = [(key, k) if each else None for k, each in zip(places, needs)]
             activations.append(Activation(leaves, nesting, origins, shared))
         return activations
 
@@ -91,7 +91,8 @@ class Call:
 
     def end(self) -> None:
         """Updates statistics, and waits until pinned memory has been read."""
-        self.copies.settle()
+        for event in self.unread:
+            event.synchronize()
         read = self._statistics.commit()
         for compute, caller in zip(self.computes, self.callers) if read else ():
             stream.wait(compute, caller)

@@ -90,7 +90,6 @@ def states(net: Any, x: Tensor) -> Tensor:
     return net.c(net.b(h)) * net.states[0][1]  # type: ignore[no-any-return]
 
 
-@pytest.mark.filterwarnings("ignore:stage 0 calls no module")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("forward", "name"), [
     (lambda net, x: net.c(net.b(net.a(x))) + net.a.weights.sum(1, keepdim=True), "a.weights"),

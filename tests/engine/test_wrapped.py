@@ -210,7 +210,6 @@ def test_a_sequential_with_cuts_runs_its_own_forward(cuts: list[str]) -> None:
     assert len(model) == 4 and model[2][1] is [*model][2][1] and list(model.state_dict()) == list(module.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:stage 0 calls no module:UserWarning")
 def test_a_sequential_may_be_cut_before_its_first_layer() -> None:
     module, x = layers(), torch.randn(6, 4)
     torch.testing.assert_close(piped(module, ["0"])(x), module(x))

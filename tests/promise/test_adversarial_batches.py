@@ -89,7 +89,7 @@ def test_an_array_as_the_target_is_an_error() -> None:
     for target in (x(4).numpy(), {"y": x(4).numpy()}):
         with pytest.raises(TypeError, match="is a ndarray: expected a tensor"):
             model(x(4), target=target)
-    divide_target([{"y": x(4).numpy()}] * 4, None, [(0, 2), (2, 2)])  # An entry of each row may be one.
+    divide_target([{"y": x(4).numpy()}] * 4, None, [2, 2])  # An entry of each row may be one.
 
 
 @pytest.mark.parametrize(("layer", "given", "line"), [

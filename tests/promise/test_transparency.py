@@ -19,9 +19,6 @@ from tests.helpers.scheduled import inside
 from tests.promise.forwards import CUTS, FORWARDS
 from tests.promise.layers import LAYERS, ON_THE_CPU, batched_of
 
-#: A layer in two places may be the first one and a cut.
-pytestmark = pytest.mark.filterwarnings("ignore:stage 0 calls no module:UserWarning")
-
 AXES: dict[str, list[Any]] = {"name": [*LAYERS, *ON_THE_CPU],
                               "by": ["balance", "cuts"],
                               "way": [(None,), ("1f1b", 2), ("zb-h1", 2), ("zb-v", 1)],
