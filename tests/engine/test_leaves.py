@@ -118,7 +118,7 @@ def test_a_parameter_that_only_the_last_microbatch_uses_has_its_hook_called(by: 
 @ways
 def test_parameters_of_a_loss_function(way: Way) -> None:
     def loss(self: Any, output: Tensor, target: Tensor) -> Tensor:
-        return self.scale * F.mse_loss(self.head(output), target)  # type: ignore[no-any-return]
+        return F.mse_loss(self.scale * self.head(output), target)
 
     loss_fn = module_of(loss, head=nn.Linear(4, 2), scale=nn.Parameter(torch.rand(())))
     layers, target, fired = list(mlp(4)), torch.randn(7, 2), list[str]()
