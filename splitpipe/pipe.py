@@ -70,7 +70,7 @@ class SplitPipe(Resident):
             ``"sum"``, or (drop-in only) a function of the list of values and the list of row counts. Default: as the
             trace of the computation shows; numbers that an nn.Sequential returns are stacked.
         sample: the arguments of a call (keyword arguments in a dict, positional ones in a tuple), on which stages are
-            timed if they are chosen. With ``cuts``, a forward on one row moves the parameters to their devices now.
+            timed if they are chosen. With ``cuts``, a forward on one row (with ``split``, on all) moves parameters now.
         compile: True compiles layers (with ``cuts``: blocks) with torch.compile, equal ones only once. Their backward
             has two halves, so that all weight gradients are deferred. A dict sets options: backend, dynamic, mode,
             options.
