@@ -65,12 +65,9 @@ class BlockChains:
         distinct = [made[k] for k in block.places]
         if not places or written or trace is not None and trace.ledger.has_number(made) or sharing(distinct, inputs):
             return output  # With its graph: R would get other inputs; numbers' terms or views would have lost theirs.
-        if self.step.drop_in and block.modules not in stage.reached_by:
+        if self.step.drop_in:
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
             self._shared.reach(stage, walk([get_gradient_edge(y) for y in distinct], ends, False).parameters())
-            parameters = block.modules.parameters  # As in ``RunningStage.reached_all``.
-            if stage.reached and all([id(p) in stage.reached for _, _, p in parameters if p.requires_grad]):
-                stage.reached_by.add(block.modules)
         chain, tracked = self._chain, [*{id(x): x for x in inputs if x.requires_grad}.values()]
         if chain is None or chain.size >= _CAP or any([chain.place_of(x) is None for x in tracked]):
             chain = self._chain = BlockChain(self, stage, tracked)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph, adds_gradients
+from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph
 from splitpipe.core import stream, thread_state
 from splitpipe.core.torch_private import queue_callback
 from splitpipe.engine.rows import backward_rows
@@ -90,11 +90,6 @@ class SecondHalf:
             totals = [sums.take(x) for x in wanted.get(stage.index, ())]
             grads_of = [None if total is None else total.value for total in totals]
             gradients[stage.index] = hand(grads_of, stage.compute, stream.current(stage.device))
-            # Leaves that weren't known at the end of the first half: their hooks are not called.
-            late = [(x, total) for x, total in sums if id(x) not in stage.reached]
-            for x, total in late if late and adds_gradients([x for own in wanted.values() for x in own]) else ():
-                assert total.value is not None
-                x.grad = total.value if x.grad is None else x.grad + total.value
         if None in wanted:
             of_input = input_gradients(step, None, call.input)
             gradients[None] = [of_input.get(k) for k in self._tracked]

@@ -90,8 +90,8 @@ class SequentialForward:
         else:
             values = run.first(partial(layers, "forward"))
         written = verify_shared(stage.name, given, versions)
-        if call.state.grad and (run is None or step.drop_in and not stage.reached_all()):
-            segment.close(step.split, stage.own)
+        if call.state.grad and (run is None or step.drop_in):
+            segment.close(step.split and run is None, stage.own)
             if step.drop_in:
                 stage.reached.update(segment.graph.parameters())
         if run is not None:

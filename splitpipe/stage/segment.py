@@ -128,7 +128,6 @@ class RunningStage:
         self.fwd_cache: dict[int, Segment] = {}
         #: The leaves to which its microbatches' graphs lead, by identity.
         self.reached: dict[int, Tensor] = {}
-        self.reached_by: set[Any] = set()  #: The blocks, as modules, whose graphs have led to all their parameters.
 
     @cached_property
     def phony(self) -> Tensor:
@@ -140,10 +139,6 @@ class RunningStage:
         self.store.clear()
         for segment in self.fwd_cache.values():
             segment.arrived = []
-
-    def reached_all(self) -> bool:
-        """True if walks have reached all parameters. A leaf that they haven't has its gradient with those of others."""
-        return bool(self.reached) and all([id(x) in self.reached for x in self.own.parameters if x.requires_grad])
 
 
 def detach(leaves: Sequence[Any], segment: Segment, stage: int, grad: bool) -> tuple[list[Any], Origins]:
