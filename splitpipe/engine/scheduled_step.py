@@ -54,20 +54,15 @@ class ScheduledStep:
     def __init__(self, step: StepRun, target: Division, scale: Tensor | None, batch_loss: BatchLoss) -> None:
         self._step, self._target, self.hand_over = step, target, HandOver()
         self.batch_loss, self._scale = batch_loss, scale
-        self._roots: dict[int, tuple[Origin, Tensor]] = {}  #: Where a microbatch's part has left the graph, and what.
+        self._tracked = False  #: Whether a part of the loss has a graph.
         step.scheduled = self
 
-    def add(self, i: int) -> None:
-        """Keeps a microbatch's part of the loss, if it has a graph. Called at the end of its last F."""
-        part, origin = self._step.forwards[i].output.loss
+    def start_backward(self, i: int, part: Tensor, origin: Origin | None) -> None:
+        """Gives B of a microbatch the gradient of its part, which has left the graph there. Called in its last F."""
         if origin is not None:
-            self._roots[i] = origin, part
-
-    def begin_backward(self, i: int) -> None:
-        """Gives B of a microbatch the gradient of its part. Called at the beginning of its first B."""
-        if i in self._roots:
-            (stage, number), part = self._roots[i]
-            seed = torch.ones_like(part) if self._scale is None else torch.ones_like(part) * self._scale
+            self._tracked, (stage, number) = True, origin
+            seed = torch.ones_like(part.detach())
+            seed = seed if self._scale is None else seed * self._scale
             self._step.stages[stage].fwd_cache[i].arrived.append((number, seed, None))  # type: ignore[index]
 
     def run(self, rows: OpRows, shared: SharedParameters) -> Tensor:
@@ -89,7 +84,7 @@ class ScheduledStep:
             shared.bring_home()
             sums.update({stage.index: (stage, [*stage.store.sums]) for stage in step.stages})
         call.rejoin()
-        if not self._roots:
+        if not self._tracked:
             return loss
         groups = {key: [x for x, _ in own] for key, (_, own) in sums.items()}
         graph = OuterGraph([stage.device for stage in step.stages], partial(_scale, sums, unit, self.hand_over))

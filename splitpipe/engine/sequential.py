@@ -24,7 +24,7 @@ from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import sharing, version_of
 from splitpipe.core.thread_state import Bound
-from splitpipe.engine.module_output import Output, chain_output
+from splitpipe.engine.drop_in import Output
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import MICROBATCH, TARGET
 from splitpipe.microbatch.tree import flatten, unflatten, verify_open
@@ -48,24 +48,27 @@ class SequentialForward:
     def __init__(self, step: StepRun, i: int, activation: Activation, target: Activation | None = None) -> None:
         self._step, self._i, self._target = step, i, target
         self._sent: Values = {None: activation}
-        self.output: Output | None = None  #: Or the loss: outside the graph.
+        self.output: Output | None = None
 
     def forward(self, j: int) -> None:
         """F of a stage."""
         step, stage = self._step, self._step.stages[j]
         own, last = stage.own, j == len(step.stages) - 1
         given = {key: self._sent.pop(key) for key in (None, *own.arriving) if key in self._sent}
-        for value in given.values():
-            stream.wait_for(stage.compute, value.event)
-            stream.spent(value.event)
+        for each in given.values():
+            stream.wait_for(stage.compute, each.event)
+            stream.spent(each.event)
         if last and self._target is not None:
             given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(self._i))
         with thread_state.use(step.call.state):
             values = self._run(stage, given)
-        if last:
-            self.output = chain_output(self._i, values[None], self._target is not None)
-            return
-        for key, target in ((None, j + 1), *own.leaving):
+        value = values[None]
+        if last and self._target is not None:
+            step.scheduled.start_backward(self._i, value.leaves[0], value.origins[0])
+        elif last:
+            left = {id(x): (x, *origin) for x, origin in zip(value.leaves, value.origins) if origin is not None}
+            self.output = Output(value.leaves, value.nesting, left)  # type: ignore[arg-type]
+        for key, target in () if last else ((None, j + 1), *own.leaving):
             if key in values:
                 self._sent[key] = send(values[key], step.route(j, target), step.timed(j))
 

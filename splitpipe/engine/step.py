@@ -48,7 +48,7 @@ class StepRun:
     forwards: list[Any] = field(default_factory=list)  #: The microbatches: how each runs through the stages.
     #: The gradients of the caller's input (None) and target, for each leaf by microbatch.
     input_grads: dict[tuple[Key | None, int], dict[int, Tensor]] = field(default_factory=dict)
-    #: Of a call with a schedule: is told of the end of a microbatch's F, and of the beginning of its B.
+    #: Of a call with a schedule: gets the microbatches' parts of the loss.
     scheduled: Any = None
     launching: LaunchLock = field(default_factory=LaunchLock)
 
@@ -107,8 +107,6 @@ class StepRun:
                     segment.arrived = dropped.arrived  # Not a copy: a later stage may be adding to it.
                     stage.fwd_cache[i] = segment
                 elif kind[0] == "B":
-                    if op.stage == len(self.stages) - 1 and self.scheduled is not None:
-                        self.scheduled.begin_backward(i)
                     self._backward(stage, i)
                 if kind[-1] == "W":
                     stage.store.backward_weight(op.microbatches)
@@ -133,8 +131,6 @@ class StepRun:
             self.traces[op.stage].end(op.kind, op.microbatches)
             if self.recorder is not None and self.recorder.ended is not None:
                 self.recorder.ended(self.stages[op.stage], op.kind)
-        if op.kind == "F" and op.stage == len(self.stages) - 1 and self.scheduled is not None:
-            self.scheduled.add(op.microbatches[0])
 
     def _backward(self, stage: RunningStage, i: int) -> None:
         """B; and W of what waits, if that is too much."""

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from splitpipe.core.tensors import map_tensors
 from splitpipe.engine.block_checkpoint import BlockChains
 from splitpipe.engine.crossing import Detaching
+from splitpipe.engine.drop_in import Output
 from splitpipe.engine.module import ModuleCall, ModuleForward
-from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_own_loss
+from splitpipe.engine.module_output import keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
 from splitpipe.loss.objective import Objective
@@ -143,7 +144,7 @@ class ModuleRuntime(Runtime):
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
         placement, training = self._placement, batch.module.training
         if step.call.microbatches > 1:
-            numbers = any([output.loss is not None or bool(output.numbers) for output in outputs])
+            numbers = not step.drop_in or any([output.numbers for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
             traced = self._traced.setdefault(batch.kind, numbers)
             if numbers and not traced:

@@ -28,8 +28,7 @@ from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import ProcessLock, Resources
-from splitpipe.engine.drop_in import attach_outputs
-from splitpipe.engine.module_output import Output
+from splitpipe.engine.drop_in import Output, attach_outputs
 from splitpipe.engine.record import Recordings
 from splitpipe.engine.rows import OpRows, forward_rows, schedule_rows
 from splitpipe.engine.scheduled_step import HandOver, ScheduledStep

@@ -20,7 +20,8 @@ from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.stream import NamedStreams
 from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
 from splitpipe.engine.crossing import Detaching
-from splitpipe.engine.module_output import Output, kept_output
+from splitpipe.engine.drop_in import Output
+from splitpipe.engine.module_output import kept_output
 from splitpipe.engine.sequential import Values, mark_shared, run_layers, verify_shared, versions_of
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.checkpoint import Checkpoint, Inputs
@@ -57,7 +58,7 @@ class StitchedForward:
                 self._ways[key] = _each(values[key], partial(lane.leave, stage=j, wait=wait)), j
         if j == len(step.stages) - 1:
             value, _ = self._ways.pop(None)
-            self.output = Output(value.leaves, value.nesting, {}, {})
+            self.output = Output(value.leaves, value.nesting, {})
 
     def _run(self, own: StageLayers, values: Values) -> tuple[Values, Checkpoint | None]:
         call, checkpoint = self._step.call, None
