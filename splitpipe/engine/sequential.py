@@ -100,9 +100,8 @@ class SequentialForward:
         if run is not None:
             modules.in_place = written or bool(modules.in_place)
             kept = kept if written else given
-            versions = versions if kept is given else versions_of(kept)
             signatures = [value.signature for value in values.values()]
-            stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions, signatures, run))  # Without a graph.
+            stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions_of(kept), signatures, run))
         return values
 
 
@@ -131,48 +130,42 @@ def _recompute(
 
 def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segment: Segment, doing: str) -> Values:
     """The layers of a stage on values that enter a segment's graph; what leaves is outside."""
-    where = f"{stage.name}, microbatch {i} of {step.call.microbatches}"
-    values = run_layers(stage.own, given, enter([*given.values()], segment), doing, where, step.split)
-    mark_shared(values, [value.leaves[k] for value in given.values() for k in value.shared])
-    leaves = [x for value in values.values() for x in value.leaves]
-    outside = zip(*detach(leaves, segment, stage.index, step.call.state.grad))
-    for value in values.values():
-        pairs = [next(outside) for _ in value.leaves]
-        value.leaves, value.origins = [x for x, _ in pairs], [origin for _, origin in pairs]
+    values = run_layers(step, stage.own, i, given, enter([*given.values()], segment), doing)
+    detach([*values.values()], segment, stage.index, step.call.state.grad)
     return values
 
 
 def run_layers(
-    own: StageLayers, given: Values, entered: Sequence[list[Any]], doing: str, where: str, split: bool = False
+    step: StepRun, own: StageLayers, i: int, given: Values, entered: Sequence[list[Any]], doing: str
 ) -> Values:
     """What a stage's layers return (by None) and stash for given values, whose leaves have entered as these.
 
-    ``doing``: "forward" or "recomputation"; ``split``: whether weight gradients may wait.
+    ``doing``: "forward" or "recomputation".
     """
-    pairs, at = zip(given.items(), entered), 0
-    box: dict[Any, Any] = {key: unflatten(leaves, value.nesting) for (key, value), leaves in pairs}
-    x = box.pop(None)
+    box: dict[Any, Any] = {
+        key: unflatten(leaves, value.nesting) for (key, value), leaves in zip(given.items(), entered)
+    }
+    x, at = box.pop(None), 0
     try:
-        with open_box(box), Bound(deferring, split):
+        with open_box(box), Bound(deferring, step.split):
             for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
                 x = layer(x)
         values: Values = {key: Activation(*flatten(value)) for key, value in ((None, x), *box.items())}
         for key, value in values.items():
             verify_open(value.leaves, f"the output of {own.described[-1]}" if key is None else f"the skip {key[1]!r}")
+        leaves = [x for value in values.values() for x in value.leaves]
         if doing == "recomputation":
-            wait_for_collectives([x for value in values.values() for x in value.leaves])
+            wait_for_collectives(leaves)
     except BaseException as error:
+        where = f"{own.name}, microbatch {i} of {step.call.microbatches}"
         add_note(error, f"in the {doing} of {own.described[at]}, {where}")
         raise
-    return values
-
-
-def mark_shared(values: Values, tainted: Sequence[Tensor]) -> None:
-    """Marks the leaves that share memory with other ones, or with tainted tensors."""
-    shared, at = sharing([x for value in values.values() for x in value.leaves], tainted), 0
+    # Leaves share memory with each other, or with what was shared when it entered.
+    tainted = [part[k] for value, part in zip(given.values(), entered) for k in value.shared]
+    shared = {id(leaves[k]) for k in sharing(leaves, tainted)}
     for value in values.values() if shared else ():
-        value.shared = frozenset([k - at for k in shared if at <= k < at + len(value.leaves)])
-        at += len(value.leaves)
+        value.shared = frozenset([k for k, x in enumerate(value.leaves) if id(x) in shared])
+    return values
 
 
 def versions_of(given: Values) -> Versions:

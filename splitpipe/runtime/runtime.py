@@ -220,6 +220,7 @@ class Runtime:
         step = StepRun(
             call, stages, pool, layers.workers, resources.routes(call.computes), drop_in=drop_in,
             split=options.split_backward and state.grad, hooks=self._hooks, recorder=recorder,
+            traces=() if recorder is None else recorder.begin(stages),
         )
         return step, call.copies.move(target, resources.devices[-1])
 

@@ -26,7 +26,7 @@ from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core.stream import Stream
 from splitpipe.core.torch_private import RemovableHandle
 from splitpipe.core.transfer import Route
-from splitpipe.stage.call import Activation, Call, Origin, Origins
+from splitpipe.stage.call import Activation, Call, Origin
 from splitpipe.stage.layers import StageLayers
 
 
@@ -141,15 +141,16 @@ class RunningStage:
             segment.arrived = []
 
 
-def detach(leaves: Sequence[Any], segment: Segment, stage: int, grad: bool) -> tuple[list[Any], Origins]:
-    """Leaves of a stage's output outside its graph, and their origins. A tensor that occurs twice stays one."""
+def detach(activations: Sequence[Activation], segment: Segment, stage: int, grad: bool) -> None:
+    """Takes what a stage returns out of its graph, with origins. A tensor that occurs twice stays one."""
     known: dict[int, tuple[Any, Origin | None]] = {}
-    for x in leaves:
+    for x in [x for value in activations for x in value.leaves]:
         if id(x) not in known:
             tracked = grad and isinstance(x, Tensor) and x.requires_grad
             known[id(x)] = (x.detach(), (stage, segment.leave(x))) if tracked else (x, None)
-    pairs = [known[id(x)] for x in leaves]
-    return [x for x, _ in pairs], [origin for _, origin in pairs]
+    for value in activations:
+        pairs = [known[id(x)] for x in value.leaves]
+        value.leaves, value.origins = [x for x, _ in pairs], [origin for _, origin in pairs]
 
 
 def send(value: Activation, route: Route | None, timed: Any) -> Activation:

@@ -22,7 +22,7 @@ from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
 from splitpipe.engine.crossing import Detaching
 from splitpipe.engine.drop_in import Output
 from splitpipe.engine.module_output import kept_output
-from splitpipe.engine.sequential import Values, mark_shared, run_layers, verify_shared, versions_of
+from splitpipe.engine.sequential import run_layers, verify_shared, versions_of
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.checkpoint import Checkpoint, Inputs
 from splitpipe.engine.stitched.copy import Lane, Wait
@@ -30,7 +30,6 @@ from splitpipe.loss.trace import Trace
 from splitpipe.microbatch.tree import flatten, unflatten
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.call import Activation
-from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.segment import RunningStage
 
 
@@ -47,35 +46,28 @@ class StitchedForward:
 
     def forward(self, j: int) -> None:
         """F of a stage."""
-        step, lane, own = self._step, self._lane, self._step.stages[j].own
-        parts = {key: self._ways.pop(key) for key in (None, *own.arriving) if key in self._ways}
-        with thread_state.use(step.call.state):
+        step, call, lane, own, i = self._step, self._step.call, self._lane, self._step.stages[j].own, self._i
+        ways = {key: self._ways.pop(key) for key in (None, *own.arriving) if key in self._ways}
+        rng_states, checkpoint = RNGStates(call.draws, own.place.device, j * call.microbatches + i), None
+        with thread_state.use(call.state):
             lane.begin()
-            given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in parts.items()}
-            values, checkpoint = self._run(own, given)
+            given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in ways.items()}
+            inputs, versions = [part.leaves for part in given.values()], versions_of(given)
+            layers = partial(run_layers, step, own, i, {key: part.holding([]) for key, part in given.items()})
+            if i < call.checkpointed:
+                checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[j])
+                first, rerun = partial(layers, inputs, "forward"), partial(layers, doing="recomputation")
+                values = checkpoint.run(first, rerun, inputs)
+            else:
+                with rng_states.first(recomputed=False):
+                    values = layers(inputs, "forward")
+            verify_shared(own.name, given, versions)
             for key in [key for key in (None, *[key for key, _ in own.leaving]) if key in values]:
                 wait = Wait.apply if key is not None or checkpoint is None else checkpoint.wait
                 self._ways[key] = _each(values[key], partial(lane.leave, stage=j, wait=wait)), j
         if j == len(step.stages) - 1:
             value, _ = self._ways.pop(None)
             self.output = Output(value.leaves, value.nesting, {})
-
-    def _run(self, own: StageLayers, values: Values) -> tuple[Values, Checkpoint | None]:
-        call, checkpoint = self._step.call, None
-        inputs, versions = [part.leaves for part in values.values()], versions_of(values)
-        bare = {key: part.holding([]) for key, part in values.items()}
-        layers = partial(run_layers, own, bare, where=f"{own.name}, microbatch {self._i} of {call.microbatches}")
-        rng_states = RNGStates(call.draws, own.place.device, own.index * call.microbatches + self._i)
-        if self._i < call.checkpointed:
-            checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[own.index])
-            first, rerun = partial(layers, inputs, "forward"), partial(layers, doing="recomputation")
-            made = checkpoint.run(first, rerun, inputs)
-        else:
-            with rng_states.first(recomputed=False):
-                made = layers(inputs, "forward")
-        verify_shared(own.name, values, versions)
-        mark_shared(made, [part.leaves[k] for part in values.values() for k in part.shared])
-        return made, checkpoint
 
 
 def _each(part: Activation, change: Callable[[Tensor], Tensor]) -> Activation:
