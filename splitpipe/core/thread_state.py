@@ -50,11 +50,6 @@ def capture() -> State:
     return _settings(_kinds())._replace(odd=is_odd())
 
 
-def is_default() -> bool:
-    """True if this thread has no autocast, and neither a default device nor a function mode."""
-    return not _get_current_function_mode_stack() and not any(map(torch.is_autocast_enabled, _kinds()))
-
-
 def _kinds() -> Sequence[str]:
     """The types of device of this machine."""
     accelerator = torch.accelerator.current_accelerator()

@@ -26,8 +26,8 @@ from splitpipe.core.torch_private import (
     _top_saved_tensors_default_hooks,
     tree_flatten,
 )
-from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
-from splitpipe.engine.crossing import SIMPLE, Crossing, Detaching, Follow, changed
+from splitpipe.engine.block_checkpoint import BlockChains
+from splitpipe.engine.crossing import SIMPLE, Crossing, Follow, changed
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace, sees
@@ -56,6 +56,7 @@ class ModuleCall(NamedTuple):
     traced: bool  #: Whether numbers are traced.
     modules: dict[nn.Module, Modules]  #: Those of blocks, to be recomputed.
     labels: bool  #: Whether there are any.
+    new_crossing: Callable[..., Crossing]
     new_chains: type[BlockChains]
     finish: Callable[[ModuleForward, Any], None]  #: Called with the output, on the last stage.
 
@@ -66,14 +67,13 @@ class ModuleForward:
     #: Whether its forward is one call, which stays on its thread's stack between two stages.
     own_forward = True
 
-    def __init__(self, call: ModuleCall, i: int, activation: Activation, carrier: Detaching) -> None:
+    def __init__(self, call: ModuleCall, i: int, activation: Activation) -> None:
         self._call, self.step, self.i = call, call.step, i
         self._activation: Any = activation
         self.trace = Trace.of(call.step.call.input, i) if call.traced else None
-        self.carrier = carrier  #: How values cross.
         link = None if self.trace is None else self.trace.ledger.link
-        self.crossing = Crossing(carrier, call.placement, call.shared, link)
-        self._follow = Follow(self.crossing.here, self.crossing.latest, carrier.one_graph)
+        self.crossing = call.new_crossing(self.step, i, call.placement, call.shared, link)
+        self._follow = Follow(self.crossing)
         #: Whether values may be elsewhere on the first stage, too: until a training call has moved all parameters.
         self._follow_first = call.placement.several and not call.placement.trained
         self._chains = call.new_chains(self.step, i, call.shared, call.attributes)
@@ -91,8 +91,7 @@ class ModuleForward:
         try:
             self.step.call.contexts[self.i].run(self._forward)
         finally:
-            self.crossing.clear()
-            self.carrier.close()
+            self.crossing.close()
             self._activation = self.trace = None  # The trace keeps the numbers' graphs alive.
             del self._pause
 
@@ -108,7 +107,7 @@ class ModuleForward:
                 self._enter(0)
                 placement.settle(self._call.blocks.module, False, 0)
                 given, self._activation = self._activation, None
-                leaves = self.carrier.enter(given, 0)
+                leaves = self.crossing.enter(given)
                 shared = [leaves[k] for k in given.shared]
                 self.crossing.share([x for x in shared if isinstance(x, Tensor) and x.requires_grad])
                 args, kwargs = unflatten(leaves, given.nesting)
@@ -154,7 +153,6 @@ class ModuleForward:
         stack.enter_context(rng_states.first(recomputed=False))
         if step.call.state.grad:
             stage.fwd_cache[self.i] = Segment()
-        self.carrier.begin(j)
         self.crossing.begin(j)
         if j == 1:
             self._follow.later = True
@@ -165,7 +163,6 @@ class ModuleForward:
         self._chains.end()
         self.crossing.end()
         self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
-        self.carrier.end(self.stage)
         self._within.close()
         stage, begun = self.step.stages[self.stage], self._inside
         if begun is not None and (self.step.call.draws.drew or begun != position_of(stage.device)):
@@ -243,8 +240,8 @@ class ModuleForward:
         before = tree_flatten((args, kwargs))[0] if not simple and (self.stage or checkpointed) else None
         modules = self._modules_of(block) if checkpointed else None
         if modules is not None:
-            run = BlockRun(call, modules, self._call.blocks.described(block))
-            value = self._chains.run(self.step.stages[self.stage], run, args, kwargs, traced)
+            stage, described = self.step.stages[self.stage], self._call.blocks.described(block)
+            value = self._chains.run(stage, modules, described, call, args, kwargs, traced)
         else:
             with nullcontext() if local and not (self.stage and objects) else self._follow, traced or nullcontext():
                 value = call(*args, **kwargs)

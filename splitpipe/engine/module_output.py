@@ -29,7 +29,7 @@ def keep_output(forward: Any, output: Any) -> None:
 def keep_loss(objective: Objective, targets: Sequence[Any], forward: Any, output: Any) -> None:
     """With a schedule: keeps the loss of a microbatch."""
     target = targets[forward.i]
-    value = unflatten(forward.carrier.enter(target, forward.stage), target.nesting)
+    value = unflatten(forward.crossing.enter(target), target.nesting)
     value, number = objective.loss(forward.i, changed(output, forward.crossing.here), value, forward.trace)
     _add_to_loss(forward, value, number)
 

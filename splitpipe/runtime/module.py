@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from splitpipe.core.tensors import map_tensors
 from splitpipe.engine.block_checkpoint import BlockChains
-from splitpipe.engine.crossing import Detaching
+from splitpipe.engine.crossing import Crossing
 from splitpipe.engine.drop_in import Output
 from splitpipe.engine.module import ModuleCall, ModuleForward
 from splitpipe.engine.module_output import keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
-from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
+from splitpipe.engine.stitched.copy import Lane
+from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing, keep_stitched_output
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.reduction import UNSEEN
 from splitpipe.microbatch.divider import ArgumentDivider, labelled, name_arguments, signature_of
@@ -120,22 +121,20 @@ class ModuleRuntime(Runtime):
             attributes.begin(batch.module.training and call.state.grad)
         traced = call.microbatches > 1 and options.reduction is None and self._traced.get(batch.kind, True)
         stitched = step.drop_in and not options.split_backward
-        new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
-        carry = new(step, call.microbatches).carry if stitched else None
+        carry = Lane(step, call.microbatches, streams).carry if stitched else None
         shared = SharedParameters(batch.module, placement, step.stages, carry)
         finish: Callable[[Any, Any], None] = keep_stitched_output if stitched else keep_output
-        if objective is not None:
-            finish = partial(keep_loss, objective, targets)
-        elif not step.drop_in:
-            finish = keep_own_loss
+        if not step.drop_in:
+            finish = keep_own_loss if objective is None else partial(keep_loss, objective, targets)
         labels = labelled(dict(name_arguments(self.signature, batch.args, batch.kwargs)))
         own = ModuleCall(
             step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, labels,
+            partial(StitchedCrossing, streams) if stitched else Crossing,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
         parts = call.scatter(call.input, detached=not stitched)
-        step.forwards = [ModuleForward(own, i, part, new(step, i)) for i, part in enumerate(parts)]
+        step.forwards = [ModuleForward(own, i, part) for i, part in enumerate(parts)]
         # First calls move parameters, and show what is left in attributes: their F must run one after another.
         if attributes.looks or placement.several and not placement.trained:
             step.pool = None

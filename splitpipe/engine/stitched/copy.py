@@ -79,8 +79,8 @@ class Lane:
 
     def __init__(self, step: StepRun, i: int, streams: NamedStreams) -> None:
         self._ports = [Port(each.device, each.compute, streams(each.device, f"microbatch {i}")) for each in step.stages]
-        self._number = i * len(self._ports)
-        self._reserved = step.call.microbatches * len(self._ports) if step.call.state.grad else 0
+        self._number, self._grad = i * len(self._ports), step.call.state.grad
+        self._reserved = step.call.microbatches * len(self._ports) if self._grad else 0
 
     def begin(self) -> None:
         """Gives all later nodes of this thread higher numbers than those that end stages."""
@@ -109,3 +109,8 @@ class Lane:
         with stream.use(here.copy, there.copy):
             y: Tensor = Wait.apply(Copy.apply(x, here, there), there.copy, there.compute)
         return y
+
+    def carry(self, x: Tensor, source: int, target: int) -> Tensor:
+        """A tensor of one stage, for another."""
+        with torch.set_grad_enabled(self._grad):  # Code in no_grad may use it again afterwards.
+            return self.bring(self.leave(x, source), source, target)

@@ -12,14 +12,13 @@ from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from splitpipe.core import thread_state
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.stream import NamedStreams
-from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
-from splitpipe.engine.crossing import Detaching
+from splitpipe.engine.block_checkpoint import BlockChains
+from splitpipe.engine.crossing import Crossing
 from splitpipe.engine.drop_in import Output
 from splitpipe.engine.module_output import kept_output
 from splitpipe.engine.sequential import run_layers, verify_shared, versions_of
@@ -30,6 +29,7 @@ from splitpipe.loss.trace import Trace
 from splitpipe.microbatch.tree import flatten, unflatten
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.call import Activation
+from splitpipe.stage.recomputation import Modules
 from splitpipe.stage.segment import RunningStage
 
 
@@ -76,51 +76,46 @@ def _each(part: Activation, change: Callable[[Tensor], Tensor]) -> Activation:
     return part.holding([changed.get(id(x), x) for x in part.leaves])
 
 
-class Stitching(Detaching):
-    """How a microbatch's values reach later stages: in the same graph."""
+class StitchedCrossing(Crossing):
+    """The values of one microbatch of any module, which reach later stages in the same graph."""
 
     one_graph = True
 
-    def __init__(self, step: StepRun, i: int, streams: NamedStreams) -> None:
-        super().__init__(step, i)
-        self._lane = Lane(step, i, streams)
+    def __init__(self, streams: NamedStreams, step: StepRun, i: int, *rest: Any) -> None:
+        super().__init__(step, i, *rest)
+        self.lane = Lane(step, i, streams)
 
-    def enter(self, given: Activation, stage: int) -> list[Any]:
+    def enter(self, given: Activation) -> list[Any]:
         """The leaves of what the caller has given, as outputs of this thread's nodes, whose numbers tell the stage."""
-        self._lane.begin()
+        self.lane.begin()
         known = {id(x): x for x in given.leaves if isinstance(x, Tensor) and x.requires_grad}
         entered = {key: Wait.apply(x, None, None) for key, x in known.items()}
         return [entered.get(id(x), x) for x in given.leaves]
 
-    def leave(self, x: Tensor, stage: int) -> Any:
-        """The tensor, as it ends a stage."""
-        return self._lane.leave(x, stage)
-
-    def carry(self, x: Tensor, source: int, stage: int) -> Tensor:
-        """A value of another stage, for this one."""
-        # The code may be in a block without grad, and use the value again afterwards.
-        with torch.set_grad_enabled(self._step.call.state.grad):
-            return self._lane.bring(self._lane.leave(x, source), source, stage)
+    def _carry(self, x: Tensor, source: int, stage: int) -> Tensor:
+        return self.lane.carry(x, source, stage)
 
 
 class CheckpointedBlocks(BlockChains):
     """The checkpointed blocks of one microbatch, each by itself."""
 
-    def run(self, stage: RunningStage, block: BlockRun, args: Any, kwargs: dict[str, Any], trace: Trace | None) -> Any:
-        """The block's output."""
-        call, (leaves, nesting) = block.call, flatten((args, kwargs), fields=True)
+    def run(
+        self, stage: RunningStage, modules: Modules, described: str, call: Callable[..., Any], args: Any,
+        kwargs: dict[str, Any], trace: Trace | None,
+    ) -> Any:
+        """The output of a block's call."""
+        leaves, nesting = flatten((args, kwargs), fields=True)
 
         def rerun(inputs: Inputs) -> None:
             args, kwargs = unflatten(inputs[0], nesting)
             call(*args, **kwargs)
 
-        rng_states = RNGStates(self.step.call.draws, stage.device)
-        checkpoint = Checkpoint(block.modules, rng_states, block.described, stage.compute)
+        checkpoint = Checkpoint(modules, RNGStates(self.step.call.draws, stage.device), described, stage.compute)
         with trace or nullcontext():
             return checkpoint.run(partial(call, *args, **kwargs), rerun, [leaves])
 
 
 def keep_stitched_output(forward: Any, output: Any) -> None:
     """Keeps the output, with its graph."""
-    carrier, leave, stage = forward.carrier, forward.crossing.leave, forward.stage
-    forward.output = kept_output(forward, output, cache(lambda x: carrier.leave(leave(x), stage)))
+    lane, leave, stage = forward.crossing.lane, forward.crossing.leave, forward.stage
+    forward.output = kept_output(forward, output, cache(lambda x: lane.leave(leave(x), stage)))
