@@ -6,8 +6,8 @@
         value, left = detached and sent
 
 A checkpointed stage runs like any other, with grad, so that hooks, attributes and ``requires_grad`` inside are what
-they are without a pipeline. Then its graph is dropped, and R makes it again from what had entered. If a stage writes to
-that in place, R gets a copy: the first F shows whether it does, and if it begins later, R is an error.
+they are without a pipeline. Then its graph is dropped, and R makes it again from what had entered. Both run on copies
+of that, to which a layer may write in place.
 """
 from __future__ import annotations
 
@@ -78,30 +78,20 @@ class SequentialForward:
         if call.state.grad:
             stage.fwd_cache[i] = segment
         rng_states = RNGStates(call.draws, stage.device, stage.index * call.microbatches + i)
-        versions, kept = versions_of(given), given
+        layers = partial(_run_stage, step, stage, i, given, segment, "forward")
         if i < call.checkpointed:
-            modules = stage.own.recomputed
-            if modules.in_place is not False:
-                kept = {key: each.holding([
-                    x.detach().clone() if isinstance(x, Tensor) else x for x in each.leaves
-                ]) for key, each in given.items()}
-            run = CheckpointedRun(modules, rng_states, stage.name)
-        layers = partial(_run_stage, step, stage, i, given, segment)
-        if run is None:
-            with rng_states.first(recomputed=False):
-                values = layers("forward")
+            run = CheckpointedRun(stage.own.recomputed, rng_states, stage.name)
+            values = run.first(layers)
         else:
-            values = run.first(partial(layers, "forward"))
-        written = verify_shared(stage.name, given, versions)
+            with rng_states.first(recomputed=False):
+                values = layers()
         if call.state.grad and (run is None or step.drop_in):
             segment.close(step.split and run is None, stage.own)
             if step.drop_in:
                 stage.reached.update(segment.graph.parameters())
         if run is not None:
-            modules.in_place = written or bool(modules.in_place)
-            kept = kept if written else given
             signatures = [value.signature for value in values.values()]
-            stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions_of(kept), signatures, run))
+            stage.fwd_cache[i] = Segment(partial(_recompute, i, given, versions_of(given), signatures, run))
         return values
 
 
@@ -113,9 +103,8 @@ def _recompute(
     segment = Segment()
     if versions != versions_of(given):
         raise RuntimeError(
-            f"the input of {stage.name} was written to in place after its forward, by a later stage that it passes a "
-            "value on to, through a hook or an attribute, or by layers that hadn't done so before: expected it as the "
-            "forward saw it, for its recomputation. Write to a copy (x.clone()); for new layers, repeat the step."
+            f"the input of {stage.name} was written to in place after its forward, as through a hook or an attribute: "
+            "expected it as the forward saw it, for its recomputation. Write to a copy (x.clone())."
         )
     with thread_state.use(step.call.state):
         values = run.recompute(partial(_run_stage, step, stage, i, given, segment, "recomputation")).values()
@@ -130,7 +119,12 @@ def _recompute(
 
 def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segment: Segment, doing: str) -> Values:
     """The layers of a stage on values that enter a segment's graph; what leaves is outside."""
+    if i < step.call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
+        copies = {id(x): x.clone() for value in given.values() for x in value.leaves if isinstance(x, Tensor)}
+        given = {key: value.holding([copies.get(id(x), x) for x in value.leaves]) for key, value in given.items()}
+    versions = versions_of(given)
     values = run_layers(step, stage.own, i, given, enter([*given.values()], segment), doing)
+    verify_shared(stage.name, given, versions)
     detach([*values.values()], segment, stage.index, step.call.state.grad)
     return values
 
@@ -174,8 +168,8 @@ def versions_of(given: Values) -> Versions:
     return {(key, k): version_of(x) for key, k, x in tensors if isinstance(x, Tensor)}
 
 
-def verify_shared(stage: str, given: Values, versions: Versions) -> bool:
-    """True if a stage has written to what entered; raises if that shares memory with another value."""
+def verify_shared(stage: str, given: Values, versions: Versions) -> None:
+    """Raises if a stage has written to what entered and shares memory with another value."""
     now = versions_of(given)
     if any([now[key, k] != versions[key, k] for key, value in given.items() for k in value.shared]):
         raise RuntimeError(
@@ -183,4 +177,3 @@ def verify_shared(stage: str, given: Values, versions: Versions) -> bool:
             "memory, or that shares memory with another value between stages, whose gradient would miss the write. "
             "Write to a copy (x.clone()) in the layer, or return a copy from the layer that returns both."
         )
-    return now != versions

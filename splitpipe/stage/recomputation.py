@@ -40,8 +40,7 @@ class Modules:
         self._empty = [(table, name) for table in self._tables for name, value in table.items() if value is None]
         self._size, self._own = sum(map(len, self._tables)), [p for _, _, p in self.parameters]
         self._hooks: list[Any] = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        #: Whether F writes to its input in place, and to which buffers; None: no F has shown it yet.
-        self.in_place: bool | None = None
+        #: The buffers to which F writes; None: no F has shown it yet.
         self.written: set[tuple[nn.Module, str]] | None = None
 
     def same(self) -> bool:

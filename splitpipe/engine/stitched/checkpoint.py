@@ -43,28 +43,21 @@ class Checkpoint:
     """
 
     def __init__(self, modules: Modules, rng_states: RNGStates, whose: str, compute: Stream) -> None:
-        self._modules, self._whose, self._compute = modules, whose, compute
+        self._whose, self._compute = whose, compute
         self._run = CheckpointedRun(modules, rng_states, whose)
         self._state = thread_state.capture()
         self._saved, self._kinds = list[ref[SavedTensor]](), list[Any]()
         self._complete, self._task, self._lock = False, -1, threading.RLock()
 
     def run(self, first: Callable[[], Any], rerun: Callable[[Inputs], Any], inputs: Inputs) -> Any:
-        """What ``first()`` returns; in backward, ``rerun`` is called with inputs that are equal to these."""
-        tensors, modules = {id(x): x for part in inputs for x in part if isinstance(x, Tensor)}, self._modules
-
-        def keep(change: Callable[[Tensor], Tensor]) -> None:
-            self._kept = {key: change(x.detach()).requires_grad_(x.requires_grad) for key, x in tensors.items()}
-            self._versions = [*map(version_of, self._kept.values())]
-
-        self._rerun, self._inputs, before = rerun, inputs, [*map(version_of, tensors.values())]
-        keep(Tensor.detach if modules.in_place is False else Tensor.clone)
+        """What ``first()`` returns; in backward, ``rerun`` is called with copies of these inputs."""
+        tensors = {id(x): x for part in inputs for x in part if isinstance(x, Tensor)}
+        self._kept = {key: x.detach().requires_grad_(x.requires_grad) for key, x in tensors.items()}
+        self._versions = [*map(version_of, self._kept.values())]
+        self._rerun, self._inputs = rerun, inputs
         with saved_tensors_hooks(self._pack, self._unpack):
             result = self._run.first(first)
-        written, self._complete = before != [*map(version_of, tensors.values())], True
-        if modules.in_place is None and not written:
-            keep(Tensor.detach)
-        modules.in_place = written or bool(modules.in_place)
+        self._complete = True
         return result
 
     def recompute(self) -> None:
@@ -92,7 +85,7 @@ class Checkpoint:
         return saved.tensor
 
     def _repeat(self) -> None:
-        made, kept = list[Tensor](), self._kept
+        made = list[Tensor]()
 
         @uncompiled
         def pack(x: Tensor) -> Tensor:
@@ -100,8 +93,7 @@ class Checkpoint:
             return made[-1]
 
         with thread_state.use(self._state), stream.use(self._compute):
-            if self._modules.in_place:
-                kept = {key: x.clone() for key, x in kept.items()}
+            kept = {key: x.clone() for key, x in self._kept.items()}  # The modules may write to these.
             inputs = [[kept.get(id(x), x) for x in part] for part in self._inputs]
             with saved_tensors_hooks(pack, uncompiled(lambda x: x)):
                 self._run.recompute(partial(self._rerun, inputs))
@@ -109,8 +101,8 @@ class Checkpoint:
         if kinds != self._kinds or self._versions != [*map(version_of, self._kept.values())]:
             raise RuntimeError(
                 f"{self._whose} saved other tensors in a recomputation than in its forward, or its input was written "
-                "to in place: expected layers that do the same in both. Repeat the step, write to a copy (x.clone()), "
-                "ask splitpipe.is_recomputing() in a layer whose state decides what it does, or use checkpoint='never'."
+                "to in place: expected layers that do the same in both. Write to a copy (x.clone()), ask "
+                "splitpipe.is_recomputing() in a layer whose state decides what it does, or use checkpoint='never'."
             )
         for reference, x in zip(self._saved, made):
             if (saved := reference()) is not None:

@@ -52,15 +52,17 @@ class StitchedForward:
         with thread_state.use(call.state):
             lane.begin()
             given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in ways.items()}
-            inputs, versions = [part.leaves for part in given.values()], versions_of(given)
             layers = partial(run_layers, step, own, i, {key: part.holding([]) for key, part in given.items()})
+            inputs = [part.leaves for part in given.values()]
+            if i < call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
+                given = {key: _each(part, Tensor.clone) for key, part in given.items()}
+            versions, first = versions_of(given), partial(layers, [part.leaves for part in given.values()], "forward")
             if i < call.checkpointed:
                 checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[j])
-                first, rerun = partial(layers, inputs, "forward"), partial(layers, doing="recomputation")
-                values = checkpoint.run(first, rerun, inputs)
+                values = checkpoint.run(first, partial(layers, doing="recomputation"), inputs)
             else:
                 with rng_states.first(recomputed=False):
-                    values = layers(inputs, "forward")
+                    values = first()
             verify_shared(own.name, given, versions)
             for key in [key for key in (None, *[key for key, _ in own.leaving]) if key in values]:
                 wait = Wait.apply if key is not None or checkpoint is None else checkpoint.wait
