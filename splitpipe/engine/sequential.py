@@ -36,8 +36,6 @@ from splitpipe.stage.segment import RunningStage, Segment, detach, enter, send
 
 #: Values by key: that of a skip, of the target; None: the input or output.
 Values = dict[Key | None, Activation]
-#: The version of each tensor, by key and leaf.
-Versions = dict[tuple[Key | None, int], int | None]
 
 
 class SequentialForward:
@@ -91,17 +89,17 @@ class SequentialForward:
                 stage.reached.update(segment.graph.parameters())
         if run is not None:
             signatures = [value.signature for value in values.values()]
-            stage.fwd_cache[i] = Segment(partial(_recompute, i, given, versions_of(given), signatures, run))
+            stage.fwd_cache[i] = Segment(partial(_recompute, i, given, _versions(given), signatures, run))
         return values
 
 
 def _recompute(
-    i: int, given: Values, versions: Versions, signatures: list[Any], run: CheckpointedRun,
+    i: int, given: Values, versions: list[int | None], signatures: list[Any], run: CheckpointedRun,
     step: StepRun, stage: RunningStage,
 ) -> Segment:
     """R: the segment, with its graph. It isn't bound to the stage, whose ``fwd_cache`` refers to it."""
     segment = Segment()
-    if versions != versions_of(given):
+    if versions != _versions(given):
         raise RuntimeError(
             f"the input of {stage.name} was written to in place after its forward, as through a hook or an attribute: "
             "expected it as the forward saw it, for its recomputation. Write to a copy (x.clone())."
@@ -122,9 +120,7 @@ def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segmen
     if i < step.call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
         copies = {id(x): x.clone() for value in given.values() for x in value.leaves if isinstance(x, Tensor)}
         given = {key: value.holding([copies.get(id(x), x) for x in value.leaves]) for key, value in given.items()}
-    versions = versions_of(given)
     values = run_layers(step, stage.own, i, given, enter([*given.values()], segment), doing)
-    verify_shared(stage.name, given, versions)
     detach([*values.values()], segment, stage.index, step.call.state.grad)
     return values
 
@@ -140,6 +136,8 @@ def run_layers(
         key: unflatten(leaves, value.nesting) for (key, value), leaves in zip(given.items(), entered)
     }
     x, at = box.pop(None), 0
+    shared = [part[k] for value, part in zip(given.values(), entered) for k in value.shared]
+    versions = [*map(version_of, shared)]
     try:
         with open_box(box), Bound(deferring, step.split):
             for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
@@ -154,26 +152,18 @@ def run_layers(
         where = f"{own.name}, microbatch {i} of {step.call.microbatches}"
         add_note(error, f"in the {doing} of {own.described[at]}, {where}")
         raise
-    # Leaves share memory with each other, or with what was shared when it entered.
-    tainted = [part[k] for value, part in zip(given.values(), entered) for k in value.shared]
-    shared = {id(leaves[k]) for k in sharing(leaves, tainted)}
-    for value in values.values() if shared else ():
-        value.shared = frozenset([k for k, x in enumerate(value.leaves) if id(x) in shared])
-    return values
-
-
-def versions_of(given: Values) -> Versions:
-    """The versions of tensors that enter, which show writes in place."""
-    tensors = [(key, k, x) for key, value in given.items() for k, x in enumerate(value.leaves)]
-    return {(key, k): version_of(x) for key, k, x in tensors if isinstance(x, Tensor)}
-
-
-def verify_shared(stage: str, given: Values, versions: Versions) -> None:
-    """Raises if a stage has written to what entered and shares memory with another value."""
-    now = versions_of(given)
-    if any([now[key, k] != versions[key, k] for key, value in given.items() for k in value.shared]):
+    if versions != [*map(version_of, shared)]:
         raise RuntimeError(
-            f"{stage} wrote in place to an input that batched= leaves whole, so that all microbatches share its "
+            f"{own.name} wrote in place to an input that batched= leaves whole, so that all microbatches share its "
             "memory, or that shares memory with another value between stages, whose gradient would miss the write. "
             "Write to a copy (x.clone()) in the layer, or return a copy from the layer that returns both."
         )
+    now_shared = {id(leaves[k]) for k in sharing(leaves, shared)}
+    for value in values.values() if now_shared else ():
+        value.shared = frozenset([k for k, x in enumerate(value.leaves) if id(x) in now_shared])
+    return values
+
+
+def _versions(given: Values) -> list[int | None]:
+    """The versions of tensors that enter, which show writes in place."""
+    return [version_of(x) for value in given.values() for x in value.leaves if isinstance(x, Tensor)]

@@ -21,7 +21,7 @@ from splitpipe.engine.block_checkpoint import BlockChains
 from splitpipe.engine.crossing import Crossing
 from splitpipe.engine.drop_in import Output
 from splitpipe.engine.module_output import kept_output
-from splitpipe.engine.sequential import run_layers, verify_shared, versions_of
+from splitpipe.engine.sequential import run_layers
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.checkpoint import Checkpoint, Inputs
 from splitpipe.engine.stitched.copy import Lane, Wait
@@ -56,14 +56,13 @@ class StitchedForward:
             inputs = [part.leaves for part in given.values()]
             if i < call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
                 given = {key: _each(part, Tensor.clone) for key, part in given.items()}
-            versions, first = versions_of(given), partial(layers, [part.leaves for part in given.values()], "forward")
+            first = partial(layers, [part.leaves for part in given.values()], "forward")
             if i < call.checkpointed:
                 checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[j])
                 values = checkpoint.run(first, partial(layers, doing="recomputation"), inputs)
             else:
                 with rng_states.first(recomputed=False):
                     values = first()
-            verify_shared(own.name, given, versions)
             for key in [key for key in (None, *[key for key, _ in own.leaving]) if key in values]:
                 wait = Wait.apply if key is not None or checkpoint is None else checkpoint.wait
                 self._ways[key] = _each(values[key], partial(lane.leave, stage=j, wait=wait)), j
