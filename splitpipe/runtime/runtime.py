@@ -211,8 +211,8 @@ class Runtime:
             objective.begin(call.input.counts, call.input.dims, target.dims)
         odd = state.odd or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
         odd = odd or objective is not None and objective.compiled
-        # Forwards that stay on their threads' stacks need one each.
-        pool = None if odd else resources.pool(layers.workers, call.microbatches - 1 if self.own_forward else 0)
+        # Forwards that stay on their threads' stacks need one each, next to those of the workers.
+        pool = None if odd else resources.pool(layers.workers, call.microbatches if self.own_forward else 0)
         sides = resources.named if drop_in else None
         stages = [RunningStage(own, call, drop_in, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
