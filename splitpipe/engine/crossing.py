@@ -11,7 +11,7 @@ node, since one thread runs all of a forward; another microbatch's thread counts
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -78,13 +78,16 @@ class Crossing:
 
     def enter(self, given: Activation) -> list[Any]:
         """The leaves of what the caller has given, as they enter the current stage's graph."""
+        leaves = self._entered(given)
+        for x in [leaves[k] for k in given.shared]:  # With other ones, maybe of other microbatches.
+            if isinstance(x, Tensor) and x.requires_grad:
+                self._values[id(x)] = _Value(x, self._stage)
+                self._tainted.add(storage_of(x))
+        return leaves
+
+    def _entered(self, given: Activation) -> list[Any]:
         segment = self._step.stages[self._stage].fwd_cache.get(self._i)
         return given.leaves if segment is None else enter([given], segment)[0]
-
-    def share(self, arguments: Sequence[Tensor]) -> None:
-        """Called with arguments that share memory with other ones, maybe of other microbatches."""
-        self._values = {id(x): _Value(x, 0) for x in arguments}
-        self._tainted.update(map(storage_of, arguments))
 
     def stage_of(self, x: Tensor) -> int:
         """The stage in whose graph a tensor is."""

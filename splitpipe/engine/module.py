@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from splitpipe.backward.stand_ins import deferring
 from splitpipe.core import stream, thread_state
@@ -87,16 +87,7 @@ class ModuleForward:
 
     def forward_all(self, pause: Callable[[int], None]) -> None:
         """The whole forward; ``pause`` is called between two stages, and raises Stopped if it must stop."""
-        self._pause = pause
-        try:
-            self.step.call.contexts[self.i].run(self._forward)
-        finally:
-            self.crossing.close()
-            self._activation = self.trace = None  # The trace keeps the numbers' graphs alive.
-            del self._pause
-
-    def _forward(self) -> None:
-        step, trace, placement = self.step, self.trace, self._call.placement
+        step, trace, placement, self._pause = self.step, self.trace, self._call.placement, pause
         with (
             thread_state.use(step.call.state), stream.use(*step.call.computes), Bound(deferring, step.split),
             Bound(taker, self), open_box({}),
@@ -108,12 +99,10 @@ class ModuleForward:
                 placement.settle(self._call.blocks.module, False, 0)
                 given, self._activation = self._activation, None
                 leaves = self.crossing.enter(given)
-                shared = [leaves[k] for k in given.shared]
-                self.crossing.share([x for x in shared if isinstance(x, Tensor) and x.requires_grad])
                 args, kwargs = unflatten(leaves, given.nesting)
                 if trace is not None:
                     trace.begin(step.call.input, self.i, leaves, [*args, *kwargs.values()])
-                del given, leaves, shared
+                del given, leaves
                 set_function_modes([*first, *before, *([] if trace is None else [trace])])
                 output = self._call.forward(*args, **kwargs)
                 del args, kwargs
@@ -132,6 +121,9 @@ class ModuleForward:
             finally:
                 set_function_modes(before)
                 self._within.close()
+                self.crossing.close()
+                self._activation = self.trace = None  # The trace keeps the numbers' graphs alive.
+                del self._pause
 
     def advance(self, stage: int) -> None:
         """Moves on to a later stage, past those in between."""

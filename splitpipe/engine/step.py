@@ -81,7 +81,7 @@ class StepRun:
 
         self._begin(0)
         try:
-            self.forwards[i].forward_all(advance)
+            self.call.contexts[i].run(self.forwards[i].forward_all, advance)
             self._end(OpRun("F", len(self.stages) - 1, (i,)))
         finally:
             self.launching.give()

@@ -86,9 +86,8 @@ class StitchedCrossing(Crossing):
         super().__init__(step, i, *rest)
         self.lane = Lane(step, i, streams)
 
-    def enter(self, given: Activation) -> list[Any]:
-        """The leaves of what the caller has given, as outputs of this thread's nodes, whose numbers tell the stage."""
-        self.lane.begin()
+    def _entered(self, given: Activation) -> list[Any]:
+        self.lane.begin()  # The numbers of this thread's nodes tell the stage.
         known = {id(x): x for x in given.leaves if isinstance(x, Tensor) and x.requires_grad}
         entered = {key: Wait.apply(x, None, None) for key, x in known.items()}
         return [entered.get(id(x), x) for x in given.leaves]
