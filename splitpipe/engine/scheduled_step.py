@@ -36,16 +36,15 @@ Sums = dict[Any, tuple[RunningStage, list[tuple[Tensor, Total]]]]
 
 
 class HandOver:
-    """Whether a step's gradients were handed over."""
+    """The outer graph of a step's loss; None if it has no gradients, or has handed them over."""
 
     def __init__(self) -> None:
         self.graph: weakref.ref[OuterGraph] | None = None
-        self.done = False
 
     @property
     def dropped(self) -> bool:
         """True if there were gradients, and can be no backward any more."""
-        return self.graph is not None and self.graph() is None and not self.done
+        return self.graph is not None and self.graph() is None
 
 
 class ScheduledStep:
@@ -96,7 +95,7 @@ def _scale(
     sums: Sums, unit: Tensor | None, hand_over: HandOver, grads: Mapping[int, Tensor], wanted: Groups, keep: bool
 ) -> Gradients:
     """The gradients, times that of the loss and ``unit`` (None: 1); in place, unless they are needed again."""
-    hand_over.done = True
+    hand_over.graph = None
     if not grads:
         return {key: [None] * len(tensors) for key, tensors in wanted.items()}
     grad: Any = grads[0] if unit is None else grads[0] * unit

@@ -50,47 +50,42 @@ class SequentialForward:
 
     def forward(self, j: int) -> None:
         """F of a stage."""
-        step, stage = self._step, self._step.stages[j]
-        own, last = stage.own, j == len(step.stages) - 1
+        step, call, i, stage = self._step, self._step.call, self._i, self._step.stages[j]
+        own, last, segment = stage.own, j == len(step.stages) - 1, Segment()
         given = {key: self._sent.pop(key) for key in (None, *own.arriving) if key in self._sent}
-        for each in given.values():
-            stream.wait_for(stage.compute, each.event)
-            stream.spent(each.event)
+        for value in given.values():
+            stream.wait_for(stage.compute, value.event)
+            stream.spent(value.event)
         if last and self._target is not None:
-            given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(self._i))
-        with thread_state.use(step.call.state):
-            values = self._run(stage, given)
-        value = values[None]
+            given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(i))
+        if call.state.grad:
+            stage.fwd_cache[i] = segment
+        rng_states = RNGStates(call.draws, stage.device, j * call.microbatches + i)
+        layers = partial(_run_stage, step, stage, i, given, segment, "forward")
+        with thread_state.use(call.state):
+            if i < call.checkpointed:
+                run = CheckpointedRun(own.recomputed, rng_states, stage.name)
+                values = run.first(layers)
+                if step.drop_in:
+                    segment.close(False, own)  # Its graph is dropped, but shows the leaves.
+                signatures = [value.signature for value in values.values()]
+                stage.fwd_cache[i] = Segment(partial(_recompute, i, given, _versions(given), signatures, run))
+            else:
+                with rng_states.first(recomputed=False):
+                    values = layers()
+                if call.state.grad:
+                    segment.close(step.split, own)
+        if step.drop_in:
+            stage.reached.update(segment.graph.parameters())
+        output = values[None]
         if last and self._target is not None:
-            step.scheduled.start_backward(self._i, value.leaves[0], value.origins[0])
+            step.scheduled.start_backward(i, output.leaves[0], output.origins[0])
         elif last:
-            left = {id(x): (x, *origin) for x, origin in zip(value.leaves, value.origins) if origin is not None}
-            self.output = Output(value.leaves, value.nesting, left)  # type: ignore[arg-type]
+            left = {id(x): (x, *origin) for x, origin in zip(output.leaves, output.origins) if origin is not None}
+            self.output = Output(output.leaves, output.nesting, left)  # type: ignore[arg-type]
         for key, target in () if last else ((None, j + 1), *own.leaving):
             if key in values:
                 self._sent[key] = send(values[key], step.route(j, target), step.timed(j))
-
-    def _run(self, stage: RunningStage, given: Values) -> Values:
-        """The output (by None) and the skips, outside the graph."""
-        step, call, i, segment, run = self._step, self._step.call, self._i, Segment(), None
-        if call.state.grad:
-            stage.fwd_cache[i] = segment
-        rng_states = RNGStates(call.draws, stage.device, stage.index * call.microbatches + i)
-        layers = partial(_run_stage, step, stage, i, given, segment, "forward")
-        if i < call.checkpointed:
-            run = CheckpointedRun(stage.own.recomputed, rng_states, stage.name)
-            values = run.first(layers)
-        else:
-            with rng_states.first(recomputed=False):
-                values = layers()
-        if call.state.grad and (run is None or step.drop_in):
-            segment.close(step.split and run is None, stage.own)
-            if step.drop_in:
-                stage.reached.update(segment.graph.parameters())
-        if run is not None:
-            signatures = [value.signature for value in values.values()]
-            stage.fwd_cache[i] = Segment(partial(_recompute, i, given, _versions(given), signatures, run))
-        return values
 
 
 def _recompute(

@@ -1,7 +1,7 @@
-"""Checkpoint and Recompute: what a stage saves is dropped, and made again in backward, early enough.
+"""Checkpoint: what a stage saves is dropped, and made again in backward, early enough.
 
-    stage ── Recompute ══ Copy ══> next stage       backward, from right to left: the stage's stream recomputes
-              (a Wait)                              during the copy of the gradient, and only then waits for it
+    stage ── Wait ══ Copy ══> next stage       backward, from right to left: the stage's stream recomputes during the
+                                               copy of the gradient, and only then waits for it
 
 The graph stays, and only what its nodes save is dropped, so there are second derivatives, and gradients of losses that
 layers keep. torch.utils.checkpoint does so, too, but takes half as long again on the host, isn't safe with threads
@@ -24,7 +24,6 @@ from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _current_graph_task_id
-from splitpipe.engine.stitched.copy import Wait
 from splitpipe.stage.recomputation import CheckpointedRun, Modules
 
 Inputs = Sequence[list[Any]]
@@ -68,10 +67,6 @@ class Checkpoint:
                 self._repeat()
                 self._task = task
 
-    def wait(self, x: Tensor, first: Stream, second: Stream) -> Any:
-        """A Wait, whose backward first recomputes."""
-        return Recompute.apply(x, first, second, self)
-
     @uncompiled
     def _pack(self, x: Tensor) -> SavedTensor:
         saved = SavedTensor()
@@ -107,18 +102,3 @@ class Checkpoint:
         for reference, x in zip(self._saved, made):
             if (saved := reference()) is not None:
                 saved.tensor = x
-
-
-class Recompute(Wait):
-    """A Wait, whose backward first recomputes: on its device, whose thread alone may set the device's generator."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Stream, second: Stream, checkpoint: Checkpoint) -> Tensor:  # type: ignore
-        ctx.checkpoint = ref(checkpoint)  # It lives as long as a node needs its tensors.
-        return Wait.forward(ctx, x, first, second)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # type: ignore
-        if (checkpoint := ctx.checkpoint()) is not None:
-            checkpoint.recompute()
-        return *Wait.backward(ctx, grad), None

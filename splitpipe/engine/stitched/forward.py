@@ -1,6 +1,6 @@
 """A microbatch's way through the stages in the one graph: values reach later stages by Copy and Wait.
 
-    ══ Copy ══> Wait ── stage ── Recompute, or Wait ══ Copy ══>         an nn.Sequential: layers, stage by stage
+    ══ Copy ══> Wait ── stage ── Wait ══ Copy ══>                       an nn.Sequential: layers, stage by stage
     block on stage 0 ── Wait ══ Copy ══> Wait ── block on stage 1       any module's own forward, in a thread
 
 In a module's own forward, a value crosses when the code uses it, and each block is a separate checkpoint.
@@ -64,8 +64,8 @@ class StitchedForward:
                 with rng_states.first(recomputed=False):
                     values = first()
             for key in [key for key in (None, *[key for key, _ in own.leaving]) if key in values]:
-                wait = Wait.apply if key is not None or checkpoint is None else checkpoint.wait
-                self._ways[key] = _each(values[key], partial(lane.leave, stage=j, wait=wait)), j
+                leave = partial(lane.leave, stage=j, checkpoint=checkpoint if key is None else None)
+                self._ways[key] = _each(values[key], leave), j
         if j == len(step.stages) - 1:
             value, _ = self._ways.pop(None)
             self.output = Output(value.leaves, value.nesting, {})
