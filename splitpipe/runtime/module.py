@@ -18,7 +18,7 @@ from splitpipe.engine.module import ModuleCall, ModuleForward
 from splitpipe.engine.module_output import keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.copy import Lane
-from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing, keep_stitched_output
+from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.reduction import UNSEEN
 from splitpipe.microbatch.divider import ArgumentDivider, labelled, name_arguments, signature_of
@@ -124,7 +124,7 @@ class ModuleRuntime(Runtime):
         # In one graph, parameters are carried like the values of one more microbatch.
         carry = Lane(step, call.microbatches, streams).carry if stitched else None
         shared = SharedParameters(batch.module, placement, step.stages, carry)
-        finish: Callable[[Any, Any], None] = keep_stitched_output if stitched else keep_output
+        finish: Callable[[Any, Any], None] = keep_output
         if not step.drop_in:
             finish = keep_own_loss if objective is None else partial(keep_loss, objective, targets)
         labels = labelled(dict(name_arguments(self.signature, batch.args, batch.kwargs)))
