@@ -96,10 +96,10 @@ class Sums:
             for total, grad in zip(totals, grads):
                 total.add(grad)
 
-    def take(self, weight: Tensor) -> Total | None:
+    def take(self, weight: Tensor) -> Tensor | None:
         """Removes and returns the sum of a tensor; None if it has no gradient."""
         _, total = self._sums.pop(id(weight), (None, None))
-        return total if total is not None and total.value is not None else None
+        return None if total is None else total.value
 
     def __iter__(self) -> Iterator[tuple[Tensor, Total]]:
         """Each tensor that has a gradient, and its sum."""

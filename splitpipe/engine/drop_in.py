@@ -91,9 +91,8 @@ def _run_second_half(
     shared.bring_home()
     gradients: Gradients = {}
     for stage in stages:
-        totals = [stage.store.sums.take(x) for x in wanted.get(stage.index, ())]
-        values = [None if total is None else total.value for total in totals]
-        gradients[stage.index] = hand(values, stage.compute, stream.current(stage.device))
+        grads_of = [stage.store.sums.take(x) for x in wanted.get(stage.index, ())]
+        gradients[stage.index] = hand(grads_of, stage.compute, stream.current(stage.device))
     if None in wanted:
         of_input = input_gradients(step, None, call.input)
         gradients[None] = [of_input.get(k) for k in tracked]

@@ -66,10 +66,10 @@ class SharedParameters:
         for x, copy, _ in self._copies.values():
             home = self._stages[self._home(x)]
             for stage in self._stages:
-                total = stage.store.sums.take(copy)
-                if total is not None and total.value is not None:
+                grad = stage.store.sums.take(copy)
+                if grad is not None:
                     with stream.use(stage.compute, home.compute):
-                        home.store.sums.of(x).add(brought(total.value, x.device))
+                        home.store.sums.of(x).add(brought(grad, x.device))
 
     def verify(self) -> None:
         """Raises for a copy that was written to: the original hasn't changed."""
