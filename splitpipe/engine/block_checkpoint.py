@@ -159,8 +159,7 @@ class BlockChain:
                 "Expected these inside a block, and each term of the loss in the output; or checkpoint='never'."
             )
         stage, segment = step.stages[self._stage], Segment()
-        if stage.compute is not None:
-            step.launching.take()
+        step.launching.take(stage.compute)
         try:
             stage.store.finish()
             self._recompute(step, stage, segment)

@@ -6,7 +6,7 @@ runs in it, op after op.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,7 +34,7 @@ class Output(NamedTuple):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Output:
         """The same with other tensors, also as the terms of its numbers."""
-        numbers: dict[int, Number | Unknown] = {}
+        numbers, change = dict[int, Number | Unknown](), cache(change)  # A tensor that occurs twice stays one.
         leaves = [change(x) if isinstance(x, Tensor) else x for x in self.leaves]
         for x, y in zip(self.leaves, leaves):
             if (number := self.numbers.get(id(x))) is not None:

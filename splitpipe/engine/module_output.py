@@ -17,13 +17,14 @@ from splitpipe.microbatch.tree import flatten, unflatten
 
 def keep_output(forward: Any, output: Any) -> None:
     """Drop-in: keeps what the caller's backward can start from: the output, and the terms of its numbers."""
-    kept, step, i = kept_output(forward, output, forward.crossing.leave), forward.step, forward.i
+    step, crossing = forward.step, forward.crossing
+    forward.output = kept = kept_output(forward, output, crossing.leave)
     numbers = [number for number in kept.numbers.values() if isinstance(number, Number)]
-    for x in (*kept.leaves, *[x for number in numbers for x in number.amounts.values()]):
-        if isinstance(x, Tensor) and x.grad_fn is not None and step.call.state.grad and id(x) not in kept.left:
-            j = forward.crossing.stage_of(x)
-            kept.left[id(x)] = x.detach(), j, step.stages[j].fwd_cache[i].leave(x)
-    forward.output = kept
+    tensors = [*kept.leaves, *[x for number in numbers for x in number.amounts.values()]]
+    for x in tensors if step.call.state.grad and not crossing.one_graph else ():
+        if isinstance(x, Tensor) and x.grad_fn is not None and id(x) not in kept.left:
+            j = crossing.stage_of(x)
+            kept.left[id(x)] = x.detach(), j, step.stages[j].fwd_cache[forward.i].leave(x)
 
 
 def keep_loss(objective: Objective, targets: Sequence[Any], forward: Any, output: Any) -> None:

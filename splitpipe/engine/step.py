@@ -117,8 +117,7 @@ class StepRun:
             self.launching.give()
 
     def _begin(self, stage: int) -> None:
-        if self.stages[stage].compute is not None:
-            self.launching.take()
+        self.launching.take(self.stages[stage].compute)
         if self.traces:
             self.traces[stage].start()
 
@@ -164,6 +163,5 @@ class StepRun:
         self.hooks.park(graph.leaves)
         self.launching.give()
         gradients = backward_input(roots, grads, segment.entries, graph, keep)
-        if stage.compute is not None:
-            self.launching.take()
+        self.launching.take(stage.compute)
         return gradients

@@ -17,7 +17,7 @@ from splitpipe.engine.module import ModuleCall, ModuleForward
 from splitpipe.engine.module_output import keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.copy import Lane
-from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing, keep_stitched_output
+from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing
 from splitpipe.loss.reduction import UNSEEN
 from splitpipe.microbatch.divider import ArgumentDivider, name_arguments
 from splitpipe.partition.attributes import Attributes
@@ -126,7 +126,7 @@ class ModuleRuntime(Runtime):
         # In one graph, parameters are carried like the values of one more microbatch.
         carry = Lane(step, call.microbatches, streams).carry if stitched else None
         shared = SharedParameters(batch.module, placement, step.stages, carry)
-        finish: Callable[[Any, Any], None] = keep_stitched_output if stitched else keep_output
+        finish: Callable[[Any, Any], None] = keep_output
         if not step.drop_in:
             objective = None if batch.target is None else self._objective
             finish = keep_own_loss if objective is None else partial(keep_loss, objective, targets)

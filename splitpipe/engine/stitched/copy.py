@@ -93,7 +93,7 @@ class Lane:
         for _ in range(_get_sequence_nr(), self._reserved):  # Once a thread.
             torch.empty(0, device="cpu", requires_grad=True).view(0)
 
-    def leave(self, x: Tensor, stage: int, checkpoint: Any = None) -> Any:
+    def leave(self, x: Tensor, stage: int, checkpoint: Any = None) -> Tensor:
         """The tensor, as it ends a stage, for the copy stream, which waits for what the stage computes."""
         port = self._ports[stage]
         if x.device != port.device:  # A layer has moved it.
@@ -102,9 +102,9 @@ class Lane:
             with stream.use(port.compute):
                 x = Wait.apply(x, None, None)
         with stream.use(port.copy):
-            y: Any = Wait.apply(x, port.compute, port.copy, checkpoint)
+            y: Tensor = Wait.apply(x, port.compute, port.copy, checkpoint)
         if y.grad_fn is not None:
-            y.grad_fn._set_sequence_nr(self._number + stage)
+            y.grad_fn._set_sequence_nr(self._number + stage)  # type: ignore[attr-defined]
         return y
 
     def bring(self, x: Tensor, source: int, target: int) -> Tensor:

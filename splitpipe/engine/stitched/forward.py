@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,6 @@ from splitpipe.core.stream import NamedStreams
 from splitpipe.engine.block_checkpoint import BlockChains
 from splitpipe.engine.crossing import Crossing
 from splitpipe.engine.drop_in import Output
-from splitpipe.engine.module_output import kept_output
 from splitpipe.engine.sequential import run_layers
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.checkpoint import Checkpoint, Inputs
@@ -85,16 +84,20 @@ class StitchedCrossing(Crossing):
 
     def __init__(self, streams: NamedStreams, step: StepRun, i: int, *rest: Any) -> None:
         super().__init__(step, i, *rest)
-        self.lane = Lane(step, i, streams)
+        self._lane = Lane(step, i, streams)
 
     def _entered(self, given: Activation) -> list[Any]:
-        self.lane.begin()  # The numbers of this thread's nodes tell the stage.
+        self._lane.begin()  # The numbers of this thread's nodes tell the stage.
         known = {id(x): x for x in given.leaves if isinstance(x, Tensor) and x.requires_grad}
         entered = {key: Wait.apply(x, None, None) for key, x in known.items()}
         return [entered.get(id(x), x) for x in given.leaves]
 
     def _carry(self, x: Tensor, source: int, stage: int) -> Tensor:
-        return self.lane.carry(x, source, stage)
+        return self._lane.carry(x, source, stage)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """An output, as it ends the last stage."""
+        return self._lane.leave(super().leave(x), self._stage)
 
 
 class CheckpointedBlocks(BlockChains):
@@ -114,9 +117,3 @@ class CheckpointedBlocks(BlockChains):
         checkpoint = Checkpoint(modules, RNGStates(self.step.call.draws, stage.device), described, stage.compute)
         with trace or nullcontext():
             return checkpoint.run(partial(call, *args, **kwargs), rerun, [leaves])
-
-
-def keep_stitched_output(forward: Any, output: Any) -> None:
-    """Keeps the output, with its graph."""
-    lane, leave, stage = forward.crossing.lane, forward.crossing.leave, forward.stage
-    forward.output = kept_output(forward, output, cache(lambda x: lane.leave(leave(x), stage)))
