@@ -53,19 +53,19 @@ class StitchedForward:
             lane.begin()
             given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in ways.items()}
             layers = partial(run_layers, step, own, i, {key: replace(part, leaves=[]) for key, part in given.items()})
-            inputs = [part.leaves for part in given.values()]
+            entered = [part.leaves for part in given.values()]
             if i < call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
-                given = {key: _each(part, Tensor.clone) for key, part in given.items()}
-            first = partial(layers, [part.leaves for part in given.values()], "forward")
-            if i < call.checkpointed:
+                copies = [_each(part, Tensor.clone).leaves for part in given.values()]
+                first, rerun = partial(layers, copies, "forward"), partial(layers, doing="recomputation")
                 rng_states = RNGStates(call.draws, own.place.device)
                 checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[j])
-                values = checkpoint.run(first, partial(layers, doing="recomputation"), inputs)
+                values = checkpoint.run(first, rerun, entered)
             else:
-                values = first()
-            for key in [key for key in (None, *[key for key, _ in own.leaving]) if key in values]:
-                leave = partial(lane.leave, stage=j, checkpoint=checkpoint if key is None else None)
-                self._ways[key] = _each(values[key], leave), j
+                values = layers(entered, "forward")
+            for key, _ in ((None, j + 1), *own.leaving):
+                if key in values:
+                    leave = partial(lane.leave, stage=j, checkpoint=checkpoint if key is None else None)
+                    self._ways[key] = _each(values[key], leave), j
         if j == len(step.stages) - 1:
             value, _ = self._ways.pop(None)
             self.output = Output(value.leaves, value.nesting, {})
