@@ -75,7 +75,7 @@ _NODES = "The node's stream in backward, and thus what the gradient waits for: n
 _BETWEEN = "While the caller is in the call, other threads may use the memory, on a stream that it has given."
 #: Places that no case misses, and why they are there.
 EXPLAINED = {
-    "engine/module.py: ModuleForward._forward: use": _OTHERS,
+    "engine/module.py: ModuleForward.forward_all: use": _OTHERS,
     "engine/drop_in.py: _run_second_half: hold": "Threads of autograd's may run other parts of the graph meanwhile.",
     "stage/call.py: hand: hold": _BETWEEN,
     "partition/call_hook.py: _brought.<locals>.bring: hold":
