@@ -45,9 +45,9 @@ class LaunchLock:
     def __init__(self) -> None:
         self._lock, self._owner = threading.Lock(), 0
 
-    def take(self) -> None:
-        """Takes the lock, if it is free soon."""
-        if self._lock.acquire(timeout=_PATIENCE):
+    def take(self, compute: Stream) -> None:
+        """Takes the lock for work on a stream of an accelerator, if it is free soon."""
+        if compute is not None and self._lock.acquire(timeout=_PATIENCE):
             self._owner = threading.get_ident()
 
     def give(self) -> None:

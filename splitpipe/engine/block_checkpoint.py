@@ -28,6 +28,7 @@ from splitpipe.core import thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import sharing, version_of
+from splitpipe.core.thread_state import State
 from splitpipe.engine.crossing import changed
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace
@@ -52,36 +53,36 @@ class BlockChains:
         """Ends the chain, at a split point."""
         self._chain = self._token = None
 
-    def run(self, stage: RunningStage, block: BlockRun, args: Any, kwargs: dict[str, Any], trace: Trace | None) -> Any:
-        """The block's output, which has a node of the chain in place of the block's own graph."""
-        inputs = _tensors([*args, *kwargs.values()])
-        versions = [version_of(x) for x in inputs]
+    def run(
+        self, stage: RunningStage, modules: Modules, described: str, call: Callable[..., Any], args: Any,
+        kwargs: dict[str, Any], trace: Trace | None,
+    ) -> Any:
+        """The output of a block's call, which has a node of the chain in place of the block's own graph."""
+        state, inputs = thread_state.capture(), _tensors([*args, *kwargs.values()])
+        versions, ids = [version_of(x) for x in inputs], {*map(id, inputs)}
+        run = CheckpointedRun(modules, RNGStates(self.step.call.draws, stage.device), described)
         with trace or nullcontext():
-            output = block.first(RNGStates(self.step.call.draws, stage.device), args, kwargs)
-        made, own = _tensors(output), {*map(id, inputs)}
-        places = {id(y): k for k, y in enumerate(made) if y.grad_fn is not None and id(y) not in own}
+            output = run.first(partial(call, *args, **kwargs))
+        made = _tensors(output)
+        places = {id(y): k for k, y in enumerate(made) if y.grad_fn is not None and id(y) not in ids}
+        distinct = [made[k] for k in places.values()]
         written = versions != [version_of(x) for x in inputs]
-        block.places = [*places.values()]
-        distinct = [made[k] for k in block.places]
         if not places or written or trace is not None and trace.ledger.has_number(made) or sharing(distinct, inputs):
             return output  # With its graph: R would get other inputs; numbers' terms or views would have lost theirs.
-        if self.step.drop_in and block.modules not in stage.reached_by:
+        if self.step.drop_in:
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
             self._shared.reach(stage, walk([get_gradient_edge(y) for y in distinct], ends, False).parameters())
-            parameters = block.modules.parameters  # As in ``RunningStage.reached_all``.
-            if stage.reached and all([id(p) in stage.reached for _, _, p in parameters if p.requires_grad]):
-                stage.reached_by.add(block.modules)
         chain, tracked = self._chain, [*{id(x): x for x in inputs if x.requires_grad}.values()]
         if chain is None or chain.size >= _CAP or any([chain.place_of(x) is None for x in tracked]):
             chain = self._chain = BlockChain(self, stage, tracked)
             phony = torch.empty(0, device=stage.device, requires_grad=True)  # For its thread, if no input has a graph.
             self._token = _Chain.apply(chain, phony, *tracked)
-        block.arguments = changed((args, kwargs), chain.enter)
+        arguments = changed((args, kwargs), chain.enter)
+        chain.repeats.append((described, partial(_repeat, call, run, state, arguments, [*places.values()])))
         stand = _Outputs.apply(chain, len(chain.versions), self._token, [y.detach() for y in distinct])
         if trace is not None:
             for y, z in zip(distinct, stand):
                 trace.ledger.link(y, z)
-        chain.runs.append(block)
         chain.versions += map(version_of, stand)
         chain.size += sum([y.nbytes for y in stand])
         standing = dict(zip(places, stand))
@@ -101,26 +102,18 @@ class _Place(int):
     device = torch.device("cpu")  # For which a PackedSequence of places asks.
 
 
-class BlockRun:
-    """A call of a block, and what its recomputation needs; ``described``: for messages."""
+def _repeat(
+    call: Callable[..., Any], run: CheckpointedRun, state: State, arguments: Any, places: Sequence[int],
+    made: Sequence[Tensor], inputs: Sequence[Tensor],
+) -> list[Tensor]:
+    """R of a block: the outputs that have a graph, from those of earlier blocks and the chain's inputs.
 
-    def __init__(self, call: Callable[..., Any], modules: Modules, described: str) -> None:
-        self.call, self.modules, self.described = call, modules, described
-        self._state = thread_state.capture()
-        self.arguments: Any = None  #: Its arguments, with places: tensors have graphs, which refer to this.
-        self.places: list[int] = []  #: Of the outputs that have a graph, among all tensors that it returns.
-
-    def first(self, rng_states: RNGStates, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """F: the output."""
-        self._checkpointed = CheckpointedRun(self.modules, rng_states, self.described)
-        return self._checkpointed.first(partial(self.call, *args, **kwargs))
-
-    def repeat(self, made: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """R: the outputs that have a graph, from those of earlier blocks and the chain's inputs."""
-        args, kwargs = changed(self.arguments, lambda k: inputs[k] if k >= 0 else made[~k], _Place)
-        with thread_state.use(self._state):
-            found = _tensors(self._checkpointed.recompute(partial(self.call, *args, **kwargs)))
-        return [found[k] for k in self.places]
+    ``arguments``: with places, since tensors have graphs, which refer to this; ``places``: of these outputs in all.
+    """
+    args, kwargs = changed(arguments, lambda k: inputs[k] if k >= 0 else made[~k], _Place)
+    with thread_state.use(state):
+        found = _tensors(run.recompute(partial(call, *args, **kwargs)))
+    return [found[k] for k in places]
 
 
 class BlockChain:
@@ -130,7 +123,7 @@ class BlockChain:
         # A weak reference, since the step refers to the graph, of which this is a part.
         self._step, self._stage, self._i = weakref.ref(of.step), stage.index, of.i
         self._attributes = of.attributes
-        self.runs: list[BlockRun] = []
+        self.repeats: list[tuple[str, Callable[..., list[Tensor]]]] = []  #: A description of each block, and its R.
         #: Tensors that entered, by identity and version. Those that require grad come first.
         self._inputs = {(id(x), version_of(x)): (_Place(k), x) for k, x in enumerate(tracked)}
         self._tracked = len(tracked)
@@ -165,20 +158,37 @@ class BlockChain:
                 "tensor that a hook or an attribute has kept, or in an autograd.Function or torch.func transform. "
                 "Expected these inside a block, and each term of the loss in the output; or checkpoint='never'."
             )
-        stage = step.stages[self._stage]
-        if stage.compute is not None:
-            step.launching.take()
+        stage, segment = step.stages[self._stage], Segment()
+        step.launching.take(stage.compute)
         try:
-            return self._backward(step, stage)
+            stage.store.finish()
+            self._recompute(step, stage, segment)
+            gradients = step.differentiate(stage, segment, keep=False)
+            if step.wants_weights:
+                stage.store.add(self._i, gradients)
+            return gradients.entries
         finally:
             step.launching.give()
 
-    def _backward(self, step: StepRun, stage: RunningStage) -> Sequence[Tensor | None]:
+    def _recompute(self, step: StepRun, stage: RunningStage, segment: Segment) -> None:
+        """R of the blocks, as a segment to which the gradients of their outputs have come."""
         grads, self.grads = self.grads, {}
-        segment = Segment()
-        stage.store.finish()
-        with torch.enable_grad():
-            made = self._recompute(stage, segment)
+        if any([version_of(x) != version for (_, version), (_, x) in self._inputs.items()]):
+            raise RuntimeError(
+                "an input of a checkpointed block was written to in place after its forward, which is recomputed: "
+                "expected it as it was. Write to a copy (x.clone())."
+            )
+        inputs, made = [x.detach() for _, x in self._inputs.values()], list[Tensor]()
+        inputs[: self._tracked] = segment.enter(inputs[: self._tracked], [(None, k) for k in range(self._tracked)])
+        for described, repeat in self.repeats:
+            try:
+                made += repeat(made, inputs)
+            except BaseException as error:
+                add_note(error, f"in the recomputation of {described}, {stage.name}, microbatch {self._i}")
+                raise
+        for x in inputs:
+            if x._backward_hooks:
+                x._backward_hooks.clear()  # A block's hooks of its arguments: those of the forward are called.
         self._attributes.withdraw(stage.index)
         for number, grad in grads.items():
             y = made[number]
@@ -189,31 +199,6 @@ class BlockChain:
                 )
             segment.arrived.append((segment.leave(y), grad, None))
         segment.close(step.split, stage.own)
-        gradients = step.differentiate(stage, segment, keep=False)
-        if step.wants_weights:
-            stage.store.add(self._i, gradients)
-        return gradients.entries
-
-    def _recompute(self, stage: RunningStage, segment: Segment) -> list[Tensor]:
-        if any([version_of(x) != version for (_, version), (_, x) in self._inputs.items()]):
-            raise RuntimeError(
-                "an input of a checkpointed block was written to in place after its forward, which is recomputed: "
-                "expected it as it was. Write to a copy (x.clone())."
-            )
-        inputs = [x.detach() for _, x in self._inputs.values()]
-        origins = [(None, k) for k in range(self._tracked)]
-        inputs[: self._tracked] = segment.enter(inputs[: self._tracked], origins)
-        made: list[Tensor] = []
-        for run in self.runs:
-            try:
-                made += run.repeat(made, inputs)
-            except BaseException as error:
-                add_note(error, f"in the recomputation of {run.described}, {stage.name}, microbatch {self._i}")
-                raise
-        for x in inputs:
-            if x._backward_hooks:
-                x._backward_hooks.clear()  # A block's hooks of its arguments: those of the forward are called.
-        return made
 
 
 class _Chain(Function):

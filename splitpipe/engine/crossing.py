@@ -11,7 +11,7 @@ node, since one thread runs all of a forward; another microbatch's thread counts
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -31,59 +31,6 @@ from splitpipe.stage.segment import enter
 from splitpipe.stage.shared_parameters import SharedParameters
 
 
-class Detaching:
-    """How a microbatch's values reach later stages: detached; their gradients return to the segments that made them."""
-
-    one_graph = False  #: Whether values stay in one graph.
-
-    def __init__(self, step: StepRun, i: int) -> None:
-        self._step, self._i = step, i
-        self._ends: dict[int, torch.Event | None] = {}
-
-    def begin(self, stage: int) -> None:
-        """F of a stage begins: on another stream of their device, it waits for earlier stages."""
-        for earlier in range(stage):
-            route = self._step.route(earlier, stage)
-            if route is not None and route.source == route.target:
-                stream.wait_for(route.computes[1], self._ends[earlier])
-
-    def end(self, stage: int) -> None:
-        """Called when F of a stage ends: copies of its values wait for no more than that."""
-        compute = self._step.stages[stage].compute
-        if compute is not None:
-            self._ends[stage] = stream.mark(compute)
-
-    def enter(self, given: Activation, stage: int) -> list[Any]:
-        """The leaves of what the caller has given, as they enter a stage's graph."""
-        segment = self._step.stages[stage].fwd_cache.get(self._i)
-        return given.leaves if segment is None else enter([given], segment)[0]
-
-    def carry(self, x: Tensor, source: int, stage: int) -> Tensor:
-        """A value of another stage, for this one."""
-        step, i = self._step, self._i
-        tracked = x.requires_grad and step.call.state.grad
-        if tracked and source >= stage:
-            raise RuntimeError(f"stage {stage} uses a tensor with a graph of stage {source}, which comes later.")
-        y, route = x.detach() if tracked else x, step.route(source, stage)
-        if route is not None and x.device == route.source:
-            [y], event = route.carry([y], step.timed(stage), self._ends.get(source))
-            stream.wait_for(step.stages[stage].compute, event)
-            stream.spent(event)
-        if not tracked:
-            return y
-        origin = source, step.stages[source].fwd_cache[i].leave(x)
-        return step.stages[stage].fwd_cache[i].enter([y], [origin])[0]
-
-    def hold(self, x: Tensor, stage: int) -> None:
-        """Called with a value without a graph that is on a stage's device: another stream there may have made it."""
-        stream.hold(x, self._step.stages[stage].compute)
-
-    def close(self) -> None:
-        """Called when the forward has ended."""
-        for event in self._ends.values():
-            stream.spent(event)
-
-
 class _Value:
     """A value that has crossed: its tensors, the latest one last, the stage of that one, and its version there."""
 
@@ -101,31 +48,46 @@ _MISSED = (
 
 
 class Crossing:
-    """The values of one microbatch, as its current stage sees them.
+    """The values of one microbatch, as its current stage sees them; ``link``: see ``_bring``.
 
-    ``carrier``: see ``Detaching``; ``link``: called with a tensor and its counterpart on another stage.
+    They reach later stages detached; their gradients return to the segments that made them.
     """
 
+    one_graph = False  #: Whether values stay in one graph.
+
     def __init__(
-        self, carrier: Any, placement: Placement, shared: SharedParameters,
+        self, step: StepRun, i: int, placement: Placement, shared: SharedParameters,
         link: Callable[[Tensor, Tensor], None] | None,
     ) -> None:
-        self._carrier, self._placement, self._shared, self._link = carrier, placement, shared, link
+        self._step, self._i, self._placement, self._shared, self._link = step, i, placement, shared, link
         self._stage = 0
         self._first_nodes: list[int] = []  #: The number of the first node of each stage.
+        self._ends: dict[int, torch.Event | None] = {}  #: Of F of each stage: copies of its values wait for no more.
         self._values: dict[int, _Value] = {}
         #: The storages of values that were written to after they had crossed, and of what others have, too.
         self._written, self._tainted = set[int](), set[int]()
 
-    def share(self, arguments: Sequence[Tensor]) -> None:
-        """Called with arguments that share memory with other ones, maybe of other microbatches."""
-        self._values = {id(x): _Value(x, 0) for x in arguments}
-        self._tainted.update(map(storage_of, arguments))
-
     def begin(self, stage: int) -> None:
-        """Called when F of a stage begins."""
+        """Called when F of a stage begins: on another stream of their device, it waits for earlier stages."""
         self._stage = stage
         self._first_nodes.append(_get_sequence_nr())
+        for earlier in range(stage):
+            route = self._step.route(earlier, stage)
+            if route is not None and route.source == route.target:
+                stream.wait_for(route.computes[1], self._ends[earlier])
+
+    def enter(self, given: Activation) -> list[Any]:
+        """The leaves of what the caller has given, as they enter the current stage's graph."""
+        leaves = self._entered(given)
+        for x in [leaves[k] for k in given.shared]:  # With other ones, maybe of other microbatches.
+            if isinstance(x, Tensor) and x.requires_grad:
+                self._values[id(x)] = _Value(x, self._stage)
+                self._tainted.add(storage_of(x))
+        return leaves
+
+    def _entered(self, given: Activation) -> list[Any]:
+        segment = self._step.stages[self._stage].fwd_cache.get(self._i)
+        return given.leaves if segment is None else enter([given], segment)[0]
 
     def stage_of(self, x: Tensor) -> int:
         """The stage in whose graph a tensor is."""
@@ -149,20 +111,36 @@ class Crossing:
             return x
         if self._placement.is_elsewhere(x, self._stage):
             return self._bring(x, _Value(x, self._placement.stage_on(x.device, self._stage)))
-        self._carrier.hold(x, self._stage)
+        stream.hold(x, self._step.stages[self._stage].compute)  # Another stream of the device may have made it.
         return x
 
     def _bring(self, x: Tensor, value: _Value) -> Tensor:
+        """A value of another stage, for this one; ``link`` is called with a tensor and its counterpart there."""
         with DisableTorchFunction():  # Unseen by function modes.
             if (copy := self._shared.copy(x, self._stage)) is not None:
                 return copy
-            y: Tensor = self._carrier.carry(value.tensors[-1], value.stage, self._stage)
+            y = self._carry(value.tensors[-1], value.stage, self._stage)
             value.tensors.append(y)
             value.stage, value.version = self._stage, version_of(y)
             self._values[id(x)] = self._values[id(y)] = value
             if self._link is not None:
                 self._link(x, y)
             return y
+
+    def _carry(self, x: Tensor, source: int, stage: int) -> Tensor:
+        step, i = self._step, self._i
+        tracked = x.requires_grad and step.call.state.grad
+        if tracked and source >= stage:
+            raise RuntimeError(f"stage {stage} uses a tensor with a graph of stage {source}, which comes later.")
+        y, route = x.detach() if tracked else x, step.route(source, stage)
+        if route is not None and x.device == route.source:
+            [y], event = route.carry([y], step.timed(stage), self._ends.get(source))
+            stream.wait_for(step.stages[stage].compute, event)
+            stream.spent(event)
+        if not tracked:
+            return y
+        origin = source, step.stages[source].fwd_cache[i].leave(x)
+        return step.stages[stage].fwd_cache[i].enter([y], [origin])[0]
 
     def end(self) -> None:
         """Called when F of a stage ends: raises for a write to a value that shares memory with another one."""
@@ -173,6 +151,9 @@ class Crossing:
             storages = [storage_of(value.tensors[0]) for value in values]
             if any([each in self._tainted or storages.count(each) > 1 for each in self._written - {0}]):
                 raise RuntimeError(_MISSED)  # Each has crossed as a separate copy.
+        compute = self._step.stages[self._stage].compute
+        if compute is not None:
+            self._ends[self._stage] = stream.mark(compute)
 
     def leave(self, x: Tensor) -> Tensor:
         """An output as it was last; to ``end``, one of an earlier stage is a value, as if it had crossed."""
@@ -187,10 +168,12 @@ class Crossing:
         value = self._values.get(id(x))
         return x if value is None else value.tensors[-1]
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """Forgets all values at the end of the forward."""
         self._values.clear()
         self._link = None  # It refers to losses, with their graphs.
+        for event in self._ends.values():
+            stream.spent(event)
 
 
 #: Functions that ask for facts, for which nothing needs to cross.
@@ -203,9 +186,9 @@ class Follow(TorchFunctionMode):
 
     later = False  #: Whether a later stage than the first one has begun.
 
-    def __init__(self, here: Callable[[Tensor], Tensor], latest: Callable[[Tensor], Tensor], one_graph: bool) -> None:
+    def __init__(self, crossing: Crossing) -> None:
         super().__init__()
-        self._here, self._latest, self._one_graph = here, latest, one_graph
+        self._here, self._latest, self._one_graph = crossing.here, crossing.latest, crossing.one_graph
 
     @uncompiled
     def __torch_function__(

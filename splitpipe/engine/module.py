@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from splitpipe.core import stream, thread_state
 from splitpipe.core.note import add_note
@@ -26,8 +26,8 @@ from splitpipe.core.torch_private import (
     _top_saved_tensors_default_hooks,
     tree_flatten,
 )
-from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
-from splitpipe.engine.crossing import SIMPLE, Crossing, Detaching, Follow, changed
+from splitpipe.engine.block_checkpoint import BlockChains
+from splitpipe.engine.crossing import SIMPLE, Crossing, Follow, changed
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace, sees
@@ -56,6 +56,7 @@ class ModuleCall(NamedTuple):
     traced: bool  #: Whether numbers are traced.
     modules: dict[nn.Module, Modules]  #: Those of blocks, to be recomputed.
     labels: bool  #: Whether there are any.
+    new_crossing: Callable[..., Crossing]
     new_chains: type[BlockChains]
     finish: Callable[[ModuleForward, Any], None]  #: Called with the output, on the last stage.
 
@@ -66,14 +67,13 @@ class ModuleForward:
     #: Whether its forward is one call, which stays on its thread's stack between two stages.
     own_forward = True
 
-    def __init__(self, call: ModuleCall, i: int, activation: Activation, carrier: Detaching) -> None:
+    def __init__(self, call: ModuleCall, i: int, activation: Activation) -> None:
         self._call, self.step, self.i = call, call.step, i
         self._activation: Any = activation
         self.trace = Trace.of(call.step.call.input, i) if call.traced else None
-        self.carrier = carrier  #: How values cross.
         link = None if self.trace is None else self.trace.ledger.link
-        self.crossing = Crossing(carrier, call.placement, call.shared, link)
-        self._follow = Follow(self.crossing.here, self.crossing.latest, carrier.one_graph)
+        self.crossing = call.new_crossing(self.step, i, call.placement, call.shared, link)
+        self._follow = Follow(self.crossing)
         #: Whether values may be elsewhere on the first stage, too: in a first call, which moves parameters.
         self._follow_first = call.placement.several and call.step.call.draws.first
         self._chains = call.new_chains(self.step, i, call.shared, call.attributes)
@@ -87,17 +87,7 @@ class ModuleForward:
 
     def forward_all(self, pause: Callable[[int], None]) -> None:
         """The whole forward; ``pause`` is called between two stages, and raises Stopped if it must stop."""
-        self._pause = pause
-        try:
-            self.step.call.contexts[self.i].run(self._forward)
-        finally:
-            self.crossing.clear()
-            self.carrier.close()
-            self._activation = self.trace = None  # The trace keeps the numbers' graphs alive.
-            del self._pause
-
-    def _forward(self) -> None:
-        step, trace, placement = self.step, self.trace, self._call.placement
+        step, trace, placement, self._pause = self.step, self.trace, self._call.placement, pause
         with (
             thread_state.use(step.call.state), stream.use(*step.call.computes), bound(taker, self), open_box({}),
         ):
@@ -107,13 +97,11 @@ class ModuleForward:
                 self._enter(0)
                 placement.settle(self._call.blocks.module, False, 0)
                 given, self._activation = self._activation, None
-                leaves = self.carrier.enter(given, 0)
-                shared = [leaves[k] for k in given.shared]
-                self.crossing.share([x for x in shared if isinstance(x, Tensor) and x.requires_grad])
+                leaves = self.crossing.enter(given)
                 args, kwargs = unflatten(leaves, given.nesting)
                 if trace is not None:
                     trace.begin(step.call.input, self.i, leaves, [*args, *kwargs.values()])
-                del given, leaves, shared
+                del given, leaves
                 set_function_modes([*first, *before, *([] if trace is None else [trace])])
                 output = self._call.forward(*args, **kwargs)
                 del args, kwargs
@@ -132,6 +120,9 @@ class ModuleForward:
             finally:
                 set_function_modes(before)
                 self._within.close()
+                self.crossing.close()
+                self._activation = self.trace = None  # The trace keeps the numbers' graphs alive.
+                del self._pause
 
     def advance(self, stage: int) -> None:
         """Moves on to a later stage, past those in between."""
@@ -150,7 +141,6 @@ class ModuleForward:
         self._within.enter_context(stream.use(stage.compute))
         if step.call.state.grad:
             stage.fwd_cache[self.i] = Segment()
-        self.carrier.begin(j)
         self.crossing.begin(j)
         if j == 1:
             self._follow.later = True
@@ -161,7 +151,6 @@ class ModuleForward:
         self._chains.end()
         self.crossing.end()
         self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
-        self.carrier.end(self.stage)
         self._within.close()
         stage, begun = self.step.stages[self.stage], self._inside
         if begun is not None and (self.step.call.draws.drew or begun != position_of(stage.device)):
@@ -239,8 +228,8 @@ class ModuleForward:
         before = tree_flatten((args, kwargs))[0] if not simple and (self.stage or checkpointed) else None
         modules = self._modules_of(block) if checkpointed else None
         if modules is not None:
-            run = BlockRun(call, modules, self._call.blocks.described(block))
-            value = self._chains.run(self.step.stages[self.stage], run, args, kwargs, traced)
+            stage, described = self.step.stages[self.stage], self._call.blocks.described(block)
+            value = self._chains.run(stage, modules, described, call, args, kwargs, traced)
         else:
             with nullcontext() if local and not (self.stage and objects) else self._follow, traced or nullcontext():
                 value = call(*args, **kwargs)

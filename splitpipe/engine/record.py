@@ -13,27 +13,32 @@ from splitpipe.core.stream import Place, Stream, moment
 from splitpipe.schedule.op import Kind, Op, Schedule
 from splitpipe.schedule.recording import Recording, Step
 from splitpipe.schedule.timed import Span
+from splitpipe.stage.segment import RunningStage
 
 #: Seconds on the host's clock, or an event.
 Mark = Any
 
 
 class StageTrace:
-    """The ops of one stage in one call, and its copies to others, with their starts and ends."""
+    """The ops of one stage in one call, and its copies to others, with their starts and ends.
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._start: Mark = None
+    ``ended`` is called at the end of every op, with the stage and the kind.
+    """
+
+    def __init__(self, stage: RunningStage, ended: Callable[..., None] | None) -> None:
+        self._stage, self._ended, self._start = stage, ended, None
         self.ops: list[tuple[Kind | Literal["R"], tuple[int, ...], Mark, Mark]] = []
         self.copies: list[Mark] = []
 
     def start(self) -> None:
         """Records that the stage computes from now on."""
-        self._start = _mark(self._stream)
+        self._start = _mark(self._stage.compute)
 
     def end(self, kind: Kind | Literal["R"], microbatches: tuple[int, ...]) -> None:
         """Records that an op is done, or several W of the stage together."""
-        self.ops.append((kind, microbatches, self._start, _mark(self._stream)))
+        self.ops.append((kind, microbatches, self._start, _mark(self._stage.compute)))
+        if self._ended is not None:
+            self._ended(self._stage, kind)
 
     def copied(self, on: Stream) -> None:
         """Records that a copy starts, or has ended, on a stream."""
@@ -44,8 +49,7 @@ class Recorder:
     """Collects the traces of every call, which become steps when the recording ends."""
 
     def __init__(self, schedule: Schedule, places: Sequence[Place], ended: Callable[..., None] | None) -> None:
-        self._placement, self._places = schedule.placement, places
-        self.ended = ended  #: Called at the end of every op, with its stage and kind.
+        self._placement, self._places, self._ended = schedule.placement, places, ended
         own = dict(zip(schedule.placement, places))  # A device may have no stage.
         homes = [own.get(device, places[0]) for device in range(schedule.devices)]
         self._devices = [home.device for home in homes]
@@ -57,11 +61,11 @@ class Recorder:
             torch.get_device_module(device).synchronize(device)
             self._zero[device] = _mark(stream.current(device)), perf_counter()
 
-    def begin(self, computes: Sequence[Stream]) -> Sequence[StageTrace]:
+    def begin(self, stages: Sequence[RunningStage]) -> Sequence[StageTrace]:
         """The traces of a call, one per stage."""
         for device in self._zero:
             torch.get_device_module(device).reset_peak_memory_stats(device)
-        return [*map(StageTrace, computes)]
+        return [StageTrace(stage, self._ended) for stage in stages]
 
     def end(self, traces: Sequence[StageTrace]) -> None:
         """Ends a call that completed."""
@@ -111,7 +115,7 @@ class Recordings:
 
     @contextmanager
     def open(self, ended: Callable[..., None] | None = None) -> Iterator[Recording]:
-        """Records the steps of the block; ``ended`` is called at the end of every op, with its stage and kind."""
+        """Records the steps of the block; ``ended``: see ``StageTrace``."""
         if self._schedule is None or self.current is not None:
             raise RuntimeError(
                 "the model has schedule=None, or is already being recorded: expected a schedule, such as '1f1b', with "

@@ -36,7 +36,8 @@ def backward_rows(microbatches: int, workers: tuple[int, ...], lowest: int, chec
     for forwards in forward_rows(microbatches, workers):
         rows.append([])
         for j, i in [(j, i) for _, j, (i,) in reversed(forwards) if j >= lowest]:
-            rows[-1] += _with_recomputation(OpRun("B", j, (i,)), checkpointed)
+            rows[-1] += [OpRun("R", j, (i,))] if i < checkpointed else []
+            rows[-1].append(OpRun("B", j, (i,)))
             if i == 0 and weights:
                 rows[-1].append(OpRun("W", j, tuple(range(microbatches))))
     return rows
@@ -55,17 +56,10 @@ def schedule_rows(
     for device, (row, times) in enumerate(zip(schedule.rows, starts)):
         timed[worker_of.get(device, 0)] += [(time, device, op) for time, op in zip(times, row)]
     merged = [[op for _, _, op in sorted(row, key=lambda entry: entry[:2])] for row in timed]
-    runs = [_runs([op for op in row if backward or op.kind == "F"]) for row in merged]
-    return [[each for run in row for each in _with_recomputation(run, checkpointed)] for row in runs]
+    return [_runs([op for op in row if backward or op.kind == "F"], checkpointed) for row in merged]
 
 
-def _with_recomputation(run: OpRun, checkpointed: int) -> list[OpRun]:
-    # It needs no gradient: a stage does it while it would wait for that.
-    recomputed = run.kind[0] == "B" and run.microbatches[0] < checkpointed
-    return [OpRun("R", run.stage, run.microbatches), run] if recomputed else [run]
-
-
-def _runs(row: Iterable[Op]) -> list[OpRun]:
+def _runs(row: Iterable[Op], checkpointed: int) -> list[OpRun]:
     """The row's runs: consecutive W of a stage become one run."""
     runs: list[OpRun] = []
     for are_weights, ops in groupby(row, key=lambda op: op.kind == "W"):
@@ -73,7 +67,9 @@ def _runs(row: Iterable[Op]) -> list[OpRun]:
         for op in ops:
             if are_weights:
                 microbatches.setdefault(op.stage, []).append(op.microbatch)
-            else:
-                runs.append(OpRun(op.kind, op.stage, (op.microbatch,)))
+                continue
+            # R needs no gradient: a stage does it while it would wait for that.
+            kinds = ["R", op.kind] if op.kind[0] == "B" and op.microbatch < checkpointed else [op.kind]
+            runs += [OpRun(kind, op.stage, (op.microbatch,)) for kind in kinds]  # type: ignore[arg-type]
         runs += [OpRun("W", stage, tuple(numbers)) for stage, numbers in microbatches.items()]
     return runs

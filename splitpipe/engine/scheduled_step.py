@@ -35,16 +35,15 @@ Sums = dict[Any, tuple[RunningStage, list[Total]]]
 
 
 class HandOver:
-    """Whether a step's gradients were handed over."""
+    """The outer graph of a step's loss; None if it has no gradients, or has handed them over."""
 
     def __init__(self) -> None:
         self.graph: weakref.ref[OuterGraph] | None = None
-        self.done = False
 
     @property
     def dropped(self) -> bool:
         """True if there were gradients, and can be no backward any more."""
-        return self.graph is not None and self.graph() is None and not self.done
+        return self.graph is not None and self.graph() is None
 
 
 class ScheduledStep:
@@ -53,20 +52,15 @@ class ScheduledStep:
     def __init__(self, step: StepRun, target: Any, scale: Tensor | None, batch_loss: BatchLoss) -> None:
         self._step, self._target, self.hand_over = step, target, HandOver()
         self.batch_loss, self._scale = batch_loss, scale
-        self._roots: dict[int, tuple[Origin, Tensor]] = {}  #: Where a microbatch's part has left the graph, and what.
+        self._tracked = False  #: Whether a part of the loss has a graph.
         step.scheduled = self
 
-    def add(self, i: int) -> None:
-        """Keeps a microbatch's part of the loss, if it has a graph. Called at the end of its last F."""
-        part, origin = self._step.forwards[i].output.loss
+    def start_backward(self, i: int, part: Tensor, origin: Origin | None) -> None:
+        """Gives B of a microbatch the gradient of its part, which has left the graph there. Called in its last F."""
         if origin is not None:
-            self._roots[i] = origin, part
-
-    def begin_backward(self, i: int) -> None:
-        """Gives B of a microbatch the gradient of its part. Called at the beginning of its first B."""
-        if i in self._roots:
-            (stage, number), part = self._roots[i]
-            seed = torch.ones_like(part) if self._scale is None else torch.ones_like(part) * self._scale
+            self._tracked, (stage, number) = True, origin
+            seed = torch.ones_like(part.detach())
+            seed = seed if self._scale is None else seed * self._scale
             self._step.stages[stage].fwd_cache[i].arrived.append((number, seed, None))  # type: ignore[index]
 
     def run(self, rows: OpRows, shared: SharedParameters) -> Tensor:
@@ -88,7 +82,7 @@ class ScheduledStep:
             shared.bring_home()
             sums.update({stage.index: (stage, [*stage.store.sums]) for stage in step.stages})
         call.rejoin()
-        if not self._roots:
+        if not self._tracked:
             return loss
         groups = {key: [total.weight for total in own] for key, (_, own) in sums.items()}
         graph = OuterGraph([stage.device for stage in step.stages], partial(_scale, sums, unit, self.hand_over))
@@ -100,7 +94,7 @@ def _scale(
     sums: Sums, unit: Tensor | None, hand_over: HandOver, grads: Mapping[int, Tensor], wanted: Groups, keep: bool
 ) -> Gradients:
     """The gradients, times that of the loss and ``unit`` (None: 1); in place, unless they are needed again."""
-    hand_over.done = True
+    hand_over.graph = None
     if not grads:
         return {key: [None] * len(tensors) for key, tensors in wanted.items()}
     grad: Any = grads[0] if unit is None else grads[0] * unit

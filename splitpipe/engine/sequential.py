@@ -6,8 +6,8 @@
         value, left = detached and sent
 
 A checkpointed stage runs like any other, with grad, so that hooks, attributes and ``requires_grad`` inside are what
-they are without a pipeline. Then its graph is dropped, and R makes it again from what had entered. If a stage writes to
-that in place, R gets a copy: the first F shows whether it does, and if it begins later, R is an error.
+they are without a pipeline. Then its graph is dropped, and R makes it again from what had entered. Both run on copies
+of that, to which a layer may write in place.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from splitpipe.core.dtensor import wait_for_collectives
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import sharing, version_of
-from splitpipe.engine.module_output import Output, chain_output
+from splitpipe.engine.drop_in import Output
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import MICROBATCH, TARGET
 from splitpipe.microbatch.tree import flatten, unflatten, verify_open
@@ -35,8 +35,6 @@ from splitpipe.stage.segment import RunningStage, Segment, detach, enter
 
 #: Values by key: that of a skip, of the target; None: the input or output.
 Values = dict[Key | None, Activation]
-#: The version of each tensor, by key and leaf.
-Versions = dict[tuple[Key | None, int], int | None]
 
 
 class SequentialForward:
@@ -47,69 +45,58 @@ class SequentialForward:
     def __init__(self, step: StepRun, i: int, activation: Activation, target: Activation | None = None) -> None:
         self._step, self._i, self._target = step, i, target
         self._sent: Values = {None: activation}
-        self.output: Output | None = None  #: Or the loss: outside the graph.
+        self.output: Output | None = None
 
     def forward(self, j: int) -> None:
         """F of a stage."""
-        step, stage = self._step, self._step.stages[j]
-        own, last = stage.own, j == len(step.stages) - 1
+        step, call, i, stage = self._step, self._step.call, self._i, self._step.stages[j]
+        own, last, segment = stage.own, j == len(step.stages) - 1, Segment()
         given = {key: self._sent.pop(key) for key in (None, *own.arriving) if key in self._sent}
         for value in given.values():
             stream.wait_for(stage.compute, value.event)
             stream.spent(value.event)
         if last and self._target is not None:
-            given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(self._i))
-        with thread_state.use(step.call.state):
-            values = self._run(stage, given)
-        if last:
-            self.output = chain_output(self._i, values[None], self._target is not None)
-            return
-        for key, target in ((None, j + 1), *own.leaving):
+            given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(i))
+        if call.state.grad:
+            stage.fwd_cache[i] = segment
+        layers = partial(_run_stage, step, stage, i, given, segment, "forward")
+        with thread_state.use(call.state):
+            if i < call.checkpointed:
+                run = CheckpointedRun(own.recomputed, RNGStates(call.draws, stage.device), stage.name)
+                values = run.first(layers)
+                if step.drop_in:
+                    segment.close(False, own)  # Its graph is dropped, but shows the leaves.
+                signatures = [value.signature for value in values.values()]
+                stage.fwd_cache[i] = Segment(partial(_recompute, i, given, _versions(given), signatures, run))
+            else:
+                values = layers()
+                if call.state.grad:
+                    segment.close(step.split, own)
+        if step.drop_in:
+            stage.reached.update(segment.graph.parameters())
+        output = values[None]
+        if last and self._target is not None:
+            step.scheduled.start_backward(i, output.leaves[0], output.origins[0])
+        elif last:
+            left = {id(x): (x, *origin) for x, origin in zip(output.leaves, output.origins) if origin is not None}
+            self.output = Output(output.leaves, output.nesting, left)  # type: ignore[arg-type]
+        for key, target in () if last else ((None, j + 1), *own.leaving):
             if key in values:
                 value = self._sent[key] = values[key]
                 if (route := step.route(j, target)) is not None:
                     value.leaves, value.event = route.carry(value.leaves, step.timed(j))
 
-    def _run(self, stage: RunningStage, given: Values) -> Values:
-        """The output (by None) and the skips, outside the graph."""
-        step, call, i, segment, run = self._step, self._step.call, self._i, Segment(), None
-        if call.state.grad:
-            stage.fwd_cache[i] = segment
-        versions, kept = versions_of(given), given
-        if i < call.checkpointed:
-            modules = stage.own.recomputed
-            if modules.in_place is not False:
-                kept = {key: replace(each, leaves=[
-                    x.detach().clone() if isinstance(x, Tensor) else x for x in each.leaves
-                ]) for key, each in given.items()}
-            run = CheckpointedRun(modules, RNGStates(call.draws, stage.device), stage.name)
-        layers = partial(_run_stage, step, stage, i, given, segment)
-        values = layers("forward") if run is None else run.first(partial(layers, "forward"))
-        written = verify_shared(stage.name, given, versions)
-        if call.state.grad and (run is None or step.drop_in and not stage.reached_all()):
-            segment.close(step.split, stage.own)
-            if step.drop_in:
-                stage.reached.update(segment.graph.parameters())
-        if run is not None:
-            modules.in_place = written or bool(modules.in_place)
-            kept = kept if written else given
-            versions = versions if kept is given else versions_of(kept)
-            signatures = [value.signature for value in values.values()]
-            stage.fwd_cache[i] = Segment(partial(_recompute, i, kept, versions, signatures, run))  # Without a graph.
-        return values
-
 
 def _recompute(
-    i: int, given: Values, versions: Versions, signatures: list[Any], run: CheckpointedRun,
+    i: int, given: Values, versions: list[int | None], signatures: list[Any], run: CheckpointedRun,
     step: StepRun, stage: RunningStage,
 ) -> Segment:
     """R: the segment, with its graph. It isn't bound to the stage, whose ``fwd_cache`` refers to it."""
     segment = Segment()
-    if versions != versions_of(given):
+    if versions != _versions(given):
         raise RuntimeError(
-            f"the input of {stage.name} was written to in place after its forward, by a later stage that it passes a "
-            "value on to, through a hook or an attribute, or by layers that hadn't done so before: expected it as the "
-            "forward saw it, for its recomputation. Write to a copy (x.clone()); for new layers, repeat the step."
+            f"the input of {stage.name} was written to in place after its forward, as through a hook or an attribute: "
+            "expected it as the forward saw it, for its recomputation. Write to a copy (x.clone())."
         )
     with thread_state.use(step.call.state):
         values = run.recompute(partial(_run_stage, step, stage, i, given, segment, "recomputation")).values()
@@ -124,21 +111,29 @@ def _recompute(
 
 def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segment: Segment, doing: str) -> Values:
     """The layers of a stage on values that enter a segment's graph; what leaves is outside."""
-    where = f"{stage.name}, microbatch {i} of {step.call.microbatches}"
-    values = run_layers(stage.own, given, enter([*given.values()], segment), doing, where)
-    mark_shared(values, [value.leaves[k] for value in given.values() for k in value.shared])
+    if i < step.call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
+        copies = {id(x): x.clone() for value in given.values() for x in value.leaves if isinstance(x, Tensor)}
+        given = {
+            key: replace(value, leaves=[copies.get(id(x), x) for x in value.leaves]) for key, value in given.items()
+        }
+    values = run_layers(step, stage.own, i, given, enter([*given.values()], segment), doing)
     detach(values.values(), segment, stage.index, step.call.state.grad)
     return values
 
 
-def run_layers(own: StageLayers, given: Values, entered: Sequence[list[Any]], doing: str, where: str) -> Values:
+def run_layers(
+    step: StepRun, own: StageLayers, i: int, given: Values, entered: Sequence[list[Any]], doing: str
+) -> Values:
     """What a stage's layers return (by None) and stash for given values, whose leaves have entered as these.
 
     ``doing``: "forward" or "recomputation".
     """
-    pairs, at = zip(given.items(), entered), 0
-    box: dict[Any, Any] = {key: unflatten(leaves, value.nesting) for (key, value), leaves in pairs}
-    x = box.pop(None)
+    box: dict[Any, Any] = {
+        key: unflatten(leaves, value.nesting) for (key, value), leaves in zip(given.items(), entered)
+    }
+    x, at = box.pop(None), 0
+    shared = [part[k] for value, part in zip(given.values(), entered) for k in value.shared]
+    versions = [*map(version_of, shared)]
     try:
         with open_box(box):
             for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
@@ -146,35 +141,25 @@ def run_layers(own: StageLayers, given: Values, entered: Sequence[list[Any]], do
         values: Values = {key: Activation(*flatten(value)) for key, value in ((None, x), *box.items())}
         for key, value in values.items():
             verify_open(value.leaves, f"the output of {own.described[-1]}" if key is None else f"the skip {key[1]!r}")
+        leaves = [x for value in values.values() for x in value.leaves]
         if doing == "recomputation":
-            wait_for_collectives([x for value in values.values() for x in value.leaves])
+            wait_for_collectives(leaves)
     except BaseException as error:
+        where = f"{own.name}, microbatch {i} of {step.call.microbatches}"
         add_note(error, f"in the {doing} of {own.described[at]}, {where}")
         raise
-    return values
-
-
-def mark_shared(values: Values, tainted: Sequence[Tensor]) -> None:
-    """Marks the leaves that share memory with other ones, or with tainted tensors."""
-    shared, at = sharing([x for value in values.values() for x in value.leaves], tainted), 0
-    for value in values.values() if shared else ():
-        value.shared = frozenset([k - at for k in shared if at <= k < at + len(value.leaves)])
-        at += len(value.leaves)
-
-
-def versions_of(given: Values) -> Versions:
-    """The versions of tensors that enter, which show writes in place."""
-    tensors = [(key, k, x) for key, value in given.items() for k, x in enumerate(value.leaves)]
-    return {(key, k): version_of(x) for key, k, x in tensors if isinstance(x, Tensor)}
-
-
-def verify_shared(stage: str, given: Values, versions: Versions) -> bool:
-    """True if a stage has written to what entered; raises if that shares memory with another value."""
-    now = versions_of(given)
-    if any([now[key, k] != versions[key, k] for key, value in given.items() for k in value.shared]):
+    if versions != [*map(version_of, shared)]:
         raise RuntimeError(
-            f"{stage} wrote in place to an input that batched= leaves whole, so that all microbatches share its "
+            f"{own.name} wrote in place to an input that batched= leaves whole, so that all microbatches share its "
             "memory, or that shares memory with another value between stages, whose gradient would miss the write. "
             "Write to a copy (x.clone()) in the layer, or return a copy from the layer that returns both."
         )
-    return now != versions
+    now_shared = {id(leaves[k]) for k in sharing(leaves, shared)}
+    for value in values.values() if now_shared else ():
+        value.shared = frozenset([k for k, x in enumerate(value.leaves) if id(x) in now_shared])
+    return values
+
+
+def _versions(given: Values) -> list[int | None]:
+    """The versions of tensors that enter, which show writes in place."""
+    return [version_of(x) for value in given.values() for x in value.leaves if isinstance(x, Tensor)]

@@ -9,7 +9,7 @@ B of a stage runs after B of the same microbatch on all later stages: after that
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,10 @@ from splitpipe.core.stream import Stream
 from splitpipe.core.transfer import Route
 from splitpipe.core.worker import LaunchLock, Pool
 from splitpipe.engine.executor import Executor
-from splitpipe.engine.record import Recorder
+from splitpipe.engine.record import Recorder, StageTrace
 from splitpipe.engine.rows import OpRows, OpRun
 from splitpipe.skip.tracker import Key
-from splitpipe.stage.call import Call, Origin
+from splitpipe.stage.call import Call
 from splitpipe.stage.segment import RunningStage, Segment
 
 
@@ -42,18 +42,15 @@ class StepRun:
     drop_in: bool  #: Whether the caller's backward starts B: then the leaves of the stages' graphs must be known.
     hooks: LeafHooks  #: Where hooks of leaves are parked while B runs.
     recorder: Recorder | None = None
+    traces: Sequence[StageTrace] = ()  #: Those of a recording: one per stage, or none.
     keep: bool = False  #: Whether graphs are needed again after B.
     wants_weights: bool = True  #: Whether B leaves anything for W.
     forwards: list[Any] = field(default_factory=list)  #: The microbatches: how each runs through the stages.
     #: The gradients of the caller's input (None) and target, for each leaf by microbatch.
     input_grads: dict[tuple[Key | None, int], dict[int, Tensor]] = field(default_factory=dict)
-    #: Of a call with a schedule: is told of the end of a microbatch's F, and of the beginning of its B.
+    #: Of a call with a schedule: gets the microbatches' parts of the loss.
     scheduled: Any = None
     launching: LaunchLock = field(default_factory=LaunchLock)
-
-    def __post_init__(self) -> None:
-        #: Those of a recording: one per stage, or none.
-        self.traces = () if self.recorder is None else self.recorder.begin(self.call.computes)
 
     def timed(self, stage: int) -> Callable[[Stream], None] | None:
         """What records the copies of a stage; None if nothing does."""
@@ -83,7 +80,7 @@ class StepRun:
 
         self._begin(0)
         try:
-            self.forwards[i].forward_all(advance)
+            self.call.contexts[i].run(self.forwards[i].forward_all, advance)
             self._end(OpRun("F", len(self.stages) - 1, (i,)))
         finally:
             self.launching.give()
@@ -106,8 +103,6 @@ class StepRun:
                     segment.arrived = dropped.arrived  # Not a copy: a later stage may be adding to it.
                     stage.fwd_cache[i] = segment
                 elif kind[0] == "B":
-                    if op.stage == len(self.stages) - 1 and self.scheduled is not None:
-                        self.scheduled.begin_backward(i)
                     self._backward(stage, i)
                 if kind[-1] == "W":
                     stage.store.backward_weight(op.microbatches)
@@ -122,28 +117,36 @@ class StepRun:
             self.launching.give()
 
     def _begin(self, stage: int) -> None:
-        if self.stages[stage].compute is not None:
-            self.launching.take()
+        self.launching.take(self.stages[stage].compute)
         if self.traces:
             self.traces[stage].start()
 
     def _end(self, op: OpRun) -> None:
         if self.traces:
             self.traces[op.stage].end(op.kind, op.microbatches)
-            if self.recorder is not None and self.recorder.ended is not None:
-                self.recorder.ended(self.stages[op.stage], op.kind)
-        if op.kind == "F" and op.stage == len(self.stages) - 1 and self.scheduled is not None:
-            self.scheduled.add(op.microbatches[0])
 
     def _backward(self, stage: RunningStage, i: int) -> None:
-        """B; and W of what waits, if that is too much."""
+        """B, which sends gradients to where the values came from; and W of what waits, if that is too much."""
         segment = stage.fwd_cache[i]
         if not self.keep:
             del stage.fwd_cache[i]
         gradients = self.differentiate(stage, segment, self.keep)
         origins = segment.origins
         del segment
-        self._send_gradients(stage, i, zip(origins, gradients.entries))
+        messages: dict[int, list[tuple[int, Tensor]]] = {}  # One for each stage.
+        for (source, number), grad in zip(origins, gradients.entries):
+            if grad is None:
+                continue
+            if isinstance(source, int):
+                messages.setdefault(source, []).append((number, grad))
+            else:
+                self.input_grads.setdefault((source, number), {})[i] = grad
+        for source, pairs in messages.items():
+            route, event = self.route(stage.index, source), None
+            if route is not None:
+                carried, event = route.carry([grad for _, grad in pairs], self.timed(stage.index))
+                pairs = [(number, grad) for (number, _), grad in zip(pairs, carried)]
+            self.stages[source].fwd_cache[i].arrived.extend([(number, grad, event) for number, grad in pairs])
         if self.wants_weights:
             stage.store.add(i, gradients)
             if stage.store.full:
@@ -160,23 +163,5 @@ class StepRun:
         self.hooks.park(graph.leaves)
         self.launching.give()
         gradients = backward_input(roots, grads, segment.entries, graph, keep)
-        if stage.compute is not None:
-            self.launching.take()
+        self.launching.take(stage.compute)
         return gradients
-
-    def _send_gradients(self, stage: RunningStage, i: int, entries: Iterable[tuple[Origin, Tensor | None]]) -> None:
-        """Sends gradients of a microbatch to where the values came from, a message for each stage."""
-        messages: dict[int, list[tuple[int, Tensor]]] = {}
-        for (source, number), grad in entries:
-            if grad is None:
-                continue
-            if isinstance(source, int):
-                messages.setdefault(source, []).append((number, grad))
-            else:
-                self.input_grads.setdefault((source, number), {})[i] = grad
-        for source, pairs in messages.items():
-            route, event = self.route(stage.index, source), None
-            if route is not None:
-                carried, event = route.carry([grad for _, grad in pairs], self.timed(stage.index))
-                pairs = [(number, grad) for (number, _), grad in zip(pairs, carried)]
-            self.stages[source].fwd_cache[i].arrived.extend([(number, grad, event) for number, grad in pairs])

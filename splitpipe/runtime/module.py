@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from splitpipe.core.tensors import map_tensors
 from splitpipe.engine.block_checkpoint import BlockChains
-from splitpipe.engine.crossing import Detaching
+from splitpipe.engine.crossing import Crossing
+from splitpipe.engine.drop_in import Output
 from splitpipe.engine.module import ModuleCall, ModuleForward
-from splitpipe.engine.module_output import Output, keep_loss, keep_output, keep_own_loss
+from splitpipe.engine.module_output import keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
-from splitpipe.engine.stitched.forward import CheckpointedBlocks, Stitching, keep_stitched_output
+from splitpipe.engine.stitched.copy import Lane
+from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing
 from splitpipe.loss.reduction import UNSEEN
 from splitpipe.microbatch.divider import ArgumentDivider, name_arguments
 from splitpipe.partition.attributes import Attributes
@@ -121,28 +123,28 @@ class ModuleRuntime(Runtime):
         attributes = self._attributes if several else Attributes()
         traced = several and self.options.reduction is None and self._traced.get(batch.kind, True)
         stitched = step.drop_in and not self.options.split_backward
-        new: Callable[[StepRun, int], Detaching] = partial(Stitching, streams=streams) if stitched else Detaching
         # In one graph, parameters are carried like the values of one more microbatch.
-        carry = new(step, call.microbatches).carry if stitched else None
+        carry = Lane(step, call.microbatches, streams).carry if stitched else None
         shared = SharedParameters(batch.module, placement, step.stages, carry)
-        finish: Callable[[Any, Any], None] = keep_stitched_output if stitched else keep_output
+        finish: Callable[[Any, Any], None] = keep_output
         if not step.drop_in:
             objective = None if batch.target is None else self._objective
             finish = keep_own_loss if objective is None else partial(keep_loss, objective, targets)
         own = ModuleCall(
             step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, batch.labels,
+            partial(StitchedCrossing, streams) if stitched else Crossing,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
         parts = call.scatter(call.input, detached=not stitched)
-        step.forwards = [ModuleForward(own, i, part, new(step, i)) for i, part in enumerate(parts)]
+        step.forwards = [ModuleForward(own, i, part) for i, part in enumerate(parts)]
         if call.draws.first:  # It moves parameters, and shows what is left in attributes.
             step.pool = None
         return shared
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
         if step.call.microbatches > 1:
-            numbers = any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
-            numbers = numbers or any([output.loss is not None or bool(output.numbers) for output in outputs])
+            numbers = not step.drop_in or any([output.numbers for output in outputs])
+            numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
             traced = self._traced.setdefault(batch.kind, numbers)
             if numbers and not traced:
                 self._traced[batch.kind] = True

@@ -28,8 +28,7 @@ from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Resources
-from splitpipe.engine.drop_in import attach_outputs
-from splitpipe.engine.module_output import Output
+from splitpipe.engine.drop_in import Output, attach_outputs
 from splitpipe.engine.record import Recordings
 from splitpipe.engine.rows import OpRows, forward_rows, schedule_rows
 from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
@@ -222,8 +221,8 @@ class Runtime:
             target = move(target, resources.devices[-1:], call.unread)
             self._objective.begin(division.rows, division.dims, target.dims)
             odd = odd or self._objective.compiled
-        # Forwards that stay on their threads' stacks need one each.
-        pool = None if odd else resources.pool(layers.workers, microbatches - 1 if self.own_forward else 0)
+        # Forwards that stay on their threads' stacks need one each, next to those of the workers.
+        pool = None if odd else resources.pool(layers.workers, microbatches if self.own_forward else 0)
         sides = resources.named if drop_in else None
         stages = [RunningStage(own, call, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
@@ -231,6 +230,7 @@ class Runtime:
         return StepRun(
             call, stages, pool, layers.workers, resources.routes(call.computes), drop_in=drop_in,
             split=options.split_backward and state.grad, hooks=self._hooks, recorder=recorder,
+            traces=() if recorder is None else recorder.begin(stages),
         ), target
 
     def divide(self, batch: Batch) -> tuple[Division, Division | None]:

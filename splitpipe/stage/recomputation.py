@@ -41,8 +41,7 @@ class Modules:
         self.buffers = [(m, n) for m in modules for n, x in m._buffers.items() if x is not None and not is_lazy(x)]
         self._empty = empty(modules)
         self._hooks: list[Any] = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        #: Whether F writes to its input in place, and to which buffers; None: no F has shown it yet.
-        self.in_place: bool | None = None
+        #: The buffers to which F writes; None: no F has shown it yet.
         self.written: set[tuple[nn.Module, str]] | None = None
 
     def same(self) -> bool:

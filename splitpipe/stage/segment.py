@@ -117,17 +117,12 @@ class RunningStage:
         self.fwd_cache: dict[int, Segment] = {}
         #: The leaves to which its microbatches' graphs lead, by identity.
         self.reached: dict[int, Tensor] = {}
-        self.reached_by: set[Any] = set()  #: The blocks, as modules, whose graphs have led to all their parameters.
 
     def forget_backward(self) -> None:
         """Forgets what a backward that has failed may have left."""
         self.store.clear()
         for segment in self.fwd_cache.values():
             segment.arrived = []
-
-    def reached_all(self) -> bool:
-        """True if walks have reached all parameters. A leaf that they haven't has its gradient with those of others."""
-        return bool(self.reached) and all([id(x) in self.reached for x in self.own.parameters if x.requires_grad])
 
 
 def detach(values: Collection[Activation], segment: Segment, stage: int, grad: bool) -> None:

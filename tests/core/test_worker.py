@@ -85,16 +85,19 @@ def test_workers_share_the_callers_intra_op_threads(threads: None, own: int) -> 
         assert torch.get_num_threads() == own == values(Pool(1), torch.get_num_threads)[0]
 
 
+STREAM: Any = object()
+
+
 def in_thread(lock: LaunchLock, events: list[str]) -> threading.Thread:
     """A thread that takes the lock, says so, and gives it back."""
-    thread = threading.Thread(target=lambda: (lock.take(), events.append("taken"), lock.give()))
+    thread = threading.Thread(target=lambda: (lock.take(STREAM), events.append("taken"), lock.give()))
     thread.start()
     return thread
 
 
 def test_who_waits_goes_on_without_it_and_leaves_it_to_its_owner() -> None:
     lock, events = LaunchLock(), list[str]()
-    lock.take()
+    lock.take(STREAM)
     in_thread(lock, events).join(60)
     assert events == ["taken"]
     assert not lock._lock.acquire(blocking=False)  # The other thread's give was no give.

@@ -46,12 +46,12 @@ CAUGHT = {
     "core/transfer.py: Route.carry: wait": _case("module: carried", "zb-h1", "never", False, False, "split", "cpu"),
     "core/transfer.py: Route.carry: wait_for":
         _case("module: filled", "zb-h1", "never", False, True, "split", "cpu", 4, 2),
-    "engine/crossing.py: Detaching.begin: wait_for": _case("module: nothing tracked", "zb-v", "never", True, True),
-    "engine/crossing.py: Detaching.carry: wait_for":
+    "engine/crossing.py: Crossing.begin: wait_for": _case("module: nothing tracked", "zb-v", "never", True, True),
+    "engine/crossing.py: Crossing._carry: wait_for":
         _case("module: carried", "zb-h1", "always", True, False, "split", "cpu", 4, 2),
-    "engine/crossing.py: Detaching.hold: hold":
+    "engine/crossing.py: Crossing.here: hold":
         _case("module: carried", None, "never", False, True, "split", "there", 2),
-    "engine/drop_in.py: SecondHalf._run: wait": _case("tables", None, "never", "forward", True),
+    "engine/drop_in.py: _run_second_half: wait": _case("tables", None, "never", "forward", True),
     "backward/outer_graph.py: OuterGraph._start: wait_for": _case("tables", None, "never", "forward", True),
     "engine/sequential.py: SequentialForward.forward: wait_for":
         _case("elsewhere", None, "always", False, True, "split", "cpu"),
@@ -75,8 +75,8 @@ _NODES = "The node's stream in backward, and thus what the gradient waits for: n
 _BETWEEN = "While the caller is in the call, other threads may use the memory, on a stream that it has given."
 #: Places that no case misses, and why they are there.
 EXPLAINED = {
-    "engine/module.py: ModuleForward._forward: use": _OTHERS,
-    "engine/drop_in.py: SecondHalf._run: hold": "Threads of autograd's may run other parts of the graph meanwhile.",
+    "engine/module.py: ModuleForward.forward_all: use": _OTHERS,
+    "engine/drop_in.py: _run_second_half: hold": "Threads of autograd's may run other parts of the graph meanwhile.",
     "stage/call.py: hand: hold": _BETWEEN,
     "partition/call_hook.py: _brought.<locals>.bring: hold":
         "Which thread of autograd's is first, chance decides.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +34,7 @@ class Census:
     def __init__(self) -> None:
         self.saved: dict[int, list[StorageWeakRef]] = defaultdict(list)
         self.given: dict[int, list[StorageWeakRef]] = defaultdict(list)
+        self.sent: dict[int, deque[StorageWeakRef]] = defaultdict(deque)  # To that stage.
         self.seen: dict[int, list[tuple[Alive, Alive]]] = defaultdict(list)
 
     def count(self) -> tuple[Alive, Alive]:
@@ -57,10 +58,13 @@ class Counts(nn.Module):
         census = self.census
         if not is_recomputing():
             census.seen[self.stage].append(census.count())
-            census.given[self.stage].append(StorageWeakRef(x.untyped_storage()))
+            census.given[self.stage] += [census.sent[self.stage].popleft()] if self.stage else []
         y = x * 1  # What saves nothing, in memory of its own.
         census.saved[self.stage].append(StorageWeakRef(y.untyped_storage()))
-        return F.linear(y, self.weight)
+        z = F.linear(y, self.weight)
+        if not is_recomputing():  # What enters a checkpointed stage is a copy of what has left the one before.
+            census.sent[self.stage + 1].append(StorageWeakRef(z.untyped_storage()))
+        return z
 
 
 def counted(name: str, alone: bool = False, by: str = "balance", **options: Any) -> tuple[Schedule, Census]:
@@ -72,7 +76,7 @@ def counted(name: str, alone: bool = False, by: str = "balance", **options: Any)
     module, where = stages(nn.Sequential(*layers), [1] * plan.stages, by)
     model = SplitPipe(module, devices=["cpu"] * DEVICES, chunks=CHUNKS, schedule=name, loss_fn=nn.MSELoss(), **where,
                       **options)
-    for _ in range(2):  # Whether a stage works in place shows in the first one, which keeps copies.
+    for _ in range(2):
         for log in (census.saved, census.given, census.seen):
             log.clear()
         loss = model(torch.randn(CHUNKS, 3), target=torch.randn(CHUNKS, 3))

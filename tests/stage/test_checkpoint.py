@@ -71,10 +71,9 @@ def later(model: SplitPipe, *inputs: Tensor) -> None:
     (later, "always", r"stage 1 \(cpu\) .*was written to in place"),
 ])
 def test_tensors_changed_between_forward_and_backward_are_an_error(change, checkpoint, words, backward):
-    """From the second pass on: the first one keeps copies, until it is known who writes to what."""
     model = SplitPipe(mlp(), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint, backward=backward)
     inputs = [x := torch.rand(4, 6)]
-    model[2].register_forward_pre_hook(lambda _, args: inputs.extend(args))
+    model[1].register_forward_hook(lambda _, args, output: inputs.append(output))
     model(x).sum().backward()
     loss = model(x).square().sum()
     with torch.no_grad():
@@ -176,16 +175,13 @@ def test_tensors_that_functional_call_swaps_are_those_of_the_recomputation(optio
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_a_stage_that_begins_to_write_to_its_input_is_an_error_once() -> None:
+def test_a_stage_may_begin_to_write_to_its_input() -> None:
     begun: list[bool] = []
     later = Apply(lambda x: x.mul_(2) if begun else x * 2)
     plain, model = twins(nn.Sequential(nn.Linear(6, 6), later, nn.Tanh()), [1, 2], chunks=2, checkpoint="always")
     assert_steps(plain, model, torch.rand(4, 6), 1)
     begun.append(True)
-    with pytest.raises(RuntimeError, match=r"the input of stage 1 \(cpu\) was written to in place.*repeat the step"):
-        model(torch.rand(4, 6)).sum().backward()
-    model.zero_grad()
-    assert_steps(plain, model, torch.rand(4, 6), 1)
+    assert_steps(plain, model, torch.rand(4, 6), 2)
 
 
 @pytest.mark.parametrize("by", ["balance", "cuts"])

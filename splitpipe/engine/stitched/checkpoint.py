@@ -1,7 +1,7 @@
-"""Checkpoint and Recompute: what a stage saves is dropped, and made again in backward, early enough.
+"""Checkpoint: what a stage saves is dropped, and made again in backward, early enough.
 
-    stage ── Recompute ══ Copy ══> next stage       backward, from right to left: the stage's stream recomputes
-              (a Wait)                              during the copy of the gradient, and only then waits for it
+    stage ── Wait ══ Copy ══> next stage       backward, from right to left: the stage's stream recomputes during the
+                                               copy of the gradient, and only then waits for it
 
 The graph stays, and only what its nodes save is dropped, so there are second derivatives, and gradients of losses that
 layers keep. torch.utils.checkpoint does so, too, but takes half as long again on the host, isn't safe with threads
@@ -24,7 +24,6 @@ from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.stream import Stream
 from splitpipe.core.tensors import version_of
 from splitpipe.core.torch_private import _current_graph_task_id
-from splitpipe.engine.stitched.copy import Wait
 from splitpipe.stage.recomputation import CheckpointedRun, Modules
 
 Inputs = Sequence[list[Any]]
@@ -43,28 +42,21 @@ class Checkpoint:
     """
 
     def __init__(self, modules: Modules, rng_states: RNGStates, whose: str, compute: Stream) -> None:
-        self._modules, self._whose, self._compute = modules, whose, compute
+        self._whose, self._compute = whose, compute
         self._run = CheckpointedRun(modules, rng_states, whose)
         self._state = thread_state.capture()
         self._saved, self._kinds = list[ref[SavedTensor]](), list[Any]()
         self._complete, self._task, self._lock = False, -1, threading.RLock()
 
     def run(self, first: Callable[[], Any], rerun: Callable[[Inputs], Any], inputs: Inputs) -> Any:
-        """What ``first()`` returns; in backward, ``rerun`` is called with inputs that are equal to these."""
-        tensors, modules = {id(x): x for part in inputs for x in part if isinstance(x, Tensor)}, self._modules
-
-        def keep(change: Callable[[Tensor], Tensor]) -> None:
-            self._kept = {key: change(x.detach()).requires_grad_(x.requires_grad) for key, x in tensors.items()}
-            self._versions = [*map(version_of, self._kept.values())]
-
-        self._rerun, self._inputs, before = rerun, inputs, [*map(version_of, tensors.values())]
-        keep(Tensor.detach if modules.in_place is False else Tensor.clone)
+        """What ``first()`` returns; in backward, ``rerun`` is called with copies of these inputs."""
+        tensors = {id(x): x for part in inputs for x in part if isinstance(x, Tensor)}
+        self._kept = {key: x.detach().requires_grad_(x.requires_grad) for key, x in tensors.items()}
+        self._versions = [*map(version_of, self._kept.values())]
+        self._rerun, self._inputs = rerun, inputs
         with saved_tensors_hooks(self._pack, self._unpack):
             result = self._run.first(first)
-        written, self._complete = before != [*map(version_of, tensors.values())], True
-        if modules.in_place is None and not written:
-            keep(Tensor.detach)
-        modules.in_place = written or bool(modules.in_place)
+        self._complete = True
         return result
 
     def recompute(self) -> None:
@@ -74,10 +66,6 @@ class Checkpoint:
             if self._task != task or task < 0:
                 self._repeat()
                 self._task = task
-
-    def wait(self, x: Tensor, first: Stream, second: Stream) -> Any:
-        """A Wait, whose backward first recomputes."""
-        return Recompute.apply(x, first, second, self)
 
     @uncompiled
     def _pack(self, x: Tensor) -> SavedTensor:
@@ -92,7 +80,7 @@ class Checkpoint:
         return saved.tensor
 
     def _repeat(self) -> None:
-        made, kept = list[Tensor](), self._kept
+        made = list[Tensor]()
 
         @uncompiled
         def pack(x: Tensor) -> Tensor:
@@ -100,8 +88,7 @@ class Checkpoint:
             return made[-1]
 
         with thread_state.use(self._state), stream.use(self._compute):
-            if self._modules.in_place:
-                kept = {key: x.clone() for key, x in kept.items()}
+            kept = {key: x.clone() for key, x in self._kept.items()}  # The modules may write to these.
             inputs = [[kept.get(id(x), x) for x in part] for part in self._inputs]
             with saved_tensors_hooks(pack, uncompiled(lambda x: x)):
                 self._run.recompute(partial(self._rerun, inputs))
@@ -109,24 +96,9 @@ class Checkpoint:
         if kinds != self._kinds or self._versions != [*map(version_of, self._kept.values())]:
             raise RuntimeError(
                 f"{self._whose} saved other tensors in a recomputation than in its forward, or its input was written "
-                "to in place: expected layers that do the same in both. Repeat the step, write to a copy (x.clone()), "
-                "ask splitpipe.is_recomputing() in a layer whose state decides what it does, or use checkpoint='never'."
+                "to in place: expected layers that do the same in both. Write to a copy (x.clone()), ask "
+                "splitpipe.is_recomputing() in a layer whose state decides what it does, or use checkpoint='never'."
             )
         for reference, x in zip(self._saved, made):
             if (saved := reference()) is not None:
                 saved.tensor = x
-
-
-class Recompute(Wait):
-    """A Wait, whose backward first recomputes: on its device, whose thread alone may set the device's generator."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Stream, second: Stream, checkpoint: Checkpoint) -> Tensor:  # type: ignore
-        ctx.checkpoint = ref(checkpoint)  # It lives as long as a node needs its tensors.
-        return Wait.forward(ctx, x, first, second)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # type: ignore
-        if (checkpoint := ctx.checkpoint()) is not None:
-            checkpoint.recompute()
-        return *Wait.backward(ctx, grad), None

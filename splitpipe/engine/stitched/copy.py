@@ -9,9 +9,9 @@ another device is, in a thread of autograd's engine, the one that the thread use
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -53,19 +53,25 @@ class Copy(Function):
 
 
 class Wait(Function):
-    """The tensor, for ``second``, which waits for ``first``; in backward, the other way round."""
+    """The tensor, for ``second``, which waits for ``first``; in backward, the other way round.
+
+    ``checkpoint``: of what ends here; before it waits, backward recomputes that. It lives as long as nodes need it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Stream, second: Stream) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: Stream, second: Stream, checkpoint: Any = None) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.streams = first, second
+        ctx.streams, ctx.checkpoint = (first, second), None if checkpoint is None else ref(checkpoint)
         stream.wait(second, first)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        # Here, on its device: that device's thread alone may set the generator.
+        if ctx.checkpoint is not None and (checkpoint := ctx.checkpoint()) is not None:
+            checkpoint.recompute()
         first, second = ctx.streams
-        return None if grad is None else Wait.apply(grad, second, first), None, None
+        return None if grad is None else Wait.apply(grad, second, first), None, None, None
 
 
 class Lane:
@@ -79,15 +85,15 @@ class Lane:
 
     def __init__(self, step: StepRun, i: int, streams: NamedStreams) -> None:
         self._ports = [Port(each.device, each.compute, streams(each.device, f"microbatch {i}")) for each in step.stages]
-        self._number = i * len(self._ports)
-        self._reserved = step.call.microbatches * len(self._ports) if step.call.state.grad else 0
+        self._number, self._grad = i * len(self._ports), step.call.state.grad
+        self._reserved = step.call.microbatches * len(self._ports) if self._grad else 0
 
     def begin(self) -> None:
         """Gives all later nodes of this thread higher numbers than those that end stages."""
         for _ in range(_get_sequence_nr(), self._reserved):  # Once a thread.
             torch.empty(0, device="cpu", requires_grad=True).view(0)
 
-    def leave(self, x: Tensor, stage: int, wait: Callable[..., Any] = Wait.apply) -> Any:
+    def leave(self, x: Tensor, stage: int, checkpoint: Any = None) -> Tensor:
         """The tensor, as it ends a stage, for the copy stream, which waits for what the stage computes."""
         port = self._ports[stage]
         if x.device != port.device:  # A layer has moved it.
@@ -96,9 +102,9 @@ class Lane:
             with stream.use(port.compute):
                 x = Wait.apply(x, None, None)
         with stream.use(port.copy):
-            y = wait(x, port.compute, port.copy)
+            y: Tensor = Wait.apply(x, port.compute, port.copy, checkpoint)
         if y.grad_fn is not None:
-            y.grad_fn._set_sequence_nr(self._number + stage)
+            y.grad_fn._set_sequence_nr(self._number + stage)  # type: ignore[attr-defined]
         return y
 
     def bring(self, x: Tensor, source: int, target: int) -> Tensor:
@@ -109,3 +115,8 @@ class Lane:
         with stream.use(here.copy, there.copy):
             y: Tensor = Wait.apply(Copy.apply(x, here, there), there.copy, there.compute)
         return y
+
+    def carry(self, x: Tensor, source: int, target: int) -> Tensor:
+        """A tensor of one stage, for another."""
+        with torch.set_grad_enabled(self._grad):  # Code in no_grad may use it again afterwards.
+            return self.bring(self.leave(x, source), source, target)

@@ -1,6 +1,6 @@
 """A microbatch's way through the stages in the one graph: values reach later stages by Copy and Wait.
 
-    ══ Copy ══> Wait ── stage ── Recompute, or Wait ══ Copy ══>         an nn.Sequential: layers, stage by stage
+    ══ Copy ══> Wait ── stage ── Wait ══ Copy ══>                       an nn.Sequential: layers, stage by stage
     block on stage 0 ── Wait ══ Copy ══> Wait ── block on stage 1       any module's own forward, in a thread
 
 In a module's own forward, a value crosses when the code uses it, and each block is a separate checkpoint.
@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from splitpipe.core import thread_state
 from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.stream import NamedStreams
-from splitpipe.engine.block_checkpoint import BlockChains, BlockRun
-from splitpipe.engine.crossing import Detaching
-from splitpipe.engine.module_output import Output, kept_output
-from splitpipe.engine.sequential import Values, mark_shared, run_layers, verify_shared, versions_of
+from splitpipe.engine.block_checkpoint import BlockChains
+from splitpipe.engine.crossing import Crossing
+from splitpipe.engine.drop_in import Output
+from splitpipe.engine.sequential import run_layers
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.checkpoint import Checkpoint, Inputs
 from splitpipe.engine.stitched.copy import Lane, Wait
@@ -30,7 +29,7 @@ from splitpipe.loss.trace import Trace
 from splitpipe.microbatch.tree import flatten, unflatten
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.call import Activation
-from splitpipe.stage.layers import StageLayers
+from splitpipe.stage.recomputation import Modules
 from splitpipe.stage.segment import RunningStage
 
 
@@ -47,34 +46,29 @@ class StitchedForward:
 
     def forward(self, j: int) -> None:
         """F of a stage."""
-        step, lane, own = self._step, self._lane, self._step.stages[j].own
-        parts = {key: self._ways.pop(key) for key in (None, *own.arriving) if key in self._ways}
-        with thread_state.use(step.call.state):
+        step, call, lane, own, i = self._step, self._step.call, self._lane, self._step.stages[j].own, self._i
+        ways = {key: self._ways.pop(key) for key in (None, *own.arriving) if key in self._ways}
+        checkpoint = None
+        with thread_state.use(call.state):
             lane.begin()
-            given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in parts.items()}
-            values, checkpoint = self._run(own, given)
-            for key in [key for key in (None, *[key for key, _ in own.leaving]) if key in values]:
-                wait = Wait.apply if key is not None or checkpoint is None else checkpoint.wait
-                self._ways[key] = _each(values[key], partial(lane.leave, stage=j, wait=wait)), j
+            given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in ways.items()}
+            layers = partial(run_layers, step, own, i, {key: replace(part, leaves=[]) for key, part in given.items()})
+            entered = [part.leaves for part in given.values()]
+            if i < call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
+                copies = [_each(part, Tensor.clone).leaves for part in given.values()]
+                first, rerun = partial(layers, copies, "forward"), partial(layers, doing="recomputation")
+                rng_states = RNGStates(call.draws, own.place.device)
+                checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[j])
+                values = checkpoint.run(first, rerun, entered)
+            else:
+                values = layers(entered, "forward")
+            for key, _ in ((None, j + 1), *own.leaving):
+                if key in values:
+                    leave = partial(lane.leave, stage=j, checkpoint=checkpoint if key is None else None)
+                    self._ways[key] = _each(values[key], leave), j
         if j == len(step.stages) - 1:
             value, _ = self._ways.pop(None)
-            self.output = Output(value.leaves, value.nesting, {}, {})
-
-    def _run(self, own: StageLayers, values: Values) -> tuple[Values, Checkpoint | None]:
-        call, checkpoint = self._step.call, None
-        inputs, versions = [part.leaves for part in values.values()], versions_of(values)
-        bare = {key: replace(part, leaves=[]) for key, part in values.items()}
-        layers = partial(run_layers, own, bare, where=f"{own.name}, microbatch {self._i} of {call.microbatches}")
-        if self._i < call.checkpointed:
-            rng_states = RNGStates(call.draws, own.place.device)
-            checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[own.index])
-            first, rerun = partial(layers, inputs, "forward"), partial(layers, doing="recomputation")
-            made = checkpoint.run(first, rerun, inputs)
-        else:
-            made = layers(inputs, "forward")
-        verify_shared(own.name, values, versions)
-        mark_shared(made, [part.leaves[k] for part in values.values() for k in part.shared])
-        return made, checkpoint
+            self.output = Output(value.leaves, value.nesting, {})
 
 
 def _each(part: Activation, change: Callable[[Tensor], Tensor]) -> Activation:
@@ -83,51 +77,43 @@ def _each(part: Activation, change: Callable[[Tensor], Tensor]) -> Activation:
     return replace(part, leaves=[changed.get(id(x), x) for x in part.leaves])
 
 
-class Stitching(Detaching):
-    """How a microbatch's values reach later stages: in the same graph."""
+class StitchedCrossing(Crossing):
+    """The values of one microbatch of any module, which reach later stages in the same graph."""
 
     one_graph = True
 
-    def __init__(self, step: StepRun, i: int, streams: NamedStreams) -> None:
-        super().__init__(step, i)
+    def __init__(self, streams: NamedStreams, step: StepRun, i: int, *rest: Any) -> None:
+        super().__init__(step, i, *rest)
         self._lane = Lane(step, i, streams)
 
-    def enter(self, given: Activation, stage: int) -> list[Any]:
-        """The leaves of what the caller has given, as outputs of this thread's nodes, whose numbers tell the stage."""
-        self._lane.begin()
+    def _entered(self, given: Activation) -> list[Any]:
+        self._lane.begin()  # The numbers of this thread's nodes tell the stage.
         known = {id(x): x for x in given.leaves if isinstance(x, Tensor) and x.requires_grad}
         entered = {key: Wait.apply(x, None, None) for key, x in known.items()}
         return [entered.get(id(x), x) for x in given.leaves]
 
-    def leave(self, x: Tensor, stage: int) -> Any:
-        """The tensor, as it ends a stage."""
-        return self._lane.leave(x, stage)
+    def _carry(self, x: Tensor, source: int, stage: int) -> Tensor:
+        return self._lane.carry(x, source, stage)
 
-    def carry(self, x: Tensor, source: int, stage: int) -> Tensor:
-        """A value of another stage, for this one."""
-        # The code may be in a block without grad, and use the value again afterwards.
-        with torch.set_grad_enabled(self._step.call.state.grad):
-            return self._lane.bring(self._lane.leave(x, source), source, stage)
+    def leave(self, x: Tensor) -> Tensor:
+        """An output, as it ends the last stage."""
+        return self._lane.leave(super().leave(x), self._stage)
 
 
 class CheckpointedBlocks(BlockChains):
     """The checkpointed blocks of one microbatch, each by itself."""
 
-    def run(self, stage: RunningStage, block: BlockRun, args: Any, kwargs: dict[str, Any], trace: Trace | None) -> Any:
-        """The block's output."""
-        call, (leaves, nesting) = block.call, flatten((args, kwargs), fields=True)
+    def run(
+        self, stage: RunningStage, modules: Modules, described: str, call: Callable[..., Any], args: Any,
+        kwargs: dict[str, Any], trace: Trace | None,
+    ) -> Any:
+        """The output of a block's call."""
+        leaves, nesting = flatten((args, kwargs), fields=True)
 
         def rerun(inputs: Inputs) -> None:
             args, kwargs = unflatten(inputs[0], nesting)
             call(*args, **kwargs)
 
-        rng_states = RNGStates(self.step.call.draws, stage.device)
-        checkpoint = Checkpoint(block.modules, rng_states, block.described, stage.compute)
+        checkpoint = Checkpoint(modules, RNGStates(self.step.call.draws, stage.device), described, stage.compute)
         with trace or nullcontext():
             return checkpoint.run(partial(call, *args, **kwargs), rerun, [leaves])
-
-
-def keep_stitched_output(forward: Any, output: Any) -> None:
-    """Keeps the output, with its graph."""
-    carrier, leave, stage = forward.carrier, forward.crossing.leave, forward.stage
-    forward.output = kept_output(forward, output, cache(lambda x: carrier.leave(leave(x), stage)))
