@@ -50,7 +50,7 @@ class Trace(TorchFunctionMode):
     @classmethod
     def of(cls, input: Division, i: int) -> Trace:
         """The trace of a microbatch of a module's call."""
-        shared = [leaf for leaf, takers in zip(input.leaves, input.takers) if len(takers) == len(input.rows)]
+        shared = [leaf for k, leaf in enumerate(input.leaves) if k in input.common_places]
         dim = next((dim for dim in input.dims if dim is not None), 0)
         return cls(input.rows, i, dim, [x for x in shared if type(x) in (int, float)])
 
@@ -59,7 +59,7 @@ class Trace(TorchFunctionMode):
         for k, leaf in zip(input.places[i], leaves):
             if k not in input.shared_places:
                 self.ledger.begin(leaf if isinstance(leaf, Tensor) else [*hidden(leaf)], input.dims[k] or 0)
-        if input.root is not None and any([len(own) < len(input.leaves) for own in input.places]):
+        if input.root is not None and len(input.common_places) < len(input.leaves):
             for value in values:
                 if isinstance(value, (list, tuple)) and len(value) == input.rows[i]:
                     self.ledger.begin_entries(value)

@@ -40,8 +40,9 @@ class Divider:
             return self._collect(args, kwargs, target)
         root, chunks = self._tree(args, kwargs), 1 if unsplit else self._chunks
         reading = Reading(root, chunks)
-        if any(leaf.flag is None and _is_object(leaf.value) for leaf in root.leaves(shared=True)):
-            chunks = 1  # Microbatches can't share an object that may be a cache.
+        unknown = [x.value for x in root.leaves(shared=True) if x.flag is None and not isinstance(x.value, _KNOWN)]
+        if not all(map(callable, unknown)):
+            chunks = 1  # Microbatches can't share an object that may be a cache: all would write to it.
         rows = chunk_rows(reading.size, chunks)
         if len(rows) > 1:
             reading.warn(self._warned)
@@ -121,11 +122,6 @@ def input_node(value: Any, flags: Any, whose: str) -> Node:
     root = Node(value, flags, whose, record=type(value) is tuple and flags not in ("rows", "groups"))
     verify_open([leaf.value for leaf in root.leaves() if leaf.flag is not False], whose, deep=True)
     return root
-
-
-def _is_object(value: Any) -> bool:
-    """True for a value that may be a cache, of which several microbatches would write to the same one."""
-    return not isinstance(value, _KNOWN) and not callable(value)
 
 
 def holds_objects(value: Any) -> bool:

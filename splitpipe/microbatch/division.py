@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import count
 from typing import Any
 
 import torch
@@ -32,13 +31,9 @@ class Division:
     batch: str = ""  #: The value that has shown the rows.
 
     @cached_property
-    def takers(self) -> list[list[int]]:
-        """For each leaf, the microbatches that have it, or a part of it."""
-        found = list[list[int]]([] for _ in self.leaves)
-        for i, own in enumerate(self.places):
-            for k in own:
-                found[k].append(i)
-        return found
+    def common_places(self) -> frozenset[int]:
+        """The indices of leaves that all microbatches have, or have a part of."""
+        return frozenset.intersection(*map(frozenset, self.places))
 
     @cached_property
     def shared_places(self) -> frozenset[int]:
@@ -49,14 +44,16 @@ class Division:
 
     def scatter(self) -> list[tuple[list[Any], Nesting]]:
         """The leaves of each microbatch, and their nesting. A tensor that is given twice stays one."""
-        found, known = list[list[Any]]([] for _ in self.rows), dict[Any, Sequence[Any]]()
-        for k, (leaf, dim, takers) in enumerate(zip(self.leaves, self.dims, self.takers)):
-            key = id(leaf), dim, *takers
-            if key not in known or getattr(leaf, "requires_grad", False):
-                known[key] = copies(leaf, len(takers)) if dim is None else pieces(leaf, self._sizes(k), dim)
-            for i, part in zip(takers, known[key]):
-                found[i].append(part)
-        return [*zip(found, self.nestings)]
+        found, known, count = list[Sequence[Any]](), dict[Any, Sequence[Any]](), len(self.rows)
+        for k, (leaf, dim) in enumerate(zip(self.leaves, self.dims)):
+            single = k not in self.common_places  # An entry of a list, which one microbatch has.
+            key: Any = k if single or getattr(leaf, "requires_grad", False) else (id(leaf), dim)
+            if dim is not None and key not in known:
+                known[key] = pieces(leaf, self._sizes(k), dim)
+            elif key not in known:
+                known[key] = copies(leaf, 1) * count if single else copies(leaf, count)
+            found.append(known[key])
+        return [([found[k][i] for k in own], self.nestings[i]) for i, own in enumerate(self.places)]
 
     def gradient(self, k: int, parts: Sequence[Tensor | None]) -> Tensor:
         """The gradient of a leaf, from those of its microbatches, of which some have one."""
@@ -93,7 +90,8 @@ def divide(root: Node, rows: Sequence[int], batch: str) -> Division:
 def collect(parts: Sequence[Any], rows: Sequence[int]) -> Division:
     """The division of values that are divided already, into parts with these rows."""
     flat = [flatten(part) for part in parts]
-    leaves, numbers = [leaf for own, _ in flat for leaf in own], count()
+    leaves = [leaf for own, _ in flat for leaf in own]
+    numbers = iter(range(len(leaves)))
     places = [[next(numbers) for _ in own] for own, _ in flat]
     return Division(leaves, [None] * len(leaves), rows, places, [nesting for _, nesting in flat])
 
@@ -124,8 +122,8 @@ def describe(division: Division | None) -> list[str]:
     if division is None or division.root is None or len(division.rows) < 2:
         return []
     rows, groups = division.rows, dict[str, list[str]]()
-    for node, takers in zip(division.root.leaves(), division.takers):
-        x, how = node.value, "whole" if len(takers) == len(rows) else "split between rows"
+    for k, node in enumerate(division.root.leaves()):
+        x, how = node.value, "whole" if k in division.common_places else "split between rows"
         if node.dim is not None:
             how = f"split along dimension {node.dim}" + f", {node.times} entries per row" * (node.times > 1)
         what = str(tuple(x.shape)) if isinstance(x, Tensor) else f"({type(x).__name__})"
@@ -148,7 +146,7 @@ def noted(*divisions: Division | None) -> Iterator[None]:
 
 
 def copies(leaf: Any, number: int) -> list[Any]:
-    """A value for each of some microbatches, which all get it whole."""
+    """A value for each microbatch, which gets it whole."""
     if not isinstance(leaf, Tensor):
         return [leaf] * number
     if not leaf.dim() or leaf.is_inference():

@@ -202,8 +202,7 @@ def written(node: Node, flag: Any) -> str:
 
 def alike(values: list[Any] | tuple[Any, ...]) -> bool:
     """True if values are of one kind: tensors with the same dtype and number of dimensions, dicts, strings, numbers."""
-    entries = [entry for entry in values if entry is not None]
-    if not entries or callable(entries[0]):
-        return False
-    kinds = [float if isinstance(x, (int, float)) else type(x) for x in entries]
-    return len({(x.dtype, x.dim()) if isinstance(x, Tensor) else kind for x, kind in zip(entries, kinds)}) == 1
+    entries = [x for x in values if x is not None]
+    kinds = {Tensor if isinstance(x, Tensor) else float if isinstance(x, (int, float)) else type(x) for x in entries}
+    tensors = {(x.dtype, x.dim()) for x in entries if isinstance(x, Tensor)}
+    return len(kinds) == 1 and len(tensors) < 2 and not callable(entries[0])

@@ -79,19 +79,16 @@ class ModuleRuntime(Runtime):
         with rehearsal(self.module, self._resources.devices):
             self.run(self.batch(self.module, args, kwargs))
 
-    def batch(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
-    ) -> Batch:
+    def batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
         """What the module, or what wraps it, was called with. A cache can't be split or joined."""
         module, given = self.module, dict(name_arguments(self.signature, args, kwargs))
         names = tuple([name for name, value in given.items() if value is not None])
         kind = module.training, torch.is_grad_enabled(), target is not None, names
         labels = any(["label" in name for name in names])
         cache, takes = given.get("use_cache"), "use_cache" in self.signature.parameters
-        needless = labels or module.training and torch.is_grad_enabled()
-        if needless and takes and "use_cache" not in given:
+        if takes and "use_cache" not in given and (labels or module.training):
             kwargs = {**kwargs, "use_cache": False}
-        cache = cache or takes and cache is None and not needless
+        cache = cache or takes and cache is None and not labels
         unsplit = not module.training and target is None and bool(cache)
         return Batch(module, args, kwargs, target, unsplit, Blocks(module, self.options.cuts), labels, kind)
 
@@ -128,8 +125,7 @@ class ModuleRuntime(Runtime):
         shared = SharedParameters(batch.module, placement, step.stages, carry)
         finish: Callable[[Any, Any], None] = keep_output
         if not step.drop_in:
-            objective = None if batch.target is None else self._objective
-            finish = keep_own_loss if objective is None else partial(keep_loss, objective, targets)
+            finish = keep_own_loss if self._objective is None else partial(keep_loss, self._objective, targets)
         own = ModuleCall(
             step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, batch.labels,
             partial(StitchedCrossing, streams) if stitched else Crossing,
@@ -145,8 +141,7 @@ class ModuleRuntime(Runtime):
         if step.call.microbatches > 1:
             numbers = not step.drop_in or any([output.numbers for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
-            traced = self._traced.setdefault(batch.kind, numbers)
-            if numbers and not traced:
+            if not self._traced.setdefault(batch.kind, numbers) and numbers:
                 self._traced[batch.kind] = True
                 self._said.discard(UNSEEN.function)  # It is said once for each kind of call.
         super()._end(batch, step, outputs)

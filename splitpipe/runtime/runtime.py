@@ -95,8 +95,7 @@ class Runtime:
         self._compiler = Compiler(options.compiling, options.split_backward)
         self._said, self._hooks = set[str](), LeafHooks()  #: ``_said``: of which losses was warned.
         self.hand_over: HandOver | None = HandOver()  #: Of the last scheduled step; None: one was warned of.
-        loss_fn = options.loss_fn
-        self._objective = None if loss_fn is None else Objective(loss_fn, options.reduction, self._said)
+        self._objective = None if options.loss_fn is None else Objective(options.loss_fn, options.reduction, self._said)
         self._rows: Callable[..., OpRows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
         #: Whether the model draws from the CPU's generator, as calls of each kind have shown.
         self.draws: dict[Any, bool] = {}
@@ -164,9 +163,7 @@ class Runtime:
             )
         return None
 
-    def _loss(
-        self, step: StepRun, target: Division | None, scale: Tensor | None, shared: SharedParameters
-    ) -> Tensor:
+    def _loss(self, step: StepRun, target: Division | None, scale: Tensor | None, shared: SharedParameters) -> Tensor:
         """The loss of the batch, whose backward hands the gradients over."""
         call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said, AS_FUNCTION)
         batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
