@@ -177,8 +177,8 @@ class SplitCall(Function):
                     of_input = ctx.function.backward_input(shared, grad)
                 del shared.saved_for_input
                 if leftovers is not None:
-                    shared.saved_for_weight = [x if x is None else x.detach() for x in shared.saved_for_weight]
-                    leftovers.append((shared, grad))
+                    shared.saved_for_weight = tuple([x if x is None else x.detach() for x in shared.saved_for_weight])
+                    leftovers.append((shared, grad))  # Without a graph, which W would keep alive.
                 elif any(shared.needs_weight_grad):
                     of_weights = ctx.function._gradients(shared, grad)
         return None, None, None, of_input, *of_weights
