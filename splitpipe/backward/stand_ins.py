@@ -5,13 +5,16 @@
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
+
+from splitpipe.core.tensors import version_of
 
 
 class StandIns(Function):
@@ -40,9 +43,17 @@ def stand_ins(function: Any, weights: Sequence[Tensor | None]) -> Sequence[Tenso
     return [next(stands) if need else x for x, need in zip(weights, needed)]
 
 
-def leftovers_of(node: Any, function: Any) -> list[tuple[Any, Tensor | None]] | None:
-    """Where the backward of a call, ``node``, leaves what W needs, ``ctx`` and output gradient; None: nowhere."""
+def leftovers_of(node: Any, function: Any) -> list[tuple[Any, Tensor | None, int]] | None:
+    """Where the backward of a call, ``node``, leaves what W needs; None: nowhere.
+
+    That is ``ctx``, the output's gradient, and the version of both.
+    """
     for stands, _ in node.next_functions:
         if getattr(stands, "leftovers", None) is not None and stands.function is function:
             return stands.leftovers  # type: ignore[no-any-return]
     return None
+
+
+def total_version(tensors: Iterable[Tensor | None]) -> int:
+    """A number that grows when one of the tensors is written to, unless it is a parameter."""
+    return sum([version_of(x) or 0 for x in tensors if x is not None and type(x) is not Parameter])
