@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from splitpipe.backward.graph_walk import Walk
-from splitpipe.backward.rules import WeightNode
-from splitpipe.backward.stand_ins import total_version
+from splitpipe.backward.rules import WeightNode, total_version
 from splitpipe.core.torch_private import run_backward
 
 _SHARED = (

@@ -5,7 +5,7 @@ computed weight. A node without a rule keeps its whole backward in B, and so doe
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from splitpipe.backward.stand_ins import StandIns, total_version
+from splitpipe.backward.stand_ins import StandIns
 from splitpipe.backward.weight_gradients import Parts, Totals, convolution, embedding, linear
+from splitpipe.core.tensors import version_of
 
 #: Multiplications per microbatch and unit of stride from which on a CPU gains by deferring a convolution's gradients.
 _MANY = 2**25
@@ -35,6 +36,11 @@ class WeightNode:
     ) -> None:
         self.accumulate, self.weights, self.saved_for_weight = accumulate, weights, saved
         self.way, self.version = way, total_version(saved)
+
+
+def total_version(tensors: Iterable[Tensor | None]) -> int:
+    """A number that grows when one of the tensors is written to, unless it is a parameter."""
+    return sum([version_of(x) or 0 for x in tensors if x is not None and type(x) is not Parameter])
 
 
 def _type(function: Callable[[Tensor], Tensor]) -> Any:

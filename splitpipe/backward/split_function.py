@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from splitpipe.backward.accumulate import Total
-from splitpipe.backward.stand_ins import leftovers_of, stand_ins, total_version
+from splitpipe.backward.rules import total_version
+from splitpipe.backward.stand_ins import leftovers_of, stand_ins
 from splitpipe.core import thread_state
 
 

@@ -5,16 +5,13 @@
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import Parameter
-
-from splitpipe.core.tensors import version_of
 
 
 class StandIns(Function):
@@ -52,8 +49,3 @@ def leftovers_of(node: Any, function: Any) -> list[tuple[Any, Tensor | None, int
         if getattr(stands, "leftovers", None) is not None and stands.function is function:
             return stands.leftovers  # type: ignore[no-any-return]
     return None
-
-
-def total_version(tensors: Iterable[Tensor | None]) -> int:
-    """A number that grows when one of the tensors is written to, unless it is a parameter."""
-    return sum([version_of(x) or 0 for x in tensors if x is not None and type(x) is not Parameter])

@@ -17,8 +17,7 @@ import torch
 
 from splitpipe.backward.accumulate import Sums
 from splitpipe.backward.input_backward import InputGradients, Part
-from splitpipe.backward.rules import WeightNode
-from splitpipe.backward.stand_ins import total_version
+from splitpipe.backward.rules import WeightNode, total_version
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream

@@ -18,7 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import Parameter
 
 from splitpipe.backward.accumulate import Total
-from splitpipe.backward.stand_ins import leftovers_of, stand_ins, total_version
+from splitpipe.backward.rules import total_version
+from splitpipe.backward.stand_ins import leftovers_of, stand_ins
 from splitpipe.core.torch_private import _current_autograd_node
 
 #: Takes a graph's arguments in a list, which it may empty.
