@@ -55,7 +55,7 @@ def backward_input(
         node.leftovers = []
     try:
         captured = run_backward(tuple(roots), tuple(grads), keep, False, ends, True, False)
-        left = [(own, *pair) for node, own in stand_ins.items() for pair in node.leftovers]
+        left = [Part(own, *each) for node, own in stand_ins.items() for each in node.leftovers]
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise RuntimeError(_SHARED) from error
@@ -69,9 +69,8 @@ def backward_input(
         Part(own, own, grad, own.version + total_version([grad]))
         for own, grad in zip(nodes.values(), captured[first:last]) if grad is not None
     ]
-    parts += [Part(own, ctx, grad, total_version([*ctx.saved_for_weight, grad])) for own, ctx, grad in left]
     pairs = [(x, grad) for x, grad in zip(leaves, captured[last:]) if grad is not None]
-    return InputGradients(captured[:first], pairs, parts)
+    return InputGradients(captured[:first], pairs, parts + left)
 
 
 class LeafHooks:

@@ -80,10 +80,10 @@ def leaf_of(node: Any) -> tuple[Tensor | None, bool]:
     return None, False
 
 
-def _saved(node: Any, raw: Any, name: str, weight: Tensor) -> Tensor | None:
-    """What a node has saved for its weight's gradient, if both are plain."""
-    hook = raw.unpack_hook
-    if hook is not None and hook is not unchanged:  # Unpacking may take long, or not be allowed twice.
+def _saved(node: Any, raw: Any, name: str, weight: Tensor | None) -> Tensor | None:
+    """What a node has saved for its weight's gradient, if both are there and plain."""
+    # With another hook, unpacking may take long, or not be allowed twice.
+    if weight is None or raw.unpack_hook is not None and raw.unpack_hook is not unchanged:
         return None
     x: Tensor = getattr(node, name)
     plain = type(x) is Tensor and type(weight) in (Tensor, Parameter) and x.layout is weight.layout is torch.strided
@@ -92,33 +92,29 @@ def _saved(node: Any, raw: Any, name: str, weight: Tensor) -> Tensor | None:
     return x if x.grad_fn is None else x.detach()  # In W, it would keep the graph alive.
 
 
-def _product(node: Any, weight: Any, bias: Any, raw: Any, name: str) -> WeightNode | None:
-    """A product with a weight, and perhaps a bias, behind these nodes."""
+def _addmm(node: Any, edges: Any) -> WeightNode | None:
+    (bias, _), _, (weight, _) = edges
     (leaf, turned), (other, _) = leaf_of(weight), leaf_of(bias)
     # A bias with rows, or per row, is summed differently.
-    if leaf is None or bias is not None and (other is None or other.dim() > 1):
+    if bias is not None and (other is None or other.dim() > 1) or node._saved_alpha != 1 or node._saved_beta != 1:
         return None
-    x = _saved(node, raw, name, leaf)
+    x = _saved(node, node._raw_saved_mat1, "_saved_mat1", leaf)
     return None if x is None else WeightNode(linear, (leaf, other), (x,), (turned,))
 
 
-def _addmm(node: Any, edges: Any) -> WeightNode | None:
-    if node._saved_alpha != 1 or node._saved_beta != 1:
-        return None
-    return _product(node, edges[2][0], edges[0][0], node._raw_saved_mat1, "_saved_mat1")
-
-
 def _mm(node: Any, edges: Any) -> WeightNode | None:
-    return _product(node, edges[1][0], None, node._raw_saved_self, "_saved_self")
+    leaf, turned = leaf_of(edges[1][0])
+    x = _saved(node, node._raw_saved_self, "_saved_self", leaf)
+    return None if x is None else WeightNode(linear, (leaf, None), (x,), (turned,))
 
 
 def _convolution(node: Any, edges: Any) -> WeightNode | None:
     _, (weight, _), (bias, _) = edges
     (leaf, _), (other, _) = leaf_of(weight), leaf_of(bias)
-    if leaf is None or other is None and bias is not None:
-        return None
     x = _saved(node, node._raw_saved_input, "_saved_input", leaf)
-    if x is None or x.is_cpu and leaf.numel() * x.numel() < _MANY * x.shape[1]:
+    if leaf is None or x is None or other is None and bias is not None:
+        return None
+    if x.is_cpu and leaf.numel() * x.numel() < _MANY * x.shape[1]:
         return None
     geometry = (
         node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
@@ -130,13 +126,12 @@ def _convolution(node: Any, edges: Any) -> WeightNode | None:
 
 def _embedding(node: Any, edges: Any) -> WeightNode | None:
     leaf, turned = leaf_of(edges[0][0])
-    if leaf is None or turned or node._saved_sparse or node._saved_scale_grad_by_freq:
-        return None
     numbers = _saved(node, node._raw_saved_indices, "_saved_indices", leaf)
+    if numbers is None or turned or node._saved_sparse or node._saved_scale_grad_by_freq:
+        return None
     padding = node._saved_padding_idx
     padding = padding if padding < 2**63 else padding - 2**64  # It is read as an unsigned number.
-    way = node._saved_weight_sym_argsize_0, padding
-    return None if numbers is None else WeightNode(embedding, (leaf,), (numbers,), way)
+    return WeightNode(embedding, (leaf,), (numbers,), (node._saved_weight_sym_argsize_0, padding))
 
 
 def _stand_ins(node: Any, edges: Any) -> WeightNode | None:

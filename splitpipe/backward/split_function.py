@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from splitpipe.backward.accumulate import Total
+from splitpipe.backward.rules import total_version
 from splitpipe.backward.stand_ins import leftovers_of, stand_ins
 from splitpipe.core import thread_state
 
@@ -177,8 +178,9 @@ class SplitCall(Function):
                     of_input = ctx.function.backward_input(shared, grad)
                 del shared.saved_for_input
                 if leftovers is not None:
-                    shared.saved_for_weight = [x if x is None else x.detach() for x in shared.saved_for_weight]
-                    leftovers.append((shared, grad))
+                    # A graph would be kept alive.
+                    shared.saved_for_weight = tuple([x if x is None else x.detach() for x in shared.saved_for_weight])
+                    leftovers.append((shared, grad, total_version([*shared.saved_for_weight, grad])))
                 elif any(shared.needs_weight_grad):
                     of_weights = ctx.function._gradients(shared, grad)
         return None, None, None, of_input, *of_weights

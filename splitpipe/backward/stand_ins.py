@@ -40,8 +40,11 @@ def stand_ins(function: Any, weights: Sequence[Tensor | None]) -> Sequence[Tenso
     return [next(stands) if need else x for x, need in zip(weights, needed)]
 
 
-def leftovers_of(node: Any, function: Any) -> list[tuple[Any, Tensor | None]] | None:
-    """Where the backward of a call, ``node``, leaves what W needs, ``ctx`` and output gradient; None: nowhere."""
+def leftovers_of(node: Any, function: Any) -> list[tuple[Any, Tensor | None, int]] | None:
+    """Where the backward of a call, ``node``, leaves what W needs; None: nowhere.
+
+    That is ``ctx``, the output's gradient, and the version of both.
+    """
     for stands, _ in node.next_functions:
         if getattr(stands, "leftovers", None) is not None and stands.function is function:
             return stands.leftovers  # type: ignore[no-any-return]

@@ -91,14 +91,10 @@ class WeightGradStore:
             self._reading = None
 
     def clear(self) -> None:
-        """Forgets what waits, and all sums."""
+        """Forgets what waits, and all sums. After an error, the compute stream waits for all that W has begun."""
+        stream.wait(self._compute, self._stream)
         self.finish()
         self._pending, self._waiting, self.sums = {}, 0, Sums()
-
-    def stop(self) -> None:
-        """After an error: as ``clear``, but the compute stream waits for all that W has begun."""
-        stream.wait(self._compute, self._stream)
-        self.clear()
 
     def _accumulate(self, parts: Sequence[Part]) -> None:
         groups: dict[Any, list[Part]] = {}

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import Parameter
 
 from splitpipe.backward.accumulate import Total
+from splitpipe.backward.rules import total_version
 from splitpipe.backward.stand_ins import leftovers_of, stand_ins
 from splitpipe.core.torch_private import _current_autograd_node
 
@@ -218,7 +219,8 @@ class TracedGraph:
             del made
         leftovers = leftovers_of(_current_autograd_node(), self)
         if leftovers is not None:
-            leftovers.append((Leftover(rest), None))
+            left = Leftover(rest)
+            leftovers.append((left, None, total_version(left.saved_for_weight)))
         else:
             for number, gradient in self._weight_gradients(rest):
                 gradients[number] = gradient

@@ -64,7 +64,7 @@ class StepRun:
             Executor(rows, self.run, self.call.state.outside_forward(), self.call.variables, forward_all).run(pool)
         except BaseException:
             for stage in self.stages:  # What is freed now may still be being read or written.
-                stage.store.stop()
+                stage.store.clear()
                 stream.wait(stream.current(stage.device), stage.compute)
             raise
         finally:

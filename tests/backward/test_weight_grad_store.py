@@ -85,15 +85,15 @@ class Overwriting(torch.autograd.Function):
         return grad.mul_(2)
 
 
-def residual(x: Tensor, w: Tensor) -> Tensor:
-    x = x * 1
-    return Overwriting.apply(x) + nn.functional.linear(x, w)
-
-
+@pytest.mark.parametrize(("function", "shape"), [(nn.functional.linear, (4, 4)), (Scale.apply, (4,))])
 @pytest.mark.parametrize("schedule", [None, "zb-h1"])
-def test_a_tensor_that_w_reads_and_backward_overwrites_is_an_error(schedule: Any) -> None:
+def test_a_tensor_that_w_reads_and_backward_overwrites_is_an_error(schedule, function, shape):
+    def residual(x: Tensor, w: Tensor) -> Tensor:
+        x = x * 1
+        return Overwriting.apply(x) + function(x, w)
+
     options = {} if schedule is None else {"schedule": schedule, "loss_fn": nn.functional.mse_loss}
-    layers = nn.Sequential(nn.Linear(4, 4), Call(residual, weight=torch.rand(4, 4)))
+    layers = nn.Sequential(nn.Linear(4, 4), Call(residual, weight=torch.rand(shape)))
     model = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never", stash_limit=ALL, **options)
     x = torch.randn(4, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified in place during backward.*backward='autograd'") as caught:

@@ -81,7 +81,7 @@ EXPLAINED = {
     "partition/call_hook.py: _brought.<locals>.bring: hold":
         "Which thread of autograd's is first, chance decides.",
     "engine/step.py: StepRun.run_rows: wait": "After an error: see test_steps.py.",
-    "backward/weight_grad_store.py: WeightGradStore.stop: wait": "After an error: see test_steps.py.",
+    "backward/weight_grad_store.py: WeightGradStore.clear: wait": "After an error: see test_steps.py.",
     "backward/weight_grad_store.py: WeightGradStore.backward_weight: use":
         "W runs beside B: a replay, whose devices do one launch at a time, doesn't show it.",
     "engine/stitched/checkpoint.py: Checkpoint._repeat: use": _OTHERS,
