@@ -57,7 +57,7 @@ def called(module: nn.Module) -> bool:
 
 def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
     """The cuts as a list of distinct names of submodules that are called."""
-    found: list[str] | None = None if isinstance(cuts, str) else listed(cuts)
+    found: list[str] | None = listed(cuts)
     if found is None or not all(isinstance(name, str) for name in found):
         raise TypeError(f"cuts is {cuts!r}: expected a list of names, {_example(module)}.")
     modules = dict(module.named_modules(remove_duplicate=False))

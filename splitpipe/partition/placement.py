@@ -130,7 +130,8 @@ class Placement:
 
     def _bring(self, part: nn.Module, device: torch.device) -> None:
         own = [x for x in _own(part) if x.is_leaf]  # Others are of one call, whose graph they would keep.
-        self.homes.update({id(x): (x, device) for x in own if id(x) not in self.homes})
+        for x in own:
+            self.homes.setdefault(id(x), (x, device))
         if any([x.device != self.homes[id(x)][1] for x in own]):
             with DisableTorchFunction():  # Unseen by function modes.
                 part._apply(lambda x: moved(x, self.homes.get(id(x), (x, x.device))[1]), recurse=False)
