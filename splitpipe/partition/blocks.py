@@ -18,6 +18,9 @@ from torch import nn
 
 from splitpipe.schedule.op import listed
 
+#: The forwards of modules that are lists of others.
+_LISTS = nn.Module.forward, nn.Sequential.forward
+
 
 class Blocks:
     """The blocks and cuts of a module in its current state."""
@@ -44,10 +47,6 @@ class Blocks:
     def described(self, module: nn.Module) -> str:
         """Describes a block, or a module with cuts inside, for a message."""
         return f"block {self.blocks.get(module, self.opened.get(module, ''))!r} ({type(module).__name__})"
-
-
-#: The forwards of modules that are lists of others.
-_LISTS = nn.Module.forward, nn.Sequential.forward
 
 
 def called(module: nn.Module) -> bool:
