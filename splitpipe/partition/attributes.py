@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from splitpipe.microbatch.tree import hidden
 
+_INTERNAL = frozenset(vars(nn.Module()))
+
 
 class Attributes:
     """The attributes of a module in which its forward leaves tensors with a graph."""
@@ -56,9 +58,6 @@ def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 continue  # A hook of spectral_norm, weight_norm or prune computes it before each forward.
             if _has_graph(value):
                 yield f"{name}.{own}".strip("."), part, own
-
-
-_INTERNAL = frozenset(vars(nn.Module()))
 
 
 def _has_graph(value: Any) -> bool:

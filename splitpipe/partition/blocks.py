@@ -18,6 +18,9 @@ from torch import nn
 
 from splitpipe.schedule.op import listed
 
+#: The forwards of modules that are lists of others.
+_LISTS = nn.Module.forward, nn.Sequential.forward
+
 
 class Blocks:
     """The blocks and cuts of a module in its current state."""
@@ -46,10 +49,6 @@ class Blocks:
         return f"block {self.blocks.get(module, self.opened.get(module, ''))!r} ({type(module).__name__})"
 
 
-#: The forwards of modules that are lists of others.
-_LISTS = nn.Module.forward, nn.Sequential.forward
-
-
 def called(module: nn.Module) -> bool:
     """False for a container, which has no forward; torch.compile's wrapper has one on the instance."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
@@ -57,7 +56,7 @@ def called(module: nn.Module) -> bool:
 
 def verify_cuts(module: nn.Module, cuts: object) -> list[str]:
     """The cuts as a list of distinct names of submodules that are called."""
-    found: list[str] | None = None if isinstance(cuts, str) else listed(cuts)
+    found: list[str] | None = listed(cuts)
     if found is None or not all(isinstance(name, str) for name in found):
         raise TypeError(f"cuts is {cuts!r}: expected a list of names, {_example(module)}.")
     modules = dict(module.named_modules(remove_duplicate=False))

@@ -96,9 +96,8 @@ class Placement:
     """The stage of each module."""
 
     def __init__(self, places: Sequence[Place]) -> None:
-        self._devices = [place.device for place in places]
-        self.devices = {*self._devices}
-        self.several = len(self.devices) > 1
+        self.devices = [place.device for place in places]
+        self.several = len({*self.devices}) > 1
         # Weak references, since the module's forward refers to this.
         self.stage_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         #: The modules that each stage has called, and what ``settle`` returned.
@@ -108,9 +107,9 @@ class Placement:
 
     def begin(self, module: nn.Module) -> None:
         """Before a call of a module that has other parts than before."""
-        self.homes, self.called = {}, [WeakKeyDictionary() for _ in self._devices]
+        self.homes, self.called = {}, [WeakKeyDictionary() for _ in self.devices]
         for part in () if self.several else module.modules():
-            self._bring(part, self._devices[0])
+            self._bring(part, self.devices[0])
 
     def settle(self, module: nn.Module, is_block: bool, stage: int) -> bool:
         """Assigns a module that a stage calls, or (``is_block``) its parts that have no stage yet, to the stage.
@@ -122,26 +121,27 @@ class Placement:
             local = True
             for part in module.modules() if is_block else [module]:
                 home = self.stage_of.get(part, stage)
-                self._bring(part, self._devices[home])
-                local = local and all([x.device == self._devices[stage] for x in _own(part)])
+                self._bring(part, self.devices[home])
+                local = local and all([x.device == self.devices[stage] for x in _own(part)])
                 self.stage_of[part] = home  # Only now, so that what couldn't be moved has no stage.
             self.called[stage][module] = local
         return local
 
     def _bring(self, part: nn.Module, device: torch.device) -> None:
         own = [x for x in _own(part) if x.is_leaf]  # Others are of one call, whose graph they would keep.
-        self.homes.update({id(x): (x, device) for x in own if id(x) not in self.homes})
+        for x in own:
+            self.homes.setdefault(id(x), (x, device))
         if any([x.device != self.homes[id(x)][1] for x in own]):
             with DisableTorchFunction():  # Unseen by function modes.
                 part._apply(lambda x: moved(x, self.homes.get(id(x), (x, x.device))[1]), recurse=False)
 
     def is_elsewhere(self, x: Tensor, stage: int) -> bool:
         """True for a tensor on another stage's device, and for a parameter on no stage's device."""
-        return x.device != self._devices[stage] and (x.device in self.devices or isinstance(x, Parameter))
+        return x.device != self.devices[stage] and (x.device in self.devices or isinstance(x, Parameter))
 
     def stage_on(self, device: torch.device, before: int) -> int:
         """The last stage before the given one that is on a device, or else the first after it."""
-        stages = [stage for stage, own in enumerate(self._devices) if own == device]
+        stages = [stage for stage, own in enumerate(self.devices) if own == device]
         return max([stage for stage in stages if stage < before], default=min(stages, default=0))
 
 

@@ -23,11 +23,12 @@ _TABLES = list, set, dict, OrderedDict, defaultdict, Counter, deque
 
 @contextmanager
 def restore_after(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Restores attributes, buffers and random numbers at the end.
+    """Restores gradients, attributes, buffers and random numbers at the end. Inside, no parameter has a gradient.
 
     Of what attributes refer to, tensors and tables are restored; what these, or other objects, refer to is not.
     Parameters that the run writes to aren't, either: a copy of all of them may not fit.
     """
+    grads = [(weight, weight.grad) for part in modules for weight in part._parameters.values() if weight is not None]
     attributes = [(vars(part), {**vars(part)}) for part in modules]
     values = [x for _, own in attributes for x in own.values()]
     found = [*values, *[x for part in modules for x in part._buffers.values()]]
@@ -36,8 +37,12 @@ def restore_after(modules: Sequence[nn.Module], devices: Sequence[torch.device])
     tables = [(x, copy(x)) for part in plain for x in vars(part).values() if type(x) in _TABLES]
     states = [(x.set_state, x.get_state()) for x in values if isinstance(x, torch.Generator)] + random_states(devices)
     try:
+        for weight, _ in grads:
+            weight.grad = None
         yield
     finally:
+        for weight, grad in grads:
+            weight.grad = grad if grad is None else grad.to(weight.device)  # It may have been moved to its stage.
         for now, own in attributes:
             for name in now.keys() - own.keys():
                 del now[name]
@@ -48,7 +53,9 @@ def restore_after(modules: Sequence[nn.Module], devices: Sequence[torch.device])
         for set_state, state in states:
             set_state(state)
         for x, content in tensors:
-            if not torch.equal(dense(x), dense(content.to(x.device))):
+            if x.shape != content.shape:
+                x.data = content
+            elif not torch.equal(dense(x), dense(content.to(x.device))):
                 with torch.inference_mode(x.is_inference()), torch.no_grad():
                     x.detach().copy_(content)
 

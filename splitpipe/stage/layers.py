@@ -37,7 +37,6 @@ class StageLayers:
         #: The skips that go to later stages, and the stages.
         self.leaving = [(key, target) for key, (source, target) in skips.items() if index == source < target]
         self.parameters = [*{id(x): x for layer in self.calls for x in layer.parameters()}.values()]
-        #: The bytes of those that require grad.
         self.weight_bytes = sum([x.nbytes for x in self.parameters if x.requires_grad])
         #: How its parameters are used, for the report on deferral, and whether that is known of all.
         self.uses: dict[int, Uses] = {}

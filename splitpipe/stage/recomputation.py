@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def empty(modules: Sequence[nn.Module]) -> list[bool]:
-    """For each entry of the tables of modules, whether there is nothing yet."""
+    """For each module, parameter and buffer inside modules, whether it is None or lazy: whether it may be filled."""
     tables: Iterable[Any] = [table for m in modules for table in (m._modules, m._parameters, m._buffers)]
     return [x is None or is_lazy(x) for table in tables for x in table.values()]
 
@@ -39,14 +39,10 @@ class Modules:
         self.modules = list(modules)
         self.parameters = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items() if p is not None]
         self.buffers = [(m, n) for m in modules for n, x in m._buffers.items() if x is not None and not is_lazy(x)]
-        self._empty = empty(modules)
+        self.empty = empty(modules)
         self._hooks: list[Any] = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         #: The buffers to which F writes; None: no F has shown it yet.
         self.written: set[tuple[nn.Module, str]] | None = None
-
-    def same(self) -> bool:
-        """True if no module, parameter or buffer has been added, removed or, if it was lazy or None, filled."""
-        return empty(self.modules) == self._empty
 
     @property
     def version(self) -> tuple[int, list[bool], int]:
@@ -87,7 +83,7 @@ class CheckpointedRun:
         """Runs R."""
         modules, before = self._modules, self._before
         changed = [name for _, name, x, version in self._buffers if version_of(x) != version and id(x) not in before]
-        if changed or modules.version != self._version or not modules.same():
+        if changed or modules.version != self._version or empty(modules.modules) != modules.empty:
             what = f"buffer {changed[0]!r}" if changed else "a module, a parameter or a module hook"
             raise RuntimeError(
                 f"{what} of {self._whose} was changed, added, removed, frozen or unfrozen between a checkpointed "
