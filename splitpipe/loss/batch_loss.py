@@ -114,8 +114,8 @@ class BatchLoss:
         return first
 
     def _refused(self, found: str) -> ValueError:
-        counts = [[f"{one.name}: {float(torch.as_tensor(x).sum()):g}" for one, x in each.amounts.items() if not one.grad]
-                  for _, each in sorted(self._numbers.items())]
+        counts = [[f"{one.name}: {float(torch.as_tensor(x).sum()):g}" for one, x in y.amounts.items() if not one.grad]
+                  for _, y in sorted(self._numbers.items())]
         return ValueError(
             f"the loss has {found} (counts by microbatch: {counts}). A schedule runs backward before all counts are "
             f"known, and corrects all gradients by one factor. Expected the same terms, with one count: {_WAYS}"

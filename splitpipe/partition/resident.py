@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,7 +95,7 @@ def apply_at_home(
 
     ``refuses``: raises for a move to another device, rather than warn. If a parent is moved, neither happens.
     """
-    direct, moves = sys._getframe(2).f_code.co_name != "_apply", False  # That of a parent calls its children's.
+    direct, moves = traceback.extract_stack(limit=3)[0].name != "_apply", False  # A parent calls its children's.
     refused = (
         f"this module is a pipeline, whose stages stay on {', '.join(map(str, places))} (the first call moves them "
         "there): expected no .to(device), .cuda() or .cpu(), or splitpipe.detach(model, device)."
