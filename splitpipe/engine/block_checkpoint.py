@@ -30,6 +30,7 @@ from splitpipe.core.random_numbers import RNGStates
 from splitpipe.core.tensors import sharing, version_of
 from splitpipe.engine.crossing import changed
 from splitpipe.engine.step import StepRun
+from splitpipe.loss.numbers import Number
 from splitpipe.loss.trace import Trace
 from splitpipe.partition.attributes import Attributes
 from splitpipe.stage.recomputation import CheckpointedRun, Modules
@@ -63,7 +64,8 @@ class BlockChains:
         written = versions != [version_of(x) for x in inputs]
         block.places = [*places.values()]
         distinct = [made[k] for k in block.places]
-        if not places or written or trace is not None and trace.ledger.has_number(made) or sharing(distinct, inputs):
+        numbers = trace is not None and any([isinstance(trace.ledger.of(x), Number) for x in made])
+        if not places or written or numbers or sharing(distinct, inputs):
             return output  # With its graph: R would get other inputs; numbers' terms or views would have lost theirs.
         if self.step.drop_in and block.modules not in stage.reached_by:
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
