@@ -31,6 +31,7 @@ from splitpipe.core.tensors import sharing, version_of
 from splitpipe.core.thread_state import State
 from splitpipe.engine.crossing import changed
 from splitpipe.engine.step import StepRun
+from splitpipe.loss.numbers import Number
 from splitpipe.loss.trace import Trace
 from splitpipe.partition.attributes import Attributes
 from splitpipe.stage.recomputation import CheckpointedRun, Modules
@@ -67,7 +68,8 @@ class BlockChains:
         places = {id(y): k for k, y in enumerate(made) if y.grad_fn is not None and id(y) not in ids}
         distinct = [made[k] for k in places.values()]
         written = versions != [version_of(x) for x in inputs]
-        if not places or written or trace is not None and trace.ledger.has_number(made) or sharing(distinct, inputs):
+        numbers = trace is not None and any([isinstance(trace.ledger.of(x), Number) for x in made])
+        if not places or written or numbers or sharing(distinct, inputs):
             return output  # With its graph: R would get other inputs; numbers' terms or views would have lost theirs.
         if self.step.drop_in:
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}

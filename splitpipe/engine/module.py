@@ -70,7 +70,7 @@ class ModuleForward:
     def __init__(self, call: ModuleCall, i: int, activation: Activation) -> None:
         self._call, self.step, self.i = call, call.step, i
         self._activation: Any = activation
-        self.trace = Trace.of(call.step.call.input, i) if call.traced else None
+        self.trace = Trace(call.step.call.input.rows, i, call.step.call.input.dims) if call.traced else None
         link = None if self.trace is None else self.trace.ledger.link
         self.crossing = call.new_crossing(self.step, i, call.placement, call.shared, link)
         self._follow = Follow(self.crossing)
@@ -183,12 +183,11 @@ class ModuleForward:
         set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
         token, self._block = taker.set(None), block
         traced = self.trace if self.trace is not None and sees(block) else None
-        read = "" if self.trace is None else self.trace.ledger.read
         try:
             value = self._run_block(block, call, args, kwargs, local, traced)
             self._block = None
             if self.trace is not None:
-                self.trace.record(value, "" if traced else blocks.described(block), read)
+                self.trace.record(value, "" if traced else blocks.described(block))
             return value
         finally:
             taker.reset(token)

@@ -9,26 +9,18 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, quotient, tensors
+from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, mean, tensors
 
 
 class FunctionCall:
     """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned.
 
-    ``total``, ``count``: what the mean of a loss of torch's is a quotient of, if they are known. ``counting``: whether
-    a number of Python that may count rows is a factor.
+    ``counting``: whether a number of Python that may count rows is a factor.
     """
 
-    out: Any = None
-    total: Any = None
-    count: Any = None
-    counting: bool = False
-
-    def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        for key in ("input", "tensors", "data", "other") if kwargs else ():  # torch.stack(tensors=...)
-            if key in kwargs and (key == "other" or not args) and name != "where":  # Its condition comes first.
-                args, kwargs = (*args, kwargs[key]), {k: x for k, x in kwargs.items() if k != key}
+    def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any = None) -> None:
         self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
+        self.out, self.counting = out, False
         #: The tensors among the arguments.
         self.operands = tensors(args) + (tensors(kwargs.values()) if kwargs else [])
         self._of = {id(x): ledger.of(x) for x in self.operands}
@@ -51,15 +43,13 @@ class FunctionCall:
 
     def summed(self, rows: Rows) -> Number | Unknown:
         """The result, as a sum of these rows."""
-        if self.counting:
-            return MAY_COUNT
-        return amount(self.name, self.out.clone(), selected=rows.selected, asked=self.ledger.asked)
+        return MAY_COUNT if self.counting else amount(self.name, self.out.clone(), selected=rows.selected)
 
-    def averaged(self, rows: Rows, total: Tensor, count: Amount) -> Number:
-        """The result, as a mean of these rows: a total by a count."""
+    def averaged(self, rows: Rows, count: Amount) -> Number:
+        """The result, as a mean of so many of these rows, or of their entries."""
         # It counts entries that a mask has made 0, too; but not targets that are ignored.
-        facts: Any = {"selected": isinstance(count, Tensor) or rows.chosen is not None, "asked": self.ledger.asked}
-        return quotient(amount(self.name, total, **facts), amount(self.name, count, **facts), self.out)
+        selected = isinstance(count, Tensor) or rows.chosen is not None
+        return mean(self.out, count, self.name, self.out.requires_grad, selected)
 
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
@@ -72,21 +62,15 @@ class FunctionCall:
         if len(rows) + len(constants) < len(pairs):
             return None
         if not rows:
-            if constants and all([each.uniform for _, each in constants]):
-                return UNIFORM
-            most = max([x.numel() for x, each in constants if each is GIVEN], default=0)
-            single = self.ledger.most == 1  # Whose entries may be one for each row.
-            plain = all([each is GIVEN or each.uniform and not (single and x.dim()) for x, each in constants])
-            return GIVEN if plain and torch.Size(shape).numel() <= most else VARIED
+            return GIVEN if all([each is GIVEN or each is UNIFORM and not x.dim() for x, each in constants]) else VARIED
         x, first = rows[0]
-        dims, size = x.dim(), len(x) if x.dim() else 0  # Of a single row.
-        if any([y.dim() != dims or dims and len(y) != size or not each.alike(first) for y, each in rows[1:]]):
+        if any([y.dim() != x.dim() or y.shape[:1] != x.shape[:1] or not each.alike(first) for y, each in rows[1:]]):
             return None  # Rows meet other rows: x[:, None] - x[None].
         for y, constant in constants:
-            if not constant.uniform and y.dim() >= max(1, dims):
-                if not dims or len(y) > 1 and y.stride(0) or constant is not GIVEN and self.ledger.most == 1:
+            if constant is not UNIFORM and y.dim() >= max(1, x.dim()):
+                if not x.dim() or len(y) > 1 and y.stride(0) or constant is not GIVEN and self.ledger.most == 1:
                     return None  # Entry k meets the k-th row of every microbatch.
-        if len(shape) != dims or dims and shape[0] != size:
+        if len(shape) != x.dim() or shape[:1] != x.shape[:1]:
             return None
         masks = self.name in SCALING and any([each.selected for _, each in rows])
         selected = masks or first.chosen is not None or getattr(self.out, "dtype", None) is torch.bool

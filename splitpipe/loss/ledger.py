@@ -2,7 +2,6 @@
 
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
-    TimeMajor       it has them along its second one
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
     Number          its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
@@ -18,7 +17,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -48,14 +47,7 @@ class Rows:
 
     def alike(self, other: Meaning) -> bool:
         """True for rows that the same mask has selected, or none."""
-        if not isinstance(other, Rows) or self.chosen is None or other.chosen is None:
-            return isinstance(other, Rows) and self.chosen is other.chosen
-        x, y = self.chosen, other.chosen  # Selecting by them has waited for the device already.
-        return x is y or x.shape == y.shape and x.device == y.device and x.equal(y)
-
-
-class TimeMajor:
-    """It has the rows along its second dimension, as ctc_loss wants."""
+        return isinstance(other, Rows) and self.chosen is other.chosen
 
 
 class Constant(Enum):
@@ -63,18 +55,12 @@ class Constant(Enum):
 
     GIVEN = "given"
     UNIFORM = "made, and all entries are the same"
-    ZEROS = "made of zeros"
     VARIED = "made"
     POSITIONS = "torch.arange(n)"
 
-    @property
-    def uniform(self) -> bool:
-        """Whether the code has made it, and all entries are the same."""
-        return self in (Constant.UNIFORM, Constant.ZEROS)
-
 
 GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED
-Meaning = Rows | TimeMajor | Constant | Number | Unknown
+Meaning = Rows | Constant | Number | Unknown
 
 
 class Ledger:
@@ -82,15 +68,14 @@ class Ledger:
 
     Along another dimension than the first one, they aren't followed.
     ``most``: the rows of the largest microbatch: if it has more than one, it shows what a single row can't.
-    ``given``: numbers among the call's arguments, which are the same for every microbatch.
     """
 
-    def __init__(self, rows: int, most: int, dim: int = 0, given: Iterable[float] = ()) -> None:
-        self.rows, self.most, self._dim, self._given = max(1, rows), most, dim, frozenset([0, *given])
+    def __init__(self, rows: int, most: int, dim: int) -> None:
+        self.rows, self.most, self.dim = max(1, rows), most, dim
+        self.given: set[float] = set()  #: Numbers among the call's arguments, the same for every microbatch.
         self._entries: dict[int, tuple[weakref.ref[Tensor], Meaning, bool, int | None]] = {}
         self.read = ""  #: The function by which Python has read values of the batch.
         self.sizes: set[int] = set()  #: What it has read of tensors with rows: lengths, and numbers of elements.
-        self.asked, self.empty = 0, False  #: As in a Number.
 
     def put(self, x: Tensor, meaning: Meaning) -> None:
         """Records what a tensor is."""
@@ -108,47 +93,38 @@ class Ledger:
                 return entry[1]  # Otherwise, an autograd function has made it, whose graph isn't traced.
         if x.grad_fn is None:  # torch.Tensor([n]), from NumPy: made where no mode sees it.
             return Unknown(self.read) if self.read and not isinstance(x, Parameter) else GIVEN
-        return Unknown(x.grad_fn.name()) if isinstance(x.grad_fn, BackwardCFunction) else self._of_block(x, "")
+        return Unknown(x.grad_fn.name()) if isinstance(x.grad_fn, BackwardCFunction) else self.of_block(x, "")
 
-    def _of_block(self, x: Tensor, block: str) -> Meaning:
+    def of_block(self, x: Tensor, block: str) -> Meaning:
         """What a block, whose code isn't traced, has made: a value with rows, whatever it has computed it from."""
-        if self._dim and x.dim():
-            return Unknown(f"a batch along dimension {self._dim}")
+        if self.dim and x.dim():
+            return Unknown(f"a batch along dimension {self.dim}")
         if x.dim() and (x.shape[0] == self.rows or x.dim() > 1 and not x.shape[0] % self.rows):
             return Rows()
         return Unknown(block or x.grad_fn.name() if x.grad_fn is not None else block)
 
-    def begin(self, value: Any, dim: int) -> None:
-        """Records an argument, or an output, of a batch along this dimension."""
+    def begin(self, value: Any, dim: int, number: Meaning = GIVEN) -> None:
+        """Records an argument, or an output, of a batch along this dimension, and what numbers in it are."""
         for x in tensors((value,)):
             if x.dim() and not isinstance(self.of(x), (Rows, Number)):
                 other = 0 < dim < x.dim() and x.shape[dim] == self.rows
                 rows = Rows(selected=x.dtype is torch.bool)
                 self.put(x, Unknown(f"a batch along dimension {dim}") if other else rows)
             elif id(x) not in self._entries and not x.dim():
-                self.put(x, GIVEN)
+                self.put(x, number)
 
     def begin_entries(self, value: Any) -> None:
-        """Records a list with one entry per row: its length, which no mode sees, may have been read."""
-        self.sizes.add(self.rows)
-        self.note_numbers(value, "a list with one number per row")
-        for x in tensors((value,)):
-            self.put(x, Unknown("an entry of a list with one per row"))
-
-    def returned(self, value: Any, block: str) -> None:
-        """Records what a block has returned: values with rows, whatever it has computed them from."""
-        for x in tensors((value,)):
-            self.put(x, self._of_block(x, block))
+        """Records a list, if it has one entry per row: its length, which no mode sees, may have been read."""
+        if isinstance(value, (list, tuple)) and len(value) == self.rows:
+            self.sizes.add(self.rows)
+            self.note_numbers(value, "a list with one number per row")
+            for x in tensors(value):
+                self.put(x, Unknown("an entry of a list with one per row"))
 
     def link(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor is equal to another, for example on another device."""
         if id(x) in self._entries or x.grad_fn is not None:
             self.put(y, self.of(x))
-
-    def has_number(self, values: Iterable[Tensor]) -> bool:
-        """True if a number of the batch is among the values."""
-        with DisableTorchFunction():
-            return any([isinstance(self.of(x), Number) for x in values])
 
     def numbers(self, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:
         """What the numbers among the leaves of an output consist of, by position; those with rows are none."""
@@ -161,16 +137,21 @@ class Ledger:
             meaning = self.of(x)
             if isinstance(meaning, Constant) and not x.dim():
                 nothing = meaning is not GIVEN and not x.requires_grad
-                meaning = amount("a constant", x, constant=True, nothing=nothing, asked=self.asked)
-        if not isinstance(meaning, Number):
-            return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
-        return replace(meaning, asked=self.asked, empty=self.empty)
+                meaning = amount("a constant", x, constant=True, nothing=nothing)
+        if isinstance(meaning, Number):
+            return meaning
+        return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
 
-    def note_numbers(self, value: Any, block: str) -> bool:
-        """Records the Python numbers that a block has returned; true if there are any."""
-        found = any([type(x) in (int, float) for x in tree_flatten(value)[0]])
-        self.read = self.read or block if found else self.read
-        return found
+    def note_numbers(self, value: Any, block: str) -> None:
+        """Records the Python numbers that a block has returned."""
+        if any([type(x) in (int, float) for x in tree_flatten(value)[0]]):
+            self.read = self.read or block
+
+    def note_size(self, x: Tensor, rows: Rows) -> None:
+        """Records that Python has read a size along the rows of a tensor."""
+        self.sizes |= {len(x), x.numel()}
+        if rows.chosen is not None:
+            self.read = self.read or "the length of a selection"
 
     def may_be_read(self, values: Iterable[Any]) -> bool:
         """True if Python has read values of the batch, from which one of these numbers may be computed."""
@@ -180,14 +161,9 @@ class Ledger:
         """True if one of the numbers, or its inverse, is a multiple of the rows; if ``size``: a size that was read."""
         if not self.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
-        found = [n for x in self._variable(values) if x for y in (x, 1 / x) if (n := _nearest(y))]
+        either = [y for x in self._variable(values) if x and math.isfinite(x) for y in (abs(x), abs(1 / x))]
+        found = [round(x) for x in either if round(x) and math.isclose(round(x), x, rel_tol=1e-6)]
         return any([n in self.sizes if size else not n % self.rows for n in found])
 
     def _variable(self, values: Iterable[Any]) -> list[float]:
-        return [x for x in values if isinstance(x, (int, float)) and (x not in self._given or x in self.sizes)]
-
-
-def _nearest(value: float) -> int:
-    """The whole number that a value is, but for rounding and its sign; 0 if it is none."""
-    nearest = round(abs(value)) if math.isfinite(value) else 0
-    return nearest if math.isclose(nearest, abs(value), rel_tol=1e-6) else 0
+        return [x for x in values if isinstance(x, (int, float)) and (x and x not in self.given or x in self.sizes)]

@@ -1,14 +1,12 @@
 """Numbers of the batch: sums over its rows, and what is computed of these.
 
 What code computes of sums is recorded, and computed again of those of the batch. A mean is a quotient: of a sum, and of
-what it counts. A schedule wants what has the graph of a sum to be linear in sums (batch_loss).
+what it counts.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,28 +28,18 @@ class Formula:
     name: str  #: Of the function that has made it.
     grad: bool  #: Whether it has a graph.
     function: Callable[..., Any] | None = None  #: None: it is a sum or a constant.
-    args: Sequence[Any] = ()  #: With other formulas among them.
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    given: Any = ()  #: The function's args and kwargs, with other formulas among them.
     constant: bool = False  #: Whether it is the same in each microbatch.
-    asked: int = 0  #: Of a sum or constant: how many conditions Python had asked before.
     selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
     grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
-    live: bool = False  #: Whether it has the graph of a sum.
-    linear: bool = True  #: Whether it is linear in such sums.
 
 
 @dataclass(eq=False)
 class Number:
-    """A number of a microbatch.
+    """A number of a microbatch."""
 
-    ``steps``: the formulas by which it is computed, in order, with the values of sums and constants.
-    ``asked``: how many conditions Python had asked in the end. ``empty``: whether one has found that nothing counts.
-    """
-
-    steps: dict[Formula, Amount | None]
-    asked: int = 0
-    empty: bool = False
+    steps: dict[Formula, Amount | None]  #: How it is computed, in order, with the values of sums and constants.
 
     @property
     def formula(self) -> Formula:
@@ -65,27 +53,28 @@ class Number:
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Number:
         """The number with other tensors as its sums and constants."""
-        return replace(self, steps={x: change(y) if isinstance(y, Tensor) else y for x, y in self.steps.items()})
+        return Number({x: change(y) if isinstance(y, Tensor) else y for x, y in self.steps.items()})
 
-    def evaluate(self, amounts: Sequence[Amount]) -> Any:
-        """The number for other sums and constants."""
+    def evaluate(self, amounts: Sequence[Amount], detached: list[str] | None = None) -> Any:
+        """The number for other sums and constants; ``detached`` gets the names of functions that leave their graph."""
         rest, found = iter(amounts), dict[Formula, Any]()
         for step in self.steps:
             if step.function is None:
                 found[step] = next(rest)
                 continue
-            args, kwargs = mapped(lambda x: found[x] if isinstance(x, Formula) else x, (step.args, step.kwargs))
+            args, kwargs = mapped(lambda x: found[x] if isinstance(x, Formula) else x, step.given)
             with DisableTorchFunction():
                 out = step.function(*args, **kwargs)
                 found[step] = out.detach() if isinstance(out, Tensor) and not step.grad else out
+            if detached is not None and not step.grad and any([x.requires_grad for x in tensors((args, kwargs))]):
+                detached.append(step.name)
         return found[self.formula]
 
-    def described(self, asked: bool) -> list[str]:
+    def described(self) -> list[str]:
         """What has to be the same in all microbatches."""
-        at = {step: k for k, step in enumerate(self.steps)}
-        return [repr((x.name, x.grad, x.constant, asked and x.asked, x.selected, x.nothing, mapped(
-            lambda y: f"step {at[y]}" if isinstance(y, Formula) else None if isinstance(y, Tensor) else y,
-            (x.args, x.kwargs)))) for x in self.steps]
+        at: dict[Any, str] = {step: f"step {k}" for k, step in enumerate(self.steps)}
+        return [repr((x.name, x.grad, x.constant, x.selected, x.nothing, mapped(lambda y: at.get(y) if isinstance(
+            y, (Formula, Tensor, torch.dtype)) else y, x.given))) for x in self.steps]
 
 
 @dataclass(frozen=True)
@@ -98,8 +87,7 @@ class Unknown:
 def amount(name: str, value: Amount, constant: bool = False, **facts: Any) -> Number:
     """A sum or a constant."""
     grad = isinstance(value, Tensor) and value.requires_grad
-    varies = not constant
-    return Number({Formula(name, grad, constant=constant, grows=varies, live=grad and varies, **facts): value})
+    return Number({Formula(name, grad, constant=constant, grows=not constant, **facts): value})
 
 
 def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, grad: bool, **facts: Any) -> Number:
@@ -110,38 +98,25 @@ def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, gra
         steps.update(x.steps if isinstance(x, Number) else {})
         return x.formula if isinstance(x, Number) else x
 
-    args, kwargs = mapped(formula, (args, kwargs))
-    return Number({**steps, Formula(name, grad, function, args, kwargs, **facts): None})
+    given = mapped(formula, (args, kwargs))
+    return Number({**steps, Formula(name, grad, function, given, **facts): None})
 
 
-def quotient(above: Number, count: Number, like: Tensor) -> Number:
-    """A mean, with the type of a tensor."""
-    return applied("div", partial(_divide, like.dtype), (above, count), {}, like.requires_grad, live=above.formula.live)
+def quotient(
+    total: Tensor, count: Amount, like: Tensor, name: str = "loss_fn", grad: bool = True, selected: bool = False
+) -> Number:
+    """A total by a count, with the type of a tensor: the batch's is the sum of totals by that of counts."""
+    above = Number({Formula(name, grad, selected=selected, grows=True): total})
+    given = above, amount(name, count, selected=selected), like.dtype
+    return applied("div", lambda x, y, dtype: (x / y).to(dtype), given, {}, grad)
 
 
-def _divide(dtype: torch.dtype, above: Tensor, count: Amount) -> Tensor:
-    return (above / (count if isinstance(count, Tensor) or count else math.nan)).to(dtype)
-
-
-def pair(above: Tensor, count: Amount, like: Tensor) -> Number:
-    """A total by a count: the batch's number is the sum of all totals divided by that of all counts."""
-    total = Formula("loss_fn", True)  # Alike in all microbatches, whether they have a graph or not.
-    number = quotient(Number({total: above}), amount("loss_fn", count), like)
-    number.formula.grad = True
-    return number
-
-
-def mean(value: Tensor, count: float) -> Number:
-    """A number that is a mean of ``count`` values."""
-    return pair(product(value, count), count, value)
-
-
-def product(mean: Tensor, count: Amount) -> Tensor:
-    """The total of a mean, in a type that doesn't overflow; that of nothing is 0, not 0 / 0."""
-    total = mean.to(torch.promote_types(mean.dtype, torch.float32)) * count
-    if not isinstance(count, Tensor) and count:  # In this order: the host must not wait for a tensor.
-        return total
-    return torch.where(torch.as_tensor(count == 0), 0, total)
+def mean(value: Tensor, count: Amount, *facts: Any) -> Number:
+    """A number that is a mean of ``count`` values; whether it has a graph or not, if facts don't say so."""
+    total = value.to(torch.promote_types(value.dtype, torch.float32)) * count  # In a type that doesn't overflow.
+    if isinstance(count, Tensor) or not count:  # In this order: the host must not wait for a tensor.
+        total = torch.where(torch.as_tensor(count == 0), 0, total)  # That of nothing is 0, not 0 / 0.
+    return quotient(total, count, value, *facts)
 
 
 def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | None:
@@ -151,19 +126,14 @@ def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | Non
     (``if mask.any():``) may have 0, if masks decide what counts in the others.
     """
     known = [number for number in each if isinstance(number, Number)]
-    rest = [x for x in known if x.formula.nothing]
     some = [x for x in known if not x.formula.nothing] or known
-    if len(known) < len(each):
+    first, described = some[0] if some else None, {repr(x.described()) for x in some}
+    if first is None or len(known) < len(each) or len(described) > 1:
         return None
-    if len(some) < len(known):
-        if not all([x.selected or x.constant for x in some[0].amounts]) or not all([x.empty for x in rest]):
-            return None
-    asked = len({x.asked for x in some}) == 1  # Else they have run other code.
-    described = some[0].described(asked)
-    if any([number.described(asked) != described for number in some[1:]]):
+    if len(some) < len(known) and not all([x.selected or x.constant for x in first.amounts]):
         return None
-    columns = zip(some[0].amounts, *[number.amounts.values() for number in some])
-    return some[0], [each[-1] if step.constant else _added(each) for step, *each in columns]
+    columns = zip(first.amounts, *[number.amounts.values() for number in some])
+    return first, [each[-1] if step.constant else _added(each) for step, *each in columns]
 
 
 def _added(values: Sequence[Any]) -> Any:

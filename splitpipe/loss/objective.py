@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.batch_loss import BatchLoss
-from splitpipe.loss.numbers import Amount, Number, Unknown, pair, tensors
-from splitpipe.loss.reduction import AS_PAIR
+from splitpipe.loss.numbers import Amount, Number, Unknown, quotient, tensors
+from splitpipe.loss.reduction import AS_PAIR, BatchLoss
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, current
 
@@ -43,8 +42,7 @@ class Objective(nn.Module):
         """
         self._rows, ways = rows, AS_PAIR if self._pairs else "another loss_fn"
         self.batch_loss = BatchLoss(rows, self.reduction, self._said, ways)
-        self._output, self._target = (next((dim for dim in dims if dim is not None), 0) for dims in (input, target))
-        self._listed = all([dim is None for dim in target])  # Then a list in it may have one entry per row.
+        self._input, self._target = input, [dim for dim in target if dim is not None]
         self.compiled = is_compiled(self.loss_fn)
 
     def forward(self, output: Any) -> Any:
@@ -64,7 +62,7 @@ class Objective(nn.Module):
         with DisableTorchFunction():  # The user's function modes don't see these checks.
             loss, count = _verified(value, self._pairs)
             if count is not None:
-                return loss, pair(loss, count, loss)
+                return loss, quotient(loss, count, loss)
             if trace is None:
                 return loss, Unknown("a compiled function")
             return loss, trace.ledger.number(value) or Unknown("loss_fn")
@@ -72,14 +70,13 @@ class Objective(nn.Module):
     def _begun(self, trace: Trace | None, i: int, output: Any, target: Any) -> Trace:
         """A trace that knows where the rows are in the output and in the target."""
         if trace is None:
-            trace = Trace(self._rows, i, self._output)
-            trace.ledger.returned([x for x in tensors((output,)) if not x.dim()], "a layer")
+            trace = Trace(self._rows, i, self._input)
             trace.ledger.note_numbers(output, "a layer")
-        trace.ledger.begin(output, self._output)
-        trace.ledger.begin(target, self._target)
-        if isinstance(target, (list, tuple)) and len(target) == trace.ledger.rows:
-            if self._listed or not any([x.dim() and x.shape[0] == len(target) for x in tensors(target)]):
-                trace.ledger.begin_entries(target)
+        trace.ledger.begin(output, trace.ledger.dim, Unknown("a layer"))
+        trace.ledger.begin(target, [*self._target, 0][0])
+        # A list of values without a batch may have one entry per row.
+        if not self._target or not any([x.dim() and x.shape[0] == trace.ledger.rows for x in tensors((target,))]):
+            trace.ledger.begin_entries(target)
         return trace
 
 

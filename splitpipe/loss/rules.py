@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss import torch_losses, views
+from splitpipe.core.dtensor import is_dtensor
+from splitpipe.loss import views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows, TimeMajor
-from splitpipe.loss.numbers import Formula, Number, Unknown, product, tensors
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
+from splitpipe.loss.numbers import Number, Unknown, tensors
 
 #: Elementwise functions, with broadcasting.
 each_entry: Rule = FunctionCall.joined
@@ -17,8 +18,8 @@ each_entry: Rule = FunctionCall.joined
 
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
 _ALONG: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys("sum mean nansum count_nonzero softmax log_softmax softmin cumsum cumprod logsumexp var std amax "
-                    "amin prod argmax argmin all any is_all_true is_any_true max min median flip".split(), (1, None)),
+    **dict.fromkeys("sum mean nansum count_nonzero softmax log_softmax cumsum cumprod logsumexp var std amax amin prod "
+                    "argmax argmin all any is_all_true is_any_true max min median flip".split(), (1, None)),
     **dict.fromkeys("norm vector_norm linalg_vector_norm linalg_norm".split(), (2, None)),
     **dict.fromkeys("sort argsort".split(), (1, -1)),
     **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "topk": (2, -1),
@@ -31,8 +32,7 @@ _GROWS = _ADDS - {"mean"} | set("prod logsumexp norm vector_norm linalg_vector_n
 def along(call: FunctionCall) -> Meaning | None:
     """A function along dimensions: if the rows' is one of them, rows are added up, or meet."""
     at, default = _ALONG[call.name]
-    named = [call.kwargs[key] for key in ("axis", "dims", "other") if key in call.kwargs]
-    dims = call.argument(at, "dim", named[0] if named else default)
+    dims = call.argument(at, "dim", call.kwargs.get("axis", call.kwargs.get("dims", default)))
     if isinstance(dims, Tensor):  # torch.max(x, y)
         return call.joined()
     if isinstance(dims, bool) or call.name == "flip" and len(call.args) > 2:  # std(unbiased), flip(0, 1)
@@ -41,90 +41,47 @@ def along(call: FunctionCall) -> Meaning | None:
     whole = call.args[0] if one else torch.broadcast_tensors(*call.operands)[0]
     rows = call.meaning if one and isinstance(call.meaning, Rows) else call.joined(shape=whole.shape)
     dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
-    if isinstance(call.meaning, TimeMajor):
-        return call.meaning if call.name in ("softmax", "log_softmax") and 1 not in dims else None
     if not isinstance(rows, Rows):  # The sum of what code makes may count rows: torch.ones_like(output).sum()
         made = isinstance(rows, Constant) and rows is not GIVEN and whole.dim() and 0 in dims and call.name in _GROWS
         counts = made and call.ledger.rows == call.ledger.most and not len(whole) % call.ledger.rows
-        kept = rows in (GIVEN, None) or rows in (UNIFORM, Constant.ZEROS) and call.name in _ADDS
-        return MAY_COUNT if counts else rows if kept else VARIED
+        return MAY_COUNT if counts else rows if rows in (GIVEN, None) else VARIED
     if 0 not in dims:
         return rows
     if call.name == "mean":
-        count = float(len(whole) if whole.dim() else 1)
-        return call.averaged(rows, product(call.out, count), count)
+        return call.averaged(rows, float(len(whole) if whole.dim() else 1))
     return call.summed(rows) if call.name in _ADDS else None
 
 
-def add_up(call: FunctionCall) -> Meaning | None:
-    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
-    _, dim, places, entries = call.args
-    rows, zeros = call.joined([entries, places], places.shape), call.meaning is Constant.ZEROS
-    plain = zeros and not dim and places.dim() == 1 and len(call.out) != call.ledger.rows
-    return call.summed(rows) if isinstance(rows, Rows) and plain else None
-
-
 def matmul(call: FunctionCall) -> Meaning | None:
-    """Products of rows with constant weights, or of each row's matrices."""
-    if call.kinds == {Rows} and min([x.dim() for x in call.operands]) > 2:
-        return call.joined()
-    x, others = call.args[0], [call.of(y) == GIVEN and y.dim() < 3 for y in call.operands[1:]]
+    """Products of rows with constant weights."""
+    x, others = call.args[0], [call.of(y) is GIVEN and y.dim() < 3 for y in call.operands[1:]]
     return call.joined() if Rows not in call.kinds else call.meaning if x.dim() > 1 and all(others) else None
-
-
-def pad(call: FunctionCall) -> Meaning | None:
-    """Entries before and after those of the last dimensions, or between those of all but the first two."""
-    last = 2 if call.name == "interpolate" else len(call.argument(1, "pad")) // 2
-    return None if isinstance(call.meaning, Rows) and call.args[0].dim() <= last else call.meaning
 
 
 def create(call: FunctionCall) -> Meaning | None:
     """A new tensor: of a single number, of several, or a copy."""
     name, args, ledger = call.name, call.args, call.ledger
+    if name in _VARIED:  # Numbers of positions begin again in each microbatch. Random ones may be of each row.
+        return Constant.POSITIONS if name == "arange" and len(args) == 1 else VARIED
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
-        like = "like" in name and Rows in call.kinds
-        return call.meaning if like else Constant.ZEROS if "zeros" in name else UNIFORM
+        return call.meaning if "like" in name and Rows in call.kinds else UNIFORM
     value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
-    if not all([isinstance(call.of(x), Constant) for x in tensors(each)]):
+    if not all([isinstance(call.of(x), Constant) for x in tensors(each)]) or ledger.may_be_read(each):
         return None  # torch.tensor([mask.sum()])
-    if ledger.may_be_read(each):
-        return Unknown(ledger.read)
     if ledger.may_count(numbers_among(each), size=each is value or not call.out.is_floating_point()):
         return MAY_COUNT
     return UNIFORM if len(each) == len(numbers_among(each)) == 1 else VARIED
 
 
+_VARIED = "arange", "range", "linspace", "logspace", "randperm", "eye", "rand", "randn", "randint"
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
 
 
-def vary(call: FunctionCall) -> Meaning:
-    """Numbers of positions, which begin again in each microbatch; or random ones, perhaps of each row."""
-    ledger, drawn = call.ledger, call.name in ("rand", "randn", "randint") and call.kwargs.get("generator") is None
-    if drawn and ledger.sizes and ledger.most > 1 and call.out.shape[:1] == (ledger.rows,):
-        return Rows(counting=True)  # It may be a coincidence, which no mean would show.
-    plain = call.name == "arange" and len(call.args) == 1 and not {"start", "end", "step"} & {*call.kwargs}
-    return Constant.POSITIONS if plain else VARIED
-
-
-def ask(call: FunctionCall) -> Meaning:
-    """A condition, which Python asks for each microbatch; it may be whether anything counts."""
-    ledger, meaning = call.ledger, call.meaning
-    ledger.asked += not isinstance(meaning, Constant)
-    some, none = meaning == Unknown("any"), meaning == Unknown("all")  # if used.any(): or if ignored.all():
-    if isinstance(meaning, Number):
-        of = meaning.formula
-        zero = len(of.args) > 1 and not isinstance(of.args[1], (Tensor, Formula)) and of.args[1] == 0
-        none = zero and of.name in ("eq", "le")
-        some = zero and of.name in ("gt", "ne") or of.function is None  # if mask.sum():
-    ledger.empty |= some and not call.out or none and bool(call.out)
-    return GIVEN
-
-
 def read(call: FunctionCall) -> Meaning:
-    """A value that Python reads."""
+    """A value that Python reads, or a condition, which it asks for each microbatch."""
     if not isinstance(call.meaning, Constant) and not isinstance(call.out, bool):
         call.ledger.read = call.ledger.read or call.name
     return GIVEN
@@ -134,7 +91,7 @@ def size(call: FunctionCall) -> Meaning:
     """A size that Python reads."""
     x, meaning, dim = call.args[0], call.meaning, 0 if call.name == "len" else call.argument(1, "dim")
     if isinstance(meaning, Rows) and (dim is None or not dim % max(1, x.dim())):
-        views.note_size(call, meaning)
+        call.ledger.note_size(x, meaning)
     elif isinstance(meaning, Unknown) and meaning.function in _RAGGED and x.dim():
         call.ledger.read = call.ledger.read or meaning.function
     elif meaning is not GIVEN and not isinstance(meaning, (Rows, Number)):  # ones_like(x)
@@ -143,40 +100,89 @@ def size(call: FunctionCall) -> Meaning:
     return GIVEN
 
 
+#: torch's losses. Their means divide by class indices that aren't ignored, weighted by class; by elements; by samples.
+_COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
+_ELEMENTS = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div poisson_nll_loss "
+                      "binary_cross_entropy_with_logits hinge_embedding_loss soft_margin_loss gaussian_nll_loss "
+                      "margin_ranking_loss".split())
+LOSSES = _COUNTED | _ELEMENTS | set("multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_"
+                                    "embedding_loss triplet_margin_loss triplet_margin_with_distance_loss".split())
+
+
+def loss(call: FunctionCall) -> Meaning | None:
+    """A loss of rows, by its reduction."""
+    rows, how = _entries(call), call.kwargs.get("reduction", "mean")
+    if not isinstance(rows, Rows) or how == "none":
+        return rows
+    return call.summed(rows) if how == "sum" else call.averaged(rows, _count(call))
+
+
+def _entries(call: FunctionCall) -> Meaning | None:
+    """What the losses are before they are added up; None: not recognised."""
+    x, weight, target = call.operands[0], call.kwargs.get("weight"), call.kwargs.get("target")
+    if any([call.kwargs.get(old) is not None for old in ("size_average", "reduce")]):  # torch's deprecated options.
+        return None
+    if call.name in _ELEMENTS:
+        if weight is not None and not call.name.startswith("binary"):
+            return None  # Its mean divides by their sum.
+        if call.kwargs.get("reduction") == "batchmean" and not isinstance(call.of(x), Rows):
+            return None  # It divides by the length of a constant.
+        return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
+    rows, others = call.of(x), [(y, call.of(y)) for y in call.operands if y is not x and y is not weight]
+    if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
+        return None
+    counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
+    plain = x.dim() > 1 and isinstance(call.of(target), Rows) if counted else x.dim() == 2
+    return rows if plain and all([
+        rows.alike(each) or isinstance(each, Constant) and (each is UNIFORM or counted and y is not target)
+        for y, each in others
+    ]) else None
+
+
+def _count(call: FunctionCall) -> Tensor | float:
+    """What a loss's mean divides by, or what is in proportion to that."""
+    x = next((y for y in call.operands if isinstance(call.of(y), Rows)), call.operands[0])
+    target, weight = call.kwargs.get("target"), call.kwargs.get("weight")
+    if call.name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
+        return float(len(x) if x.dim() else 1)
+    ignored = call.kwargs.get("ignore_index")
+    counts = target != (-100 if ignored is None else ignored)
+    count: Any = counts.sum() if weight is None else torch.where(
+        counts, weight.detach()[torch.where(counts, target, 0)], 0).sum()
+    return count.full_tensor() if is_dtensor(count) else count  # type: ignore[no-any-return]
+
+
 #: Where recognition ended at values whose number depends on the batch.
 _RAGGED = frozenset(["an entry of a list with one per row", *"nonzero argwhere unique unique_consecutive bincount "
                      "__getitem__ where index_select masked_select".split()])
 #: Rules that answer Python, or make a tensor, also of numbers.
-ANSWERS = frozenset([ask, read, size, create])
+ANSWERS = frozenset([read, size, create])
 #: Rules that say themselves what Unknown arguments mean.
-OF_ANYTHING = frozenset([*ANSWERS, vary, views.index])
+OF_ANYTHING = frozenset([*ANSWERS, views.index])
 #: Rules for which a number of Python is a size or a position, not a factor.
-BY_PLACE = frozenset([*views.VIEWS, views.index, views.join, views.keep, along, vary, create])
+BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, create])
 _GROUPS: list[tuple[Rule, str]] = [
-    (each_entry, "abs absolute acos and asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu cos "
-                 "cosh digamma elu erf erfc erfinv exp exp2 expit expm1 fill floor floor_divide floordiv fmod frac "
-                 "gelu hardsigmoid hardswish hardtanh invert leaky_relu lgamma log log10 log1p log2 log_sigmoid "
-                 "logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid masked_fill mish mod or "
-                 "positive pow rand relu relu6 remainder ror round rpow rsqrt sgn sigmoid sign silu sin sinh "
-                 "softplus softshrink softsign sqrt square tan tanh threshold trunc xlogy xor isfinite isinf isnan "
-                 "where neg negative rand_like randn_like bernoulli dropout eq ne lt gt le ge less greater "
+    (each_entry, "abs absolute acos and asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil cos cosh "
+                 "digamma elu erf exp exp2 expit expm1 fill floor floor_divide floordiv fmod gelu hardtanh invert "
+                 "leaky_relu lgamma log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or "
+                 "logical_xor logit logsigmoid masked_fill mish mod or positive pow relu relu6 remainder ror round "
+                 "rpow rsqrt sgn sigmoid sign silu sin softplus sqrt square tan tanh trunc xlogy xor isfinite isinf "
+                 "isnan where neg negative rand_like randn_like bernoulli dropout eq ne lt gt le ge less greater "
                  "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
                  "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
                  "itruediv idiv rdiv rtruediv broadcast_tensors"),
-    (along, " ".join(_ALONG)), (add_up, "scatter_add"), (matmul, "matmul mm bmm linear"), (pad, "pad interpolate"),
-    (vary, "arange range linspace logspace randperm eye rand randn randint"),
+    (along, " ".join(_ALONG)), (matmul, "matmul linear"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
-             f"new_tensor {' '.join(_COPIES)}"),
+             f"new_tensor {' '.join(_COPIES)} {' '.join(_VARIED)}"),
     (views.keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "
-                 "cuda alias data real one_hot view_as_real"),
-    (views.reshape, "view reshape view_as reshape_as flatten unflatten ravel repeat_interleave"),
-    (views.turn, "t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze"),
-    (views.view, "squeeze expand expand_as broadcast_to select narrow unbind split chunk tensor_split"),
+                 "cuda alias data real one_hot view_as_real pad interpolate"),
+    (views.view, " ".join({"squeeze", "expand", "expand_as", "broadcast_to", "select"}.union(
+        views.RESHAPING, views.TURNING, views.DIVIDING))),
     (views.join, "stack cat concat concatenate hstack"),
     (views.index, "__getitem__ masked_select"), (views.gather, "gather scatter"),
-    (torch_losses.loss, " ".join(torch_losses.NAMES)),
-    (ask, "__bool__ equal allclose is_nonzero __contains__"),
-    (read, "item tolist __int__ __float__ __index__ __complex__ numpy __array__"),
+    (loss, " ".join(LOSSES)),
+    (read, "__bool__ equal allclose is_nonzero __contains__ item tolist __int__ __float__ __index__ __complex__ numpy "
+           "__array__"),
     (size, "shape size numel nelement len"),
 ]
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS for name in names.split()}

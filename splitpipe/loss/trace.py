@@ -8,9 +8,10 @@ other block returns is unknown.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,81 +22,61 @@ from torch.overrides import TorchFunctionMode
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
-from splitpipe.loss import torch_losses, views
+from splitpipe.loss import views
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, mapped, tensors
-from splitpipe.loss.rules import ANSWERS, BY_PLACE, OF_ANYTHING, RULES
+from splitpipe.loss.rules import ANSWERS, BY_PLACE, LOSSES, OF_ANYTHING, RULES, loss
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
-#: Functions that may multiply or divide by numbers of Python, and those that fill a tensor with one.
-_FACTORS = SCALING | DIVIDING | {"addcmul", "addcdiv", "lerp"}
-_FILLING = frozenset("where masked_fill fill setitem scatter".split())
-#: Rules for functions that are linear in all numbers together, and names of those that are linear in one.
-_LINEAR = frozenset([*views.VIEWS, views.keep, views.index, views.join])
-_SCALES = SCALING | DIVIDING | {"neg", "negative", "dot"}
+#: Functions that may multiply or divide by numbers of Python, or fill a tensor with one.
+_FACTORS = SCALING | DIVIDING | set("addcmul addcdiv lerp where masked_fill fill setitem scatter".split())
 
 
 class Trace(TorchFunctionMode):
-    """The mode for microbatch ``i``, along dimension ``dim``, of some with these ``rows``.
+    """The mode for microbatch ``i``, along the first dimension that isn't None, of some with these ``rows``."""
 
-    ``given``: numbers among the call's arguments, which are the same for every microbatch.
-    """
-
-    def __init__(self, rows: Sequence[int], i: int, dim: int = 0, given: Iterable[float] = ()) -> None:
+    def __init__(self, rows: Sequence[int], i: int, dims: Sequence[int | None]) -> None:
         super().__init__()
-        self.ledger = Ledger(rows[i], max(rows), dim, given)
-
-    @classmethod
-    def of(cls, input: Division, i: int) -> Trace:
-        """The trace of a microbatch of a module's call."""
-        shared = [leaf for k, leaf in enumerate(input.leaves) if k in input.common_places]
-        dim = next((dim for dim in input.dims if dim is not None), 0)
-        return cls(input.rows, i, dim, [x for x in shared if type(x) in (int, float)])
+        self.ledger = Ledger(rows[i], max(rows), next((dim for dim in dims if dim is not None), 0))
 
     def begin(self, input: Division, i: int, leaves: Sequence[Any], values: Sequence[Any]) -> None:
-        """Records a microbatch's arguments, and their leaves."""
+        """Records a microbatch's arguments, and their leaves; numbers that all get are the same for every one."""
+        self.ledger.given = {input.leaves[k] for k in input.common_places if type(input.leaves[k]) in (int, float)}
         for k, leaf in zip(input.places[i], leaves):
             if k not in input.shared_places:
                 self.ledger.begin(leaf if isinstance(leaf, Tensor) else [*hidden(leaf)], input.dims[k] or 0)
         if input.root is not None and len(input.common_places) < len(input.leaves):
             for value in values:
-                if isinstance(value, (list, tuple)) and len(value) == input.rows[i]:
-                    self.ledger.begin_entries(value)
+                self.ledger.begin_entries(value)
 
-    def record(self, value: Any, block: str, read: str) -> None:
-        """Records what a block has returned, "" if its code was traced; ``read``: by what Python had read before it."""
+    def record(self, value: Any, block: str) -> None:
+        """Records what a block has returned, "" if its code was traced."""
         ledger = self.ledger
         with DisableTorchFunction():
-            numbers = ledger.note_numbers(value, block)
+            ledger.note_numbers(value, block)
             for x in tensors((value,)):
-                if not block and (x.numel() < ledger.rows or isinstance(ledger.of(x), Number)):
-                    ledger.put(x, ledger.of(x))  # Its graph may be another one now.
-                    numbers = True
-                else:
-                    ledger.returned(x, block)
-            ledger.read = ledger.read if numbers else read
+                number = not block and (x.numel() < ledger.rows or isinstance(ledger.of(x), Number))
+                ledger.put(x, ledger.of(x) if number else ledger.of_block(x, block))
 
     @uncompiled
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, (name, in_place), ledger = kwargs or {}, _name_of(func), self.ledger
-        is_loss, in_place, function = name in torch_losses.NAMES, in_place and bool(args), func
+        kwargs, (name, in_place, parameters), ledger, function = kwargs or {}, _name_of(func), self.ledger, func
         with DisableTorchFunction():
-            named = dict(zip(torch_losses.parameters(func), args)) if is_loss else {}
-            call = FunctionCall(ledger, name, () if is_loss else args, {**named, **kwargs})
+            named = {**dict(zip(parameters, args)), **kwargs}
+            call = FunctionCall(ledger, name, () if parameters else args, named)
             if in_place and Number in call.kinds:  # Of what it was before.
-                before, function = args[0].clone(), partial(_written, func)
+                before, function = args[0].clone(), getattr(Tensor, name, getattr(Tensor, f"__{name[1:]}__", None))
                 ledger.put(before, ledger.of(args[0]))
                 call = FunctionCall(ledger, name, (before, *args[1:]), kwargs)
-        out = torch_losses.compute(call, func, args, kwargs) if is_loss else func(*args, **kwargs)
+        out = func(*args, **kwargs)
         with DisableTorchFunction():
-            call.out = args[0] if in_place else out
             if peek_interpreter_stack() is not None:
                 ledger.read = ledger.read or "a transform of torch.func"  # What leaves it is seen by no mode.
-            whole = call.out
+            whole = args[0] if in_place and args else out
             for call.out in tensors((whole,)) or [whole]:
                 piece = call.out is not whole and Number in call.kinds  # What is recorded would return all of them.
                 meaning = None if piece else _meaning(call, function, in_place)
@@ -108,19 +89,16 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
     """What a result of a call is; None: not recognised."""
     rule, ledger = RULES.get(call.name), call.ledger
     unknown = next((x for x in call.meanings if isinstance(x, Unknown)), None)
-    if rule not in BY_PLACE and (ledger.read or ledger.sizes):
-        whole = isinstance(call.out, Tensor) and call.out.is_floating_point()  # Else it may be a class or a position.
-        whole = whole and rule is not torch_losses.loss
-        if ledger.may_be_read([x for x in call.scalars if whole or type(x) is float]):
+    if (rule not in BY_PLACE or call.name == "pad") and (ledger.read or ledger.sizes):
+        value = isinstance(call.out, Tensor) and call.out.is_floating_point() and rule is not loss  # Or a position.
+        if ledger.may_be_read([x for x in call.scalars if value or type(x) is float]):
             return Unknown(ledger.read)
         call.counting = _may_count(call)
     call.counting |= any([isinstance(x, Rows) and x.counting for x in call.meanings])
     if call.counting and Rows not in call.kinds and call.kinds:
         return MAY_COUNT
-    if rule is views.keep and isinstance(call.meaning, Number) and len(call.operands) > 1:  # loss.to(rows)
-        out, function = call.out, torch.Tensor.to
-        call = FunctionCall(ledger, "to", (call.args[0], out.dtype), {})
-        call.out = out
+    if rule is views.keep and isinstance(call.meaning, Number):  # loss.to(rows)
+        call, function = FunctionCall(ledger, "to", (call.args[0], call.out.dtype), {}, call.out), Tensor.to
     if Number in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
     if rule is None and unknown is None and call.kinds <= {Constant}:
@@ -129,8 +107,6 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         return unknown
     try:
         meaning = rule(call)
-    except torch.OutOfMemoryError:
-        raise
     except ODD:
         return None
     return replace(meaning, counting=True) if call.counting and isinstance(meaning, Rows) else meaning
@@ -139,7 +115,7 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
 def _may_count(call: FunctionCall) -> bool:
     """Whether a number of Python, which may be a number of rows, may be a factor of the result, or of its entries."""
     may_count, sums = call.ledger.may_count, any([isinstance(x, Number) and x.formula.grows for x in call.meanings])
-    if call.name in _FACTORS or call.name in _FILLING or "alpha" in call.kwargs:
+    if call.name in _FACTORS or "alpha" in call.kwargs:
         return may_count(call.scalars, size=Rows not in call.kinds and not sums)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
@@ -156,55 +132,36 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     numbers: dict[int, Any] = {}
     for x in call.operands:
         meaning = numbers[id(x)] = call.of(x)
-        if meaning is GIVEN or isinstance(meaning, Constant) and meaning.uniform:
-            learned = x.requires_grad
-            numbers[id(x)] = amount("a constant", x, constant=True, asked=ledger.asked) if learned else x.clone()
+        if meaning in (GIVEN, UNIFORM):
+            numbers[id(x)] = amount("a constant", x, constant=True) if x.requires_grad else x.clone()
         elif not isinstance(meaning, Number):
             return meaning if isinstance(meaning, Unknown) else None
-    formulas = [x.formula for x in numbers.values() if isinstance(x, Number)]
-    if name not in RULES or RULES[name] is views.index and len(call.operands) > 1:  # As many as n[n > 0] has.
-        return None
-    widest = max([x.numel() for x in call.operands if isinstance(call.of(x), Number)])
-    made = any([x.numel() > widest for x in call.operands if getattr(call.of(x), "uniform", False)])
-    if made or name in views.REPEATING:  # Repeated, perhaps for each row: loss * torch.ones_like(x)
-        return MAY_COUNT
+    if name not in RULES or function is None or RULES[name] is views.index and len(call.operands) > 1:
+        return None  # There may be as many as n[n > 0] has.
+    if out.numel() > sum([x.numel() for x in call.operands if not x.dim() or isinstance(call.of(x), Number)]):
+        return MAY_COUNT  # Repeated, perhaps for each row: loss * torch.ones_like(x)
     if name in SCALING and 0 in call.scalars:
         return amount("0", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
     args, kwargs = mapped(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
+    formulas = [x.formula for x in numbers.values() if isinstance(x, Number)]
     nothing = all([x.nothing for x in formulas]) and len(formulas) == len(numbers) and not call.scalars
     grows = any([x.grows for x in formulas]) and not (name in DIVIDING and len(formulas) == 2)
-    live = out.requires_grad and any([x.live for x in formulas])
-    factors = [x for x in formulas if x.live or not live or name not in ADDING]
-    linear = all([x.linear and x.live <= live for x in factors]) and (not live or _linear(call))
-    return applied(name, function, args, kwargs, out.requires_grad, nothing=nothing, grows=grows, live=live,
-                   linear=linear)
-
-
-def _linear(call: FunctionCall) -> bool:
-    """Whether a function is linear in what has the graph of a sum; its factors may depend on counts."""
-    live = [x for x in call.operands if isinstance(each := call.of(x), Number) and each.formula.live]
-    below = call.name in DIVIDING and (call.args[0] is not live[0] or call.name[0] == "r")
-    scales = call.name in _SCALES and len(live) == 1 and not below
-    return scales or RULES.get(call.name) in _LINEAR or call.name in ADDING | {"sum", "mean"}
-
-
-def _written(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    y = x.clone()
-    function(y, *args, **kwargs)
-    return y
+    return applied(name, function, args, kwargs, out.requires_grad, nothing=nothing, grows=grows)
 
 
 @lru_cache(1024)
-def _name_of(function: Any) -> tuple[str, bool]:
-    """The name that the list has for a function, and whether it writes to its first argument."""
+def _name_of(function: Any) -> tuple[str, bool, tuple[str, ...]]:
+    """The name that the list has for a function, whether it writes to its first argument, and a loss's parameters."""
     name: str = getattr(function, "__name__", "")
-    if name in torch_losses.NAMES and getattr(F, name, None) is not function:
-        return f"torch.{name}", False
+    if name in LOSSES:
+        if getattr(F, name, None) is not function:
+            return f"torch.{name}", False, ()
+        return name, False, tuple(inspect.signature(function).parameters)  # type: ignore[arg-type]
     if name == "__get__":
-        return getattr(function.__self__, "__name__", ""), False
+        return getattr(function.__self__, "__name__", ""), False, ()
     plain = name.removeprefix("special_").strip("_")
     in_place = plain + "_" == name and name != "requires_grad_" or name in _IN_PLACE
-    return name if name in RULES else plain, in_place
+    return name if name in RULES else plain, in_place, ()
 
 
 _IN_PLACE = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __iand__ __ior__ __ipow__ __setitem__".split())

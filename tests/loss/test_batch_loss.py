@@ -1,7 +1,6 @@
 """The batch's loss, made of the microbatches': means by rows, totals by counts, where nothing counts, and faults."""
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -124,8 +123,8 @@ def test_an_invalid_return_value_of_loss_fn_is_named(found: Any, text: str) -> N
 
 def number(above: float, count: Amount = 1.0, grad: bool = False) -> Number:
     """A mean; ``grad``: of entries that nothing has selected."""
-    total = amount("mean", torch.tensor(above, requires_grad=grad), selected=not grad)
-    return quotient(total, amount("mean", count, selected=not grad), torch.tensor(above))
+    total = torch.tensor(above, requires_grad=grad)
+    return quotient(total, count, total, "mean", grad, not grad)
 
 
 def combined(each: list[Number | Unknown]) -> Tensor | None:
@@ -133,16 +132,15 @@ def combined(each: list[Number | Unknown]) -> Tensor | None:
     return None if found is None else found[0].evaluate(found[1])
 
 
-def nothing(empty: bool) -> Number:
-    return replace(amount("", torch.tensor(0.0), constant=True, nothing=True), empty=empty)
+def nothing() -> Number:
+    return amount("", torch.tensor(0.0), constant=True, nothing=True)
 
 
 def test_a_microbatch_counts_nothing_if_masks_decide_what_counts_in_the_others() -> None:
     counted = [number(above, torch.tensor(count)) for above, count in ((2.0, 2), (12.0, 3))]
-    assert combined([*counted, nothing(True)]) == pytest.approx(14 / 5)
-    assert combined([*counted, nothing(False)]) is None  # Nobody has asked whether anything counts.
-    assert combined([number(1.0, grad=True), nothing(True)]) is None
-    assert combined([nothing(False)] * 2) == 0
+    assert combined([*counted, nothing()]) == pytest.approx(14 / 5)
+    assert combined([number(1.0, grad=True), nothing()]) is None
+    assert combined([nothing()] * 2) == 0
 
 
 def test_sums_of_whole_numbers_are_whole_numbers() -> None:

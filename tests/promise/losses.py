@@ -313,6 +313,11 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
 
 
 HAND: Table = {
+    "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt()),
+    "product with itself": ("flat", lambda o, t: (lambda x: x * x)(F.mse_loss(o, t))),
+    "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5)),
+    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach())),
+    "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t))),
     "one hot by writing": ("classes", lambda o, t: (
         -(torch.full_like(o, 0.02).scatter_(1, t[:, None], 0.92) * o.log_softmax(1)).sum(1).mean())),
     "rows up to a size": ("flat", lambda o, t: F.mse_loss(o[: len(t)], t)),
@@ -334,10 +339,7 @@ HAND: Table = {
     "reciprocal": ("tokens", lambda o, t: each(o, t).sum() * (1.0 / counted(t).sum())),
     "of a constant": ("flat", lambda o, t: F.poisson_nll_loss(WEIGHT, o.abs()) + o.mean()),
     "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
-    "ctc": ("letters", _ctc),
-    "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
     "boolean index": ("tokens", lambda o, t: each(o, t)[t != IGNORED].mean()),
-    "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
     "sum in torch's loss": ("tokens", lambda o, t: F.cross_entropy(
         o.flatten(0, 1), t.flatten(), reduction="sum") / (t != IGNORED).sum()),
     "mean of word means": ("tokens", lambda o, t: (each(o, t).sum(1) / counted(t).sum(1).clamp(min=1)).mean()),
@@ -361,14 +363,9 @@ HAND: Table = {
     "each word": ("values", lambda o, t: sum(F.mse_loss(o[:, i], t[:, i]) for i in range(o.shape[1]))),
     "norm of rows": ("flat", lambda o, t: (o - t).norm(dim=1).mean()),
     "cosine similarity": ("flat", lambda o, t: 1 - F.cosine_similarity(o, t).mean()),
-    "products of each row": ("values", lambda o, t: torch.bmm(o, t.mT).square().mean() + (o @ t.mT).mean()),
     "pieces of words": ("tokens", lambda o, t: sum(
         F.cross_entropy(x.reshape(-1, CLASSES), y.reshape(-1), reduction="sum")
         for x, y in zip(o.tensor_split(2, 1), t.tensor_split(2, dim=1))) / counted(t).sum()),
-    "letters of words first": ("letters", lambda o, t: F.ctc_loss(
-        o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),
-    "gathered weights": ("classes", lambda o, t: (
-        WEIGHT.gather(-1, t) * F.cross_entropy(o, t, reduction="none")).mean()),
     "logsumexp": ("classes", lambda o, t: (o.logsumexp(1) - o.gather(1, t[:, None])[:, 0]).mean()),
     "ppo": ("flat", lambda o, t: -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t).mean()),
     "smoothing by hand": ("classes", smoothed),
@@ -548,6 +545,14 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "ctc": ("letters", _ctc),
+    "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
+    "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
+    "products of each row": ("values", lambda o, t: torch.bmm(o, t.mT).square().mean() + (o @ t.mT).mean()),
+    "letters of words first": ("letters", lambda o, t: F.ctc_loss(
+        o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),
+    "gathered weights": ("classes", lambda o, t: (
+        WEIGHT.gather(-1, t) * F.cross_entropy(o, t, reduction="none")).mean()),
     "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + sum(
         kl_divergence(Normal(o, o.exp()), Normal(0.0, scale)).sum(1).mean() for scale in (1.0, 2.0))),
     "a guard of what doesn't count": ("flat", lambda o, t: (lambda m: F.binary_cross_entropy_with_logits(
@@ -743,12 +748,7 @@ DROP_IN: dict[str, tuple[str, Loss, str]] = {
     "sum(0).mean": ("flat", lambda o, t: (o - t).square().sum(0).mean(), "sum"),
     "mean(0).sum": ("flat", lambda o, t: (o - t).square().mean(0).sum(), "mean"),
     "experts": ("flat", balanced_experts, "mean"),
-    "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt(), "sqrt"),
-    "product with itself": ("flat", lambda o, t: (lambda x: x * x)(F.mse_loss(o, t)), "mul"),
-    "dice": ("binary", dice, "div"),
-    "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5), "clamp"),
-    "detached balance": ("flat", lambda o, t: F.mse_loss(o, t) / (1 + F.l1_loss(o, t).detach()), "div"),
-    "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t)), "rdiv"),
+    "dice": ("binary", dice, "linear"),
 }
 
 
@@ -825,10 +825,10 @@ PENALTIES: Table = {
     "by a count": ("tokens", lambda o, t, own: (each(o, t).sum() + squares(own)) / counted(t).sum()),
     "times a share": ("tokens", lambda o, t, own: (
         each(o, t).sum() / counted(t).sum() + squares(own) * counted(t).double().mean())),
-    "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
 }
 
 SAID_PENALTIES: Table = {
+    "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
     "a hinge": ("values", lambda o, t, own: F.relu(F.mse_loss(o, t) - 10) + 0.01 * squares(own)),
     "max of int": ("tokens", lambda o, t, own: each(o, t).sum() / max(int((t != IGNORED).sum()), 1) + 0.01 * squares(
         own)),
