@@ -73,21 +73,26 @@ def backward_input(
     return InputGradients(captured[:first], pairs, parts + left)
 
 
+def _silent(*_: Any) -> None:
+    """Takes the place of a parked hook, which can then be removed meanwhile."""
+
+
 class LeafHooks:
     """Parked hooks of leaves."""
 
     def __init__(self) -> None:
-        self._parked: list[tuple[dict[int, Any], dict[int, Any]]] = []  # A tensor's table of hooks, and what it had.
+        self._parked: list[tuple[dict[int, Any], int, Any]] = []  # A tensor's table of hooks, key, hook.
 
     def park(self, leaves: Iterable[Tensor]) -> None:
         """Parks the hooks that leaves have now."""
         tables: list[Any] = [table for x in leaves for table in (x._backward_hooks, x._post_accumulate_grad_hooks)]
         for table in filter(None, tables):
-            self._parked.append((table, dict(table)))
-            table.clear()
+            self._parked += [(table, key, hook) for key, hook in table.items() if hook is not _silent]
+            table.update(dict.fromkeys(table, _silent))
 
     def restore(self) -> None:
-        """Puts the hooks back."""
+        """Puts the hooks back that haven't been removed."""
         parked, self._parked = self._parked, []
-        for table, hooks in parked:
-            table.update(hooks)
+        for table, key, hook in parked:
+            if table.get(key) is _silent:
+                table[key] = hook

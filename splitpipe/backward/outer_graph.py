@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from splitpipe.core import stream
 from splitpipe.core.note import uncompiled
@@ -91,6 +92,14 @@ class OuterGraph:
         finally:
             self._compute, self._groups = (compute, self._groups) if keep else (None, {})
         return phonies
+
+
+def adds_gradients(reached: Sequence[Tensor]) -> bool:
+    """Whether the backward at work, which reaches these, adds to all ``.grad``; torch.autograd.grad adds to none."""
+    try:
+        return all([_will_engine_execute_node(get_gradient_edge(x).node) for x in reached if x.is_leaf])
+    except RuntimeError:  # What torch says of a leaf whose gradient autograd.grad returns.
+        return False
 
 
 class _Output(Function):

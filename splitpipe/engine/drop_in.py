@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph
+from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph, adds_gradients
 from splitpipe.core import stream, thread_state
 from splitpipe.core.torch_private import queue_callback
 from splitpipe.engine.rows import backward_rows
@@ -90,8 +91,13 @@ def _run_second_half(
     shared.bring_home()
     gradients: Gradients = {}
     for stage in stages:
-        taken = [stage.store.sums.take(x) for x in wanted.get(stage.index, ())]
+        sums = stage.store.sums
+        taken = [sums.take(x) for x in wanted.get(stage.index, ())]
         gradients[stage.index] = hand(taken, stage.compute, stream.current(stage.device))
+        # Leaves to which only a recomputation has led, such as some that it has made: their hooks aren't called.
+        late = [total for total in sums if id(total.weight) not in stage.reached]
+        for x, y in [(total.weight, total.value) for total in late if adds_gradients([*chain(*wanted.values())])]:
+            x.grad = y if x.grad is None or y is None else x.grad + y
     if None in wanted:
         of_input = input_gradients(step, None, call.input)
         gradients[None] = [of_input.get(k) for k in tracked]

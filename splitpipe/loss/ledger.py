@@ -2,6 +2,7 @@
 
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
+    TimeMajor       it has them along its second one
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
     Number          its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
@@ -47,7 +48,14 @@ class Rows:
 
     def alike(self, other: Meaning) -> bool:
         """True for rows that the same mask has selected, or none."""
-        return isinstance(other, Rows) and self.chosen is other.chosen
+        if not isinstance(other, Rows) or self.chosen is None or other.chosen is None:
+            return isinstance(other, Rows) and self.chosen is other.chosen
+        x, y = self.chosen, other.chosen  # Selecting by them has waited for the device already.
+        return x is y or x.shape == y.shape and x.device == y.device and x.equal(y)
+
+
+class TimeMajor:
+    """It has the rows along its second dimension, as ctc_loss wants."""
 
 
 class Constant(Enum):
@@ -60,7 +68,7 @@ class Constant(Enum):
 
 
 GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED
-Meaning = Rows | Constant | Number | Unknown
+Meaning = Rows | TimeMajor | Constant | Number | Unknown
 
 
 class Ledger:

@@ -9,7 +9,7 @@ from torch import Tensor
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.loss import views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Number, Unknown, tensors
 
 #: Elementwise functions, with broadcasting.
@@ -41,6 +41,8 @@ def along(call: FunctionCall) -> Meaning | None:
     whole = call.args[0] if one else torch.broadcast_tensors(*call.operands)[0]
     rows = call.meaning if one and isinstance(call.meaning, Rows) else call.joined(shape=whole.shape)
     dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
+    if isinstance(call.meaning, TimeMajor):
+        return call.meaning if call.name in ("softmax", "log_softmax") and 1 not in dims else None
     if not isinstance(rows, Rows):  # The sum of what code makes may count rows: torch.ones_like(output).sum()
         made = isinstance(rows, Constant) and rows is not GIVEN and whole.dim() and 0 in dims and call.name in _GROWS
         counts = made and call.ledger.rows == call.ledger.most and not len(whole) % call.ledger.rows
@@ -105,8 +107,9 @@ _COUNTED = frozenset("cross_entropy nll_loss linear_cross_entropy".split())
 _ELEMENTS = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div poisson_nll_loss "
                       "binary_cross_entropy_with_logits hinge_embedding_loss soft_margin_loss gaussian_nll_loss "
                       "margin_ranking_loss".split())
-LOSSES = _COUNTED | _ELEMENTS | set("multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_"
-                                    "embedding_loss triplet_margin_loss triplet_margin_with_distance_loss".split())
+_SAMPLES = frozenset("multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss "
+                     "triplet_margin_loss triplet_margin_with_distance_loss ctc_loss".split())
+LOSSES = _COUNTED | _ELEMENTS | _SAMPLES
 
 
 def loss(call: FunctionCall) -> Meaning | None:
@@ -129,6 +132,8 @@ def _entries(call: FunctionCall) -> Meaning | None:
             return None  # It divides by the length of a constant.
         return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
     rows, others = call.of(x), [(y, call.of(y)) for y in call.operands if y is not x and y is not weight]
+    if isinstance(rows, TimeMajor) and call.name == "ctc_loss":
+        return Rows() if all([isinstance(each, Rows) or each is UNIFORM for _, each in others]) else None
     if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
@@ -141,10 +146,10 @@ def _entries(call: FunctionCall) -> Meaning | None:
 
 def _count(call: FunctionCall) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
-    x = next((y for y in call.operands if isinstance(call.of(y), Rows)), call.operands[0])
+    x = next((y for y in call.operands if isinstance(call.of(y), (Rows, TimeMajor))), call.operands[0])
     target, weight = call.kwargs.get("target"), call.kwargs.get("weight")
     if call.name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
-        return float(len(x) if x.dim() else 1)
+        return float(x.shape[call.name == "ctc_loss"] if x.dim() else 1)
     ignored = call.kwargs.get("ignore_index")
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitpipe.loss.function_call import FunctionCall, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, TimeMajor
 from splitpipe.loss.numbers import Number, Unknown, tensors
 
 RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
@@ -36,8 +38,9 @@ def view(call: FunctionCall) -> Meaning | None:
     if name in RESHAPING:  # No entry of the first dimension may have parts of several rows.
         size = ledger.rows if rows.chosen is None else len(x)
         plain = len(call.operands) == 1 or "as" in name  # Or each entry is repeated as often as a tensor says.
-        # Given by a number, the first dimension may be of groups of rows, unless Python knows how many there are.
-        groups = name in ("view", "reshape") and given[:1] not in ([], [-1]) and not ledger.sizes
+        # Given by a number, the first dimension may be of groups of rows, unless it has the entries of some dimensions.
+        groups = name in ("view", "reshape") and given[:1] not in ([], [-1]) and not (
+            ledger.sizes and len(out) in [ledger.rows, *accumulate(x.shape, mul)])
         return rows if out.dim() and plain and not groups and len(out) and not len(out) % size else None
     if name in DIVIDING and not call.argument(2 - (name == "unbind"), "dim", 0) % x.dim():
         ledger.note_size(x, rows)  # Python may count the pieces.
@@ -45,7 +48,7 @@ def view(call: FunctionCall) -> Meaning | None:
     if name in TURNING:  # Strides of a single row don't show which dimension is in front.
         dims = dims_of(out, given)
         if dims[0] != 0 if name == "permute" else 0 in dims and (given or out.dim() == 2):
-            return None
+            return TimeMajor() if out.dim() == 3 else None  # If they are the third one, ctc_loss raises an error.
     if not out.dim():
         return rows if name == "squeeze" and ledger.most > 1 else None  # Of a single row.
     added = name in REPEATING and out.dim() != x.dim()
@@ -81,8 +84,9 @@ def index(call: FunctionCall) -> Meaning | None:
         whole = (behind or cut) and call.out.shape[:1] == x.shape[:1]
         return rows if whole else Unknown("a part of the rows")
     [first, *rest], kinds = places, [call.of(each) for each in places]
-    if not isinstance(rows, Rows):
-        return None
+    if not isinstance(rows, Rows):  # A table with an entry for each class.
+        table = rows is GIVEN and isinstance(kinds[0], Rows) and first.dtype != torch.bool and not rest
+        return kinds[0] if table else None
     if kinds[0] is Constant.POSITIONS and len(first) == len(x):  # x[arange(len(x)), labels]
         of_rows = [isinstance(y, int) or y.dim() == 1 and y.dtype != torch.bool and rows.alike(kind)
                    for y, kind in zip(rest, kinds[1:])]

@@ -51,7 +51,7 @@ def _join(column: list[Any], batch: _Batch, where: str) -> Any:
     levels = [None if isinstance(x, PackedSequence) else open_level(x, fields=True) for x in column]
     for number, (x, level) in enumerate(zip(column, levels)):
         if level is not None and levels[0] is not None:
-            same = [*level.keys] == [*levels[0].keys]
+            same = level.kind == levels[0].kind
         else:  # Of other classes, == may be any code.
             same = isinstance(x, Tensor) or isinstance(x, PLAIN) and x == first
         if x is not first and not (same and type(x) is type(first)):

@@ -21,10 +21,11 @@ _CODE = (type, ModuleType, nn.Module, torch.Generator, *PLAIN)
 
 
 class Level(NamedTuple):
-    """The parts of a container, and a function that makes it from others."""
+    """The parts of a container, and a function that makes it from others; ``kind`` is equal for equal containers."""
 
     keys: Sequence[Any]
     parts: list[Any]
+    kind: Any
     rebuild: Callable[[list[Any]], Any]
 
 
@@ -38,17 +39,17 @@ def open_level(value: Any, fields: bool = False) -> Level | None:
     if isinstance(value, _LEAVES):
         return None
     if kind is list or kind is tuple:
-        return Level(range(len(value)), [*value], kind)
+        return Level(range(len(value)), [*value], (kind, len(value)), kind)
     keys: Any = [*value] if isinstance(value, Mapping) else []
     root = iter((False,))  # Asked first. In torch, a function that refers to the value would keep it, by a cycle.
     parts, spec = tree_flatten(value, lambda _: next(root, True))
     if len(parts) != 1 or parts[0] is not value:
-        return Level(keys or range(len(parts)), parts, lambda parts: tree_unflatten(parts, spec))
+        return Level(keys or range(len(parts)), parts, spec, lambda parts: tree_unflatten(parts, spec))
     if isinstance(value, Mapping):
-        return Level(keys, [value[key] for key in keys], lambda parts: kind(dict(zip(keys, parts))))
+        return Level(keys, [value[key] for key in keys], (kind, keys), lambda parts: kind(dict(zip(keys, parts))))
     if fields and dataclasses.is_dataclass(value) and kind is not type:
         keys = [field.name for field in dataclasses.fields(value)]
-        return Level(keys, [getattr(value, key, None) for key in keys], lambda parts: _fill(value, keys, parts))
+        return Level(keys, [getattr(value, key, None) for key in keys], (kind, keys), lambda x: _fill(value, keys, x))
     return None
 
 

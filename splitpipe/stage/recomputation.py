@@ -40,15 +40,20 @@ class Modules:
         self.parameters = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items() if p is not None]
         self.buffers = [(m, n) for m in modules for n, x in m._buffers.items() if x is not None and not is_lazy(x)]
         self.empty = empty(modules)
-        self._hooks: list[Any] = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._tables: list[Any] = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         #: The buffers to which F writes; None: no F has shown it yet.
         self.written: set[tuple[nn.Module, str]] | None = None
 
     @property
-    def version(self) -> tuple[int, list[bool], int]:
-        """Changes when a parameter is written to, frozen or unfrozen, or a hook of a forward is set or removed."""
+    def version(self) -> tuple[int, list[bool]]:
+        """Changes when a parameter is written to, frozen or unfrozen."""
         own = [p for _, _, p in self.parameters]
-        return sum([p._version for p in own]), [p.requires_grad for p in own], sum(map(len, self._hooks))
+        return sum([p._version for p in own]), [p.requires_grad for p in own]
+
+    @property
+    def hooks(self) -> int:
+        """The number of hooks of forwards. A forward may set or remove some."""
+        return sum(map(len, self._tables))
 
 
 class CheckpointedRun:
@@ -56,7 +61,7 @@ class CheckpointedRun:
 
     def __init__(self, modules: Modules, rng_states: RNGStates, whose: str) -> None:
         self._modules, self._rng_states, self._whose = modules, rng_states, whose
-        self._version, self._context = modules.version, copy_context()
+        self._version, self._hooks, self._context = modules.version, modules.hooks, copy_context()
         self._modes = [(vars(m), "training", m.training) for m in modules.modules]
         self._buffers = [(m, n, x, version_of(x)) for m, n in modules.buffers if (x := m._buffers.get(n)) is not None]
         known = modules.written
@@ -67,6 +72,7 @@ class CheckpointedRun:
         """Runs F."""
         with bound(phase, "checkpointing"):
             result = forward()
+        self._hooks = self._modules.hooks
         modules, buffers, before = self._modules, self._buffers, self._before
         first, written = modules.written is None, {*(modules.written or ())}
         for m, name, x, version in buffers:
@@ -83,7 +89,8 @@ class CheckpointedRun:
         """Runs R."""
         modules, before = self._modules, self._before
         changed = [name for _, name, x, version in self._buffers if version_of(x) != version and id(x) not in before]
-        if changed or modules.version != self._version or empty(modules.modules) != modules.empty:
+        same = modules.version == self._version and modules.hooks == self._hooks
+        if changed or not same or empty(modules.modules) != modules.empty:
             what = f"buffer {changed[0]!r}" if changed else "a module, a parameter or a module hook"
             raise RuntimeError(
                 f"{what} of {self._whose} was changed, added, removed, frozen or unfrozen between a checkpointed "

@@ -313,6 +313,11 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
 
 
 HAND: Table = {
+    "ctc": ("letters", _ctc),
+    "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
+    "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
+    "letters of words first": ("letters", lambda o, t: F.ctc_loss(
+        o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt()),
     "product with itself": ("flat", lambda o, t: (lambda x: x * x)(F.mse_loss(o, t))),
     "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5)),
@@ -545,12 +550,7 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
-    "ctc": ("letters", _ctc),
-    "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
-    "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
     "products of each row": ("values", lambda o, t: torch.bmm(o, t.mT).square().mean() + (o @ t.mT).mean()),
-    "letters of words first": ("letters", lambda o, t: F.ctc_loss(
-        o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),
     "gathered weights": ("classes", lambda o, t: (
         WEIGHT.gather(-1, t) * F.cross_entropy(o, t, reduction="none")).mean()),
     "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + sum(
@@ -809,6 +809,7 @@ def penalised(o: Tensor, t: Tensor, own: Any) -> Tensor:
 
 
 PENALTIES: Table = {
+    "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
     "a stack with a mean": ("some", lambda o, t, own: torch.stack([
         F.cross_entropy(o, t), 0.1 * own[0].square().sum()]).sum()),
     "if anything counts": ("tokens", penalised),
@@ -828,7 +829,6 @@ PENALTIES: Table = {
 }
 
 SAID_PENALTIES: Table = {
-    "over a weight": ("tokens", lambda o, t, own: F.l1_loss(o[t > 0], o[t > 0] * 0) / own[-1].square().sum()),
     "a hinge": ("values", lambda o, t, own: F.relu(F.mse_loss(o, t) - 10) + 0.01 * squares(own)),
     "max of int": ("tokens", lambda o, t, own: each(o, t).sum() / max(int((t != IGNORED).sum()), 1) + 0.01 * squares(
         own)),
