@@ -63,8 +63,14 @@ class Constant(Enum):
 
     GIVEN = "given"
     UNIFORM = "made, and all entries are the same"
+    ZEROS = "made of zeros"
     VARIED = "made"
     POSITIONS = "torch.arange(n)"
+
+    @property
+    def uniform(self) -> bool:
+        """Whether the code has made it, and all entries are the same."""
+        return self in (Constant.UNIFORM, Constant.ZEROS)
 
 
 GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED

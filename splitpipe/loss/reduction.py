@@ -103,6 +103,7 @@ class BatchLoss:
         self._numbers: dict[int, list[Number | Unknown]] = {}  #: That of each microbatch, and as a mean over its rows.
         self._by_rows: bool | None = None  #: Whether all are taken as means over rows, as the first one was.
         self._slopes: dict[int, Tensor] = {}  #: The estimated slopes, by the place of the sum.
+        self._estimates: Sequence[Amount] = ()  #: Those of the batch's sums and constants.
 
     def part(self, i: int, value: Tensor, number: Number | Unknown, count: Count | None = None) -> Tensor:
         """The part of a microbatch with this loss. Called in each F, and again in a recomputation.
@@ -140,8 +141,10 @@ class BatchLoss:
         for one, x in number.amounts.items():
             if one.grad and not one.nothing and (one.constant or x.numel() > 1 or x.is_complex()):
                 return one.name
-        estimates = [x if one.constant else scaled(x) for one, x in number.amounts.items()]
-        slopes, linear = _slopes(number, estimates if count is None else self._batch(count())[1])
+        detached = number.mapped(Tensor.detach).amounts  # A graph that is kept would keep activations.
+        estimates = [x if one.constant else scaled(x) for one, x in detached.items()]
+        self._estimates = estimates if count is None else self._batch(count())[1]
+        slopes, linear = _slopes(number, self._estimates)
         if len(slopes) == 1:  # From a slope of 0, nothing could be corrected.
             slopes = {k: torch.where(x.isfinite() & (x != 0), x, 1 / whole) for k, x in slopes.items()}
         self._slopes = slopes
@@ -164,6 +167,9 @@ class BatchLoss:
 
     def _correction(self, number: Number, totals: Sequence[Amount]) -> Tensor:
         """What gradients are to be multiplied by."""
+        counts: list[Any] = [(x, y) for one, x, y in zip(number.amounts, totals, self._estimates) if not one.grad]
+        if len(self._slopes) > 1 and all([not isinstance(x, Tensor) and math.isclose(x, y) for x, y in counts]):
+            return torch.ones_like(next(iter(self._slopes.values()))).reshape(())  # Several means of all rows.
         slopes = [(x.reshape(()), self._slopes[k].reshape(())) for k, x in _slopes(number, totals)[0].items()]
         if len(slopes) > 1:  # Then the host waits for them. Those of 0 have no part in the loss.
             slopes = [(x, y) for x, y in slopes if float(x) or float(y)] or slopes
@@ -174,8 +180,8 @@ class BatchLoss:
         return first
 
     def _refused(self) -> ValueError:
-        counts = [[float(torch.as_tensor(x).sum()) for one, x in number.amounts.items() if not one.grad]
-                  for _, (number, _) in sorted(self._numbers.items()) if isinstance(number, Number)]
+        counts = [[f"{one.name}: {float(torch.as_tensor(x).sum()):g}" for one, x in y.amounts.items() if not one.grad]
+                  for _, (y, _) in sorted(self._numbers.items()) if isinstance(y, Number)]
         return ValueError(
             "the loss has terms of different kinds, or terms whose counts aren't proportional, in its microbatches "
             f"(counts: {counts}). A schedule runs backward before all counts are known, and corrects all gradients "

@@ -54,6 +54,14 @@ def along(call: FunctionCall) -> Meaning | None:
     return call.summed(rows) if call.name in _ADDS else None
 
 
+def add_up(call: FunctionCall) -> Meaning | None:
+    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
+    _, dim, places, entries = call.args
+    rows, zeros = call.joined([entries, places], places.shape), call.meaning is Constant.ZEROS
+    plain = zeros and not dim and places.dim() == 1 and len(call.out) != call.ledger.rows
+    return call.summed(rows) if isinstance(rows, Rows) and plain else None
+
+
 def matmul(call: FunctionCall) -> Meaning | None:
     """Products of rows with constant weights."""
     x, others = call.args[0], [call.of(y) is GIVEN and y.dim() < 3 for y in call.operands[1:]]
@@ -68,7 +76,8 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
-        return call.meaning if "like" in name and Rows in call.kinds else UNIFORM
+        like = "like" in name and Rows in call.kinds
+        return call.meaning if like else Constant.ZEROS if "zeros" in name else UNIFORM
     value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
     if not all([isinstance(call.of(x), Constant) for x in tensors(each)]) or ledger.may_be_read(each):
@@ -139,7 +148,7 @@ def _entries(call: FunctionCall) -> Meaning | None:
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
     plain = x.dim() > 1 and isinstance(call.of(target), Rows) if counted else x.dim() == 2
     return rows if plain and all([
-        rows.alike(each) or isinstance(each, Constant) and (each is UNIFORM or counted and y is not target)
+        rows.alike(each) or isinstance(each, Constant) and (each.uniform or counted and y is not target)
         for y, each in others
     ]) else None
 
@@ -176,7 +185,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
                  "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
                  "itruediv idiv rdiv rtruediv broadcast_tensors"),
-    (along, " ".join(_ALONG)), (matmul, "matmul linear"),
+    (along, " ".join(_ALONG)), (add_up, "scatter_add"), (matmul, "matmul linear"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)} {' '.join(_VARIED)}"),
     (views.keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "

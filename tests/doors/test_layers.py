@@ -32,22 +32,22 @@ DOORS = {"", "skip", "balance", "distributed", "schedule"}
 #: The lines that a room has; "": the files next to the rooms. Behind each is what it may have at most in the end: a
 #: number falls with its room, and is only raised with the reason in the change.
 BUDGETS = {
-    "core": 1046,  # 1,050
+    "core": 882,  # 1,050
     "schedule": 2742,  # 3,500
-    "microbatch": 948,  # 950
-    "skip": 319,  # 340
-    "backward": 1242,  # 1,250
-    "loss": 1557,  # 1,100
-    "partition": 839,  # 850
-    "stage": 645,  # 650
-    "engine": 2192,  # 2,200
-    "runtime": 442,  # 450
-    "": 1147,  # 1,150
-    "checking": 327,  # 500
-    "compiled": 548,  # 600
+    "microbatch": 830,  # 950
+    "skip": 309,  # 340
+    "backward": 1108,  # 1,250
+    "loss": 1243,  # 1,100
+    "partition": 787,  # 850
+    "stage": 567,  # 650
+    "engine": 2024,  # 2,200
+    "runtime": 426,  # 450
+    "": 1126,  # 1,150
+    "checking": 322,  # 500
+    "compiled": 540,  # 600
     "balance": 659,  # 700
     "planner": 1109,  # 1,200
-    "distributed": 465,  # 500
+    "distributed": 462,  # 500
 }
 OUTSIDE = sys.stdlib_module_names | {"torch", "typing_extensions"}
 

@@ -1,7 +1,7 @@
 """A batch is split whatever its nesting, its slices behave like tensors of their own, and outputs are joined again."""
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, UserList, deque, namedtuple
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -125,6 +125,11 @@ class Frozen:
 
 class Box:
     """An object that pytree doesn't know."""
+
+
+def test_containers_that_differ_in_more_than_their_parts_can_not_be_joined() -> None:
+    with pytest.raises(ValueError, match="which can't be joined"):
+        gather([defaultdict(factory, x=torch.rand(2)) for factory in (int, float)], [2, 2])
 
 
 def joined(function: Callable[[Tensor], Any], rows: Sequence[int], along: Sequence[int | None] = (0,)) -> Any:

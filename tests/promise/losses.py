@@ -777,6 +777,7 @@ COUPLED: Table = {
     "rows as classes": ("flat", lambda o, t: F.cross_entropy(o[None, :, 0], torch.tensor([0]))),
     "columns as samples": ("flat", lambda o, t: F.cross_entropy(o.T, torch.zeros(CLASSES).long())),
     "a row": ("flat", lambda o, t: F.mse_loss(o[0], t[0])),
+    "as many random numbers as rows": ("flat", lambda o, t: len(o) and o.mean() * (torch.rand(2) < 2).sum()),
     "some rows": ("flat", lambda o, t: F.mse_loss(o[:3], t[:3])),
     "groups of rows": ("values", lambda o, t: o.reshape(4, o.numel() // 4).logsumexp(1).mean()),
     "weights in a mask": ("flat", weighted),
@@ -819,10 +820,7 @@ PENALTIES: Table = {
     "learned weights of two means": ("values", lambda o, t, own: sum(
         (-own[-1][k]).exp() * loss(o, t) + own[-1][k] for k, loss in enumerate((F.mse_loss, F.l1_loss)))),
     "l2 and words": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) + 0.01 * squares(own)),
-    "l2 and elements": ("values", lambda o, t, own: F.mse_loss(o, t) + 0.01 * squares(own)),
-    "by hand": ("tokens", lambda o, t, own: each(o, t).sum() / counted(t).sum() + 0.01 * squares(own)),
     "times a weight": ("tokens", lambda o, t, own: F.cross_entropy(o.transpose(1, 2), t) * own[-1].sum().exp()),
-    "nothing else": ("tokens", lambda o, t, own: 0.1 * squares(own)),
     "by a count": ("tokens", lambda o, t, own: (each(o, t).sum() + squares(own)) / counted(t).sum()),
     "times a share": ("tokens", lambda o, t, own: (
         each(o, t).sum() / counted(t).sum() + squares(own) * counted(t).double().mean())),

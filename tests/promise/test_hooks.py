@@ -228,9 +228,10 @@ def test_hooks_that_two_calls_park_while_b_computes_gradients_are_back_after_bot
     weight, seen = nn.Parameter(torch.ones(2)), list[Tensor]()
     weight.register_hook(seen.append)
     weight.register_hook(lambda grad: grad * 2)
-    one, other = LeafHooks(), LeafHooks()
+    removed, one, other = weight.register_hook(lambda grad: grad * 5), LeafHooks(), LeafHooks()
     for hooks in (one, other):
         hooks.park([weight])
+    removed.remove()
     one.restore()
     other.restore()
     weight.sum().backward()

@@ -342,13 +342,6 @@ def test_what_is_not_understood_is_a_mean_over_rows_and_is_said_once(loss: str, 
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("way", ["own", "own scheduled"])
-def test_random_numbers_as_many_as_the_rows_are_said(way: str) -> None:
-    with pytest.warns(UserWarning, match="could not be traced"):
-        made(way, lambda o, t: len(o) and o.mean() * (torch.rand(2) < 2).sum())[3](*batch("flat", EVEN))
-
-
-@pytest.mark.draws
 @pytest.mark.parametrize(("loss", "way"), in_turn(losses.COUPLED))
 def test_rows_that_are_compared_with_each_other_are_not_claimed_to_be_exact(loss: str, way: str) -> None:
     name, function = losses.COUPLED[loss]

@@ -232,3 +232,23 @@ def test_a_stage_recomputes_before_its_gradient_arrives() -> None:
     model = SplitPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=1, schedule="1f1b", loss_fn=mean, checkpoint="always")
     model(torch.randn(8, 4), target=0.25).backward()
     assert again.is_set()
+
+
+def test_a_hook_that_removes_itself_in_the_forward_changes_nothing() -> None:
+    layers = [nn.Linear(3, 3), nn.Tanh()]
+    model = SplitPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    handle = layers[0].register_forward_hook(lambda *_: handle.remove())
+    model(torch.rand(4, 3)).sum().backward()
+    assert layers[0].weight.grad is not None
+
+
+def test_a_leaf_that_a_recomputation_makes_gets_its_gradient() -> None:
+    made: list[Tensor] = []
+
+    def moved(x: Tensor) -> Tensor:
+        made.append(torch.zeros_like(x, requires_grad=True))
+        return x + made[-1]
+
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Apply(moved)), [2], devices=["cpu"], chunks=2, checkpoint="always")
+    model(torch.rand(4, 3)).sum().backward()
+    assert [x.grad is not None for x in made] == [False, False, True, True]
