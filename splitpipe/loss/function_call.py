@@ -46,7 +46,7 @@ class FunctionCall:
         return MAY_COUNT if self.counting else amount(self.name, self.out.clone(), selected=rows.selected)
 
     def averaged(self, rows: Rows, count: Amount) -> Number:
-        """The result, as a mean of so many of these rows, or of their entries."""
+        """The result, as a mean with this count, of these rows or of their entries."""
         # It counts entries that a mask has made 0, too; but not targets that are ignored.
         selected = isinstance(count, Tensor) or rows.chosen is not None
         return mean(self.out, count, self.name, self.out.requires_grad, selected)

@@ -112,7 +112,7 @@ def quotient(
 
 
 def mean(value: Tensor, count: Amount, *facts: Any) -> Number:
-    """A number that is a mean of ``count`` values; whether it has a graph or not, if facts don't say so."""
+    """A number that is a mean of ``count`` values. ``facts``: of its sums; default: alike with a graph or without."""
     total = value.to(torch.promote_types(value.dtype, torch.float32)) * count  # In a type that doesn't overflow.
     if isinstance(count, Tensor) or not count:  # In this order: the host must not wait for a tensor.
         total = torch.where(torch.as_tensor(count == 0), 0, total)  # That of nothing is 0, not 0 / 0.
