@@ -183,11 +183,12 @@ class ModuleForward:
         set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
         token, self._block = taker.set(None), block
         traced = self.trace if self.trace is not None and sees(block) else None
+        read = "" if self.trace is None else self.trace.ledger.read
         try:
             value = self._run_block(block, call, args, kwargs, local, traced)
             self._block = None
             if self.trace is not None:
-                self.trace.record(value, "" if traced else blocks.described(block))
+                self.trace.record(value, "" if traced else blocks.described(block), read)
             return value
         finally:
             taker.reset(token)

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, mean, tensors
+from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, mean, quotient, tensors
 
 
 class FunctionCall:
     """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned.
 
-    ``counting``: whether a number of Python that may count rows is a factor.
+    ``counting``: whether a number of Python that may count rows is a factor. ``total``: of a mean, if it is known.
     """
 
     def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any = None) -> None:
         self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
         self.out, self.counting = out, False
+        self.total: Any = None
         #: The tensors among the arguments.
         self.operands = tensors(args) + (tensors(kwargs.values()) if kwargs else [])
         self._of = {id(x): ledger.of(x) for x in self.operands}
@@ -49,7 +50,8 @@ class FunctionCall:
         """The result, as a mean with this count, of these rows or of their entries."""
         # It counts entries that a mask has made 0, too; but not targets that are ignored.
         selected = isinstance(count, Tensor) or rows.chosen is not None
-        return mean(self.out, count, self.name, self.out.requires_grad, selected)
+        facts = self.name, self.out.requires_grad, selected
+        return mean(self.out, count, *facts) if self.total is None else quotient(self.total, count, self.out, *facts)
 
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None

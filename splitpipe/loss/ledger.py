@@ -156,10 +156,11 @@ class Ledger:
             return meaning
         return None if x.dim() else meaning if isinstance(meaning, Unknown) else Unknown("squeeze")
 
-    def note_numbers(self, value: Any, block: str) -> None:
-        """Records the Python numbers that a block has returned."""
-        if any([type(x) in (int, float) for x in tree_flatten(value)[0]]):
-            self.read = self.read or block
+    def note_numbers(self, value: Any, block: str) -> bool:
+        """Records the Python numbers that a block has returned; true if there are any."""
+        found = any([type(x) in (int, float) for x in tree_flatten(value)[0]])
+        self.read = self.read or block if found else self.read
+        return found
 
     def note_size(self, x: Tensor, rows: Rows) -> None:
         """Records that Python has read a size along the rows of a tensor."""

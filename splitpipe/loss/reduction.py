@@ -148,7 +148,8 @@ class BatchLoss:
         if len(slopes) == 1:  # From a slope of 0, nothing could be corrected.
             slopes = {k: torch.where(x.isfinite() & (x != 0), x, 1 / whole) for k, x in slopes.items()}
         self._slopes = slopes
-        return None if linear or len(slopes) == 1 else f"{number.formula.name}, which isn't linear in its sums"
+        corrected = len(slopes) == 1 and count is None  # Across processes, there is no correction.
+        return None if linear or corrected else f"{number.formula.name}, which isn't linear in its sums"
 
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the correction of gradients from B that started with this scale (None: 1)."""

@@ -126,7 +126,7 @@ def loss(call: FunctionCall) -> Meaning | None:
     rows, how = _entries(call), call.kwargs.get("reduction", "mean")
     if not isinstance(rows, Rows) or how == "none":
         return rows
-    return call.summed(rows) if how == "sum" else call.averaged(rows, _count(call))
+    return call.summed(rows) if how == "sum" else call.averaged(rows, count_of(call))
 
 
 def _entries(call: FunctionCall) -> Meaning | None:
@@ -153,7 +153,14 @@ def _entries(call: FunctionCall) -> Meaning | None:
     ]) else None
 
 
-def _count(call: FunctionCall) -> Tensor | float:
+def is_weighted(call: FunctionCall) -> bool:
+    """True for a mean of rows weighted by class: if all weights are 0, gradients of torch's own mean are NaN."""
+    mean = call.kwargs.get("weight") is not None and call.kwargs.get("reduction", "mean") == "mean"
+    counts = mean and call.name in _COUNTED and isinstance(_entries(call), Rows)
+    return counts and not call.kwargs["target"].is_floating_point()
+
+
+def count_of(call: FunctionCall) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
     x = next((y for y in call.operands if isinstance(call.of(y), (Rows, TimeMajor))), call.operands[0])
     target, weight = call.kwargs.get("target"), call.kwargs.get("weight")

@@ -26,7 +26,7 @@ from splitpipe.loss import views
 from splitpipe.loss.function_call import ODD, FunctionCall
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, mapped, tensors
-from splitpipe.loss.rules import ANSWERS, BY_PLACE, LOSSES, OF_ANYTHING, RULES, loss
+from splitpipe.loss.rules import ANSWERS, BY_PLACE, LOSSES, OF_ANYTHING, RULES, count_of, is_weighted, loss
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
@@ -51,14 +51,16 @@ class Trace(TorchFunctionMode):
             for value in values:
                 self.ledger.begin_entries(value)
 
-    def record(self, value: Any, block: str) -> None:
-        """Records what a block has returned, "" if its code was traced."""
+    def record(self, value: Any, block: str, read: str) -> None:
+        """Records what a block has returned, "" if its code was traced; ``read``: by what Python had read before it."""
         ledger = self.ledger
         with DisableTorchFunction():
-            ledger.note_numbers(value, block)
+            numbers = ledger.note_numbers(value, block)
             for x in tensors((value,)):
                 number = not block and (x.numel() < ledger.rows or isinstance(ledger.of(x), Number))
                 ledger.put(x, ledger.of(x) if number else ledger.of_block(x, block))
+                numbers = numbers or number
+            ledger.read = ledger.read if numbers else read
 
     @uncompiled
     def __torch_function__(
@@ -72,7 +74,9 @@ class Trace(TorchFunctionMode):
                 before, function = args[0].clone(), getattr(Tensor, name, getattr(Tensor, f"__{name[1:]}__", None))
                 ledger.put(before, ledger.of(args[0]))
                 call = FunctionCall(ledger, name, (before, *args[1:]), kwargs)
-        out = func(*args, **kwargs)
+            weighted = bool(parameters) and is_weighted(call)
+        call.total = func(**{**call.kwargs, "reduction": "sum"}) if weighted else None
+        out: Any = call.total / count_of(call) if weighted else func(*args, **kwargs)
         with DisableTorchFunction():
             if peek_interpreter_stack() is not None:
                 ledger.read = ledger.read or "a transform of torch.func"  # What leaves it is seen by no mode.
