@@ -111,6 +111,8 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         return unknown
     try:
         meaning = rule(call)
+    except torch.OutOfMemoryError:
+        raise
     except ODD:
         return None
     return replace(meaning, counting=True) if call.counting and isinstance(meaning, Rows) else meaning
