@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from splitpipe.core import stream
-from splitpipe.core.stream import Place, Stream
+from splitpipe.core.stream import NamedStreams, Place, Stream
 from splitpipe.core.transfer import Route
 
 Call = Callable[[], object]
@@ -34,7 +34,7 @@ _PATIENCE = 0.005
 
 
 class LaunchLock:
-    """The lock of one call: one thread at a time runs the host's part of an op on an accelerator, if that is short.
+    """The lock of one model: one thread at a time runs the host's part of an op on an accelerator, if that is short.
 
     torch releases the GIL in each of its functions. If another thread waits for the GIL then, both are woken for each
     kernel: two stages that launch side by side take longer than one after the other. So a thread waits for this lock,
@@ -58,25 +58,24 @@ class LaunchLock:
 
 
 class _Worker(threading.Thread):
-    """Runs the calls of its queue; None ends it."""
+    """Runs the calls of its queue, and reports the end of each, with its error; None ends it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(name=f"splitpipe worker {number}", daemon=True)
-        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._number = number
+        self.calls: SimpleQueue[tuple[Call, list[BaseException], SimpleQueue[int]] | None] = SimpleQueue()
 
     def run(self) -> None:
-        while (call := self.calls.get()) is not None:
-            call()
-            del call
-
-
-def _report(calls: list[Call], number: int, errors: list[BaseException], ended: SimpleQueue[int]) -> None:
-    try:
-        calls.pop()()
-    except BaseException as error:
-        errors.append(error)
-    del errors  # A traceback refers to this frame: an error that isn't passed on would be a cycle.
-    ended.put(number)
+        while (task := self.calls.get()) is not None:
+            call, errors, ended = task
+            del task
+            try:
+                call()
+            except BaseException as error:
+                errors.append(error)
+            del call, errors  # A traceback refers to this frame: an error that isn't passed on would be a cycle.
+            ended.put(self._number)
+            del ended
 
 
 def _end(workers: list[_Worker]) -> None:
@@ -101,22 +100,13 @@ class Pool:
     def __init__(self, size: int) -> None:
         if sys.is_finalizing():  # A thread started now would never run, and its start never return.
             raise RuntimeError("the interpreter is exiting: expected uses of a model before that, or in atexit hooks.")
-        self._closed, self._submitting = False, threading.Lock()
+        self.closed, self._submitting = False, threading.Lock()  #: ``closed``: it ended with an error.
         self.threads: list[_Worker] = []
         weakref.finalize(self, _end, self.threads).atexit = False
         for number in range(size):
             worker = _Worker(number)
             worker.start()
             self.threads.append(worker)
-
-    @property
-    def usable(self) -> bool:
-        """True if its threads run in this process: none do after an error or a fork, or when the interpreter exits."""
-        return not self._closed and not sys.is_finalizing() and all(thread.is_alive() for thread in self.threads)
-
-    def has_this_thread(self) -> bool:
-        """True if the caller's thread is one of the pool's."""
-        return threading.current_thread() in self.threads
 
     def run(self, calls: Sequence[Call], stop: Call = lambda: None) -> None:
         """Runs calls, each in the worker with its number, until all have ended, or raises the first error.
@@ -130,7 +120,7 @@ class Pool:
             with self._submitting:
                 for number, call in enumerate(calls):
                     waiting[number] = thread = self.threads[number]
-                    thread.calls.put(partial(_report, [call], number, errors, ended))
+                    thread.calls.put((call, errors, ended))
             while waiting:
                 lost = not all([thread.is_alive() for thread in waiting.values()])  # First: it may report, then end.
                 try:
@@ -141,7 +131,7 @@ class Pool:
                 if errors:
                     raise errors.pop(0)
         except BaseException:
-            self._closed = True
+            self.closed = True
             stop()
             _end(self.threads)
             for thread in self.threads:
@@ -163,11 +153,16 @@ class Resources:
         self.devices = [place.device for place in places]
         self._pool: Pool | None = None
         self.named, self.lock = cache(stream.new), threading.RLock()  #: The lock is that of a call.
+        self.launching = LaunchLock()
+        #: Given the streams on which the stages compute, a function of two stages: see ``_routes``.
+        self.routes = cache(partial(_routes, self.devices, self.named))
 
     def pool(self, workers: Sequence[int], waiting: int = 0) -> Pool:
         """Usable threads: one for each worker, and as many for forwards that are ``waiting`` at a cut."""
         size, pool = max(workers) + 1 + waiting, self._pool
-        if pool is None or not pool.usable or len(pool.threads) < size:
+        # After a fork, no thread is alive; when the interpreter exits, a new pool raises.
+        usable = pool is not None and not pool.closed and not sys.is_finalizing() and len(pool.threads) >= size
+        if pool is None or not usable or not all([thread.is_alive() for thread in pool.threads]):
             self._pool = None  # First, since an interrupt may come in between.
             pool = Pool(size)
             homes = dict(zip(reversed(workers), reversed(self.devices)))  # The device of each worker's first stage.
@@ -181,20 +176,23 @@ class Resources:
 
     def refuse_own_threads(self) -> None:
         """Raises in the model's own worker threads, where waiting for a call of the model would be a deadlock."""
-        if self._pool is not None and self._pool.has_this_thread():
+        if self._pool is not None and threading.current_thread() in self._pool.threads:
             raise RuntimeError(
                 "a SplitPipe was called by one of its layers, inside its own forward, and would wait for itself."
             )
 
-    def routes(self, computes: Sequence[Stream]) -> Callable[[int, int], Route | None]:
-        """The routes between stages that compute on these streams; None where both compute on the same one."""
-        @cache
-        def route(source: int, target: int) -> Route | None:
-            here, there = self.devices[source], self.devices[target]
-            if here == there and computes[source] == computes[target]:
-                return None
-            # One stream per link: on a common one, a copy would wait for copies from stages that aren't ready.
-            out, into = self.named(here, "out"), self.named(there, f"in from {source}")
-            return Route(here, there, (computes[source], computes[target]), out, into)
 
-        return route
+def _routes(
+    devices: Sequence[torch.device], named: NamedStreams, computes: tuple[Stream, ...]
+) -> Callable[[int, int], Route | None]:
+    """The routes between stages that compute on these streams; None where both compute on the same one."""
+    @cache
+    def route(source: int, target: int) -> Route | None:
+        here, there = devices[source], devices[target]
+        if here == there and computes[source] == computes[target]:
+            return None
+        # One stream per link: on a common one, a copy would wait for copies from stages that aren't ready.
+        out, into = named(here, "out"), named(there, f"in from {source}")
+        return Route(here, there, (computes[source], computes[target]), out, into)
+
+    return route

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -22,6 +23,7 @@ class OpRun(NamedTuple):
 OpRows = list[list[OpRun]]
 
 
+@lru_cache
 def forward_rows(microbatches: int, workers: tuple[int, ...]) -> OpRows:
     """The first half of a drop-in call: F in clock cycles, first stage first (torchgpipe, arXiv 2004.09910, 3.2)."""
     rows: OpRows = [[] for _ in range(max(workers) + 1)]
@@ -30,6 +32,7 @@ def forward_rows(microbatches: int, workers: tuple[int, ...]) -> OpRows:
     return rows
 
 
+@lru_cache
 def backward_rows(microbatches: int, workers: tuple[int, ...], lowest: int, checkpointed: int, weights: bool) -> OpRows:
     """The second half: R and B in the opposite order, down to stage ``lowest``, and W of what still waits."""
     rows: OpRows = []

@@ -9,6 +9,7 @@ B of a stage runs after B of the same microbatch on all later stages: after that
 """
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ class StepRun:
     split: bool  #: Whether weight gradients may wait for W.
     drop_in: bool  #: Whether the caller's backward starts B: then the leaves of the stages' graphs must be known.
     hooks: LeafHooks  #: Where hooks of leaves are parked while B runs.
+    launching: LaunchLock
     recorder: Recorder | None = None
     traces: Sequence[StageTrace] = ()  #: Those of a recording: one per stage, or none.
     keep: bool = False  #: Whether graphs are needed again after B.
@@ -50,7 +52,6 @@ class StepRun:
     input_grads: dict[tuple[Key | None, int], dict[int, Tensor]] = field(default_factory=dict)
     #: Of a call with a schedule: gets the microbatches' parts of the loss.
     scheduled: Any = None
-    launching: LaunchLock = field(default_factory=LaunchLock)
 
     def timed(self, stage: int) -> Callable[[Stream], None] | None:
         """What records the copies of a stage; None if nothing does."""
@@ -58,7 +59,9 @@ class StepRun:
 
     def run_rows(self, rows: OpRows) -> None:
         """Runs rows of ops; raises the first error."""
-        pool = None if self.pool is None or self.pool.has_this_thread() else self.pool  # It would wait for itself.
+        pool = self.pool
+        if pool is not None and threading.current_thread() in pool.threads:  # It would wait for itself.
+            pool = None
         forward_all = self.forward_all if pool is not None and self.forwards and self.forwards[0].own_forward else None
         try:
             Executor(rows, self.run, self.call.state.outside_forward(), self.call.variables, forward_all).run(pool)

@@ -224,8 +224,9 @@ class Runtime:
         # Another thread may begin or end a recording: a step has the same one from start to end.
         recorder = self.recordings.current if state.grad and not drop_in else None
         return StepRun(
-            call, stages, pool, layers.workers, resources.routes(call.computes), drop_in=drop_in,
-            split=options.split_backward and state.grad, hooks=self._hooks, recorder=recorder,
+            call, stages, pool, layers.workers, resources.routes((*call.computes,)), drop_in=drop_in,
+            split=options.split_backward and state.grad, hooks=self._hooks, launching=resources.launching,
+            recorder=recorder,
             traces=() if recorder is None else recorder.begin(stages),
         ), target
 
