@@ -27,7 +27,6 @@ from splitpipe.core.torch_private import DisableTorchFunction, _get_sequence_nr,
 from splitpipe.engine.step import StepRun
 from splitpipe.partition.placement import Placement
 from splitpipe.stage.call import Activation
-from splitpipe.stage.segment import enter
 from splitpipe.stage.shared_parameters import SharedParameters
 
 
@@ -87,7 +86,7 @@ class Crossing:
 
     def _entered(self, given: Activation) -> list[Any]:
         segment = self._step.stages[self._stage].fwd_cache.get(self._i)
-        return given.leaves if segment is None else enter([given], segment)[0]
+        return given.leaves if segment is None else segment.enter(given.leaves, given.origins)
 
     def stage_of(self, x: Tensor) -> int:
         """The stage in whose graph a tensor is."""
@@ -140,7 +139,8 @@ class Crossing:
         if not tracked:
             return y
         origin = source, step.stages[source].fwd_cache[i].leave(x)
-        return step.stages[stage].fwd_cache[i].enter([y], [origin])[0]
+        [entered] = step.stages[stage].fwd_cache[i].enter([y], [origin])
+        return entered  # type: ignore[no-any-return]
 
     def end(self) -> None:
         """Called when F of a stage ends: raises for a write to a value that shares memory with another one."""

@@ -73,7 +73,9 @@ def _run_second_half(
     step.keep, step.wants_weights = keep, [*wanted] != [None]
     step.input_grads.clear()
     for stage in stages:
-        stage.forget_backward()
+        stage.store.clear()
+        for i in stage.fwd_cache:  # Not the values: this frame would keep the last one.
+            stage.fwd_cache[i].arrived = []  # What a backward that failed may have left.
         stream.wait(stage.compute, stream.current(stage.device))
     for k, grad in grads.items():
         i, j, number = roots[k]

@@ -11,9 +11,8 @@ of that, to which a layer may write in place.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -27,11 +26,10 @@ from splitpipe.engine.drop_in import Output
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import MICROBATCH, TARGET
 from splitpipe.microbatch.tree import flatten, unflatten, verify_open
-from splitpipe.skip.tracker import Key, open_box
+from splitpipe.skip.tracker import Key, opened
 from splitpipe.stage.call import Activation
-from splitpipe.stage.layers import StageLayers
 from splitpipe.stage.recomputation import CheckpointedRun
-from splitpipe.stage.segment import RunningStage, Segment, detach, enter
+from splitpipe.stage.segment import RunningStage, Segment, detach
 
 #: Values by key: that of a skip, of the target; None: the input or output.
 Values = dict[Key | None, Activation]
@@ -56,10 +54,10 @@ class SequentialForward:
             stream.wait_for(stage.compute, value.event)
             stream.spent(value.event)
         if last and self._target is not None:
-            given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(i))
+            given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(i), [None])
         if call.state.grad:
             stage.fwd_cache[i] = segment
-        layers = partial(_run_stage, step, stage, i, given, segment, "forward")
+        layers = partial(run_layers, step, stage, i, given, segment, "forward")
         with thread_state.use(call.state):
             if i < call.checkpointed:
                 run = CheckpointedRun(own.recomputed, RNGStates(call.draws, stage.device), stage.name)
@@ -99,7 +97,7 @@ def _recompute(
             "expected it as the forward saw it, for its recomputation. Write to a copy (x.clone())."
         )
     with thread_state.use(step.call.state):
-        values = run.recompute(partial(_run_stage, step, stage, i, given, segment, "recomputation")).values()
+        values = run.recompute(partial(run_layers, step, stage, i, given, segment, "recomputation")).values()
         if [value.signature for value in values] != signatures:
             raise RuntimeError(
                 f"{stage.name} returned other outputs in its recomputation than in its forward: expected layers that "
@@ -109,35 +107,29 @@ def _recompute(
     return segment
 
 
-def _run_stage(step: StepRun, stage: RunningStage, i: int, given: Values, segment: Segment, doing: str) -> Values:
-    """The layers of a stage on values that enter a segment's graph; what leaves is outside."""
-    if i < step.call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
-        copies = {id(x): x.clone() for value in given.values() for x in value.leaves if isinstance(x, Tensor)}
-        given = {
-            key: replace(value, leaves=[copies.get(id(x), x) for x in value.leaves]) for key, value in given.items()
-        }
-    values = run_layers(step, stage.own, i, given, enter([*given.values()], segment), doing)
-    detach(values.values(), segment, stage.index, step.call.state.grad)
-    return values
-
-
 def run_layers(
-    step: StepRun, own: StageLayers, i: int, given: Values, entered: Sequence[list[Any]], doing: str
+    step: StepRun, stage: RunningStage, i: int, given: Values, segment: Segment | None, doing: str
 ) -> Values:
-    """What a stage's layers return (by None) and stash for given values, whose leaves have entered as these.
+    """What a stage's layers return (by None) and stash for given values; ``doing``: "forward" or "recomputation".
 
-    ``doing``: "forward" or "recomputation".
+    ``segment``: the graph that these values enter, and what is returned has left; None: they stay in one graph.
     """
-    box: dict[Any, Any] = {
-        key: unflatten(leaves, value.nesting) for (key, value), leaves in zip(given.items(), entered)
-    }
-    x, at = box.pop(None), 0
-    shared = [part[k] for value, part in zip(given.values(), entered) for k in value.shared]
-    versions = [*map(version_of, shared)]
+    own, leaves = stage.own, [x for value in given.values() for x in value.leaves]
+    if segment is not None:
+        if i < step.call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
+            copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor)}
+            leaves = [copies.get(id(x), x) for x in leaves]
+        leaves = segment.enter(leaves, [origin for value in given.values() for origin in value.origins])
+    entered = iter(leaves)
+    box, shared = dict[Any, Any](), list[Tensor]()
+    for key, value in given.items():
+        leaves = [*islice(entered, len(value.leaves))]
+        box[key] = unflatten(leaves, value.nesting)
+        shared += [leaves[k] for k in value.shared]
+    versions, x, at, before = [*map(version_of, shared)], box.pop(None), 0, opened.set(box)
     try:
-        with open_box(box):
-            for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
-                x = layer(x)
+        for at, layer in enumerate(own.calls):  # noqa: B007 (for the note)
+            x = layer(x)
         values: Values = {key: Activation(*flatten(value)) for key, value in ((None, x), *box.items())}
         for key, value in values.items():
             verify_open(value.leaves, f"the output of {own.described[-1]}" if key is None else f"the skip {key[1]!r}")
@@ -148,6 +140,8 @@ def run_layers(
         where = f"{own.name}, microbatch {i} of {step.call.microbatches}"
         add_note(error, f"in the {doing} of {own.described[at]}, {where}")
         raise
+    finally:
+        opened.reset(before)
     if versions != [*map(version_of, shared)]:
         raise RuntimeError(
             f"{own.name} wrote in place to an input that batched= leaves whole, so that all microbatches share its "
@@ -157,6 +151,8 @@ def run_layers(
     now_shared = {id(leaves[k]) for k in sharing(leaves, shared)}
     for value in values.values() if now_shared else ():
         value.shared = frozenset([k for k, x in enumerate(value.leaves) if id(x) in now_shared])
+    if segment is not None:
+        detach(values.values(), segment, stage.index, step.call.state.grad)
     return values
 
 

@@ -34,13 +34,14 @@ class Namespace:
 Key = tuple[Namespace | None, str]
 Box = dict[Key, object]
 
-_box: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
+#: The box that is open in this context, if any.
+opened: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
 _unopened = local()  # The box of each thread.
 #: Makes a box the current one inside the block, only for this context.
-open_box = partial(bound, _box)
+open_box = partial(bound, opened)
 
 
 def current() -> Box:
     """The current box."""
-    box = _box.get()
+    box = opened.get()
     return vars(_unopened).setdefault("box", {}) if box is None else box

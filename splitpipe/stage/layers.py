@@ -19,7 +19,7 @@ from splitpipe.core.stream import Place
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import crossing
 from splitpipe.skip.tracker import Key
-from splitpipe.stage.recomputation import Modules, empty
+from splitpipe.stage.recomputation import Modules
 
 Named = tuple[str, nn.Module]
 
@@ -81,8 +81,11 @@ class ModelLayers:
         return len(found) == len(self._parts) and all(map(is_, found, self._parts))
 
     def _look(self) -> list[Any]:
+        parts = [*chain.from_iterable(map(dict.values, self._tables))]
+        buffers = chain.from_iterable([module._buffers.values() for module in self._modules])
         compiled = [module._compiled_call_impl for module in self._modules]
-        return [*chain.from_iterable(map(dict.values, self._tables)), *compiled, *empty(self._modules)]
+        # A lazy parameter that has been filled has another type; a buffer also, if it was None.
+        return [*parts, *map(type, parts), *map(type, buffers), *compiled]
 
 
 def workers(stages: Sequence[StageLayers], rows: Sequence[int]) -> list[int]:

@@ -61,17 +61,21 @@ class Segment:
         self.arrived: list[tuple[int, Tensor, torch.Event | None]] = []
         self.recompute = recompute
         self.ran = False  #: Whether B has begun.
-        self._handle: int = RemovableHandle.next_id
+        self._handle: int = RemovableHandle.next_id  #: Another one: a hook was registered since then.
 
-    def enter(self, tensors: Sequence[Tensor], origins: Sequence[Origin]) -> list[Tensor]:
-        """Tensors without a graph, as they enter this one."""
+    def enter(self, leaves: Sequence[Any], origins: Sequence[Origin | None]) -> list[Any]:
+        """Leaves, as those with an origin enter this graph, through one guard. A tensor that occurs twice stays one."""
+        known = {id(x): (x, origin) for x, origin in zip(leaves, origins) if origin is not None}
+        if not known:
+            return [*leaves]
         phony = torch.empty(0, device="cpu", requires_grad=True)
         with torch.enable_grad():
-            entered: list[Any] = [*Guard.apply(phony, *tensors)] if tensors else []
+            guarded: Any = Guard.apply(phony, *[x for x, _ in known.values()])
         # Like get_gradient_edge, which makes a view to keep the node alive. The tensor does so, too.
-        self.entries += [GradientEdge(x.grad_fn, x.output_nr, x) for x in entered]
-        self.origins += origins
-        return entered
+        self.entries += [GradientEdge(x.grad_fn, x.output_nr, x) for x in guarded]
+        self.origins += [origin for _, origin in known.values()]
+        entered = dict(zip(known, guarded))
+        return [entered.get(id(x), x) for x in leaves]
 
     def leave(self, x: Tensor) -> int:
         """Records that a tensor with a graph leaves; returns the number of its root."""
@@ -80,23 +84,19 @@ class Segment:
 
     def close(self, split: bool, own: StageLayers) -> None:
         """Ends F on a stage with these layers. ``split``: whether weight gradients may wait."""
-        hooked, ends = self._hooked(), {edge.node for edge in self.entries}
+        # A hook of an activation may change its gradient behind the edge at which B captures it: W would miss that.
+        hooked, ends = self._handle != RemovableHandle.next_id, {edge.node for edge in self.entries}
+        self._handle = RemovableHandle.next_id
         self.graph = walk(self.roots, ends, split and not hooked)
         if split and not own.uses_known:
             own.add_uses(uses(self.roots, ends, self.graph, hooked), hooked)
 
     def graph_for_backward(self) -> Walk:
         """What B needs to know of the graph."""
-        if self._hooked():
-            self.graph = self.graph.fused()
+        if self._handle != RemovableHandle.next_id:  # See ``close``.
+            self._handle, self.graph = RemovableHandle.next_id, self.graph.fused()
         self.ran = True
         return self.graph
-
-    def _hooked(self) -> bool:
-        """True if a hook was registered since F began, or since the last time."""
-        # One of an activation may change its gradient behind the edge at which B captures it: W would miss that.
-        handle, self._handle = self._handle, RemovableHandle.next_id
-        return handle != self._handle
 
 
 class RunningStage:
@@ -118,12 +118,6 @@ class RunningStage:
         #: The leaves to which its microbatches' graphs lead, by identity.
         self.reached: dict[int, Tensor] = {}
 
-    def forget_backward(self) -> None:
-        """Forgets what a backward that has failed may have left."""
-        self.store.clear()
-        for segment in self.fwd_cache.values():
-            segment.arrived = []
-
 
 def detach(values: Collection[Activation], segment: Segment, stage: int, grad: bool) -> None:
     """Takes what leaves a stage out of its graph, and notes the origins. A tensor that occurs twice stays one."""
@@ -135,11 +129,3 @@ def detach(values: Collection[Activation], segment: Segment, stage: int, grad: b
     for value in values:
         pairs = [known[id(x)] for x in value.leaves]
         value.leaves, value.origins = [x for x, _ in pairs], [origin for _, origin in pairs]
-
-
-def enter(activations: Sequence[Activation], segment: Segment) -> list[list[Any]]:
-    """The leaves of values as they enter a segment's graph, through one guard. A tensor that occurs twice stays one."""
-    pairs = [pair for value in activations for pair in zip(value.leaves, value.origins)]
-    known = {id(x): (x, origin) for x, origin in pairs if origin is not None}
-    entered = dict(zip(known, segment.enter([x for x, _ in known.values()], [origin for _, origin in known.values()])))
-    return [[entered.get(id(x), x) for x in value.leaves] for value in activations]

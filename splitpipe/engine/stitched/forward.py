@@ -21,7 +21,7 @@ from splitpipe.core.stream import NamedStreams
 from splitpipe.engine.block_checkpoint import BlockChains
 from splitpipe.engine.crossing import Crossing
 from splitpipe.engine.drop_in import Output
-from splitpipe.engine.sequential import run_layers
+from splitpipe.engine.sequential import Values, run_layers
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.checkpoint import Checkpoint, Inputs
 from splitpipe.engine.stitched.copy import Lane, Wait
@@ -46,29 +46,33 @@ class StitchedForward:
 
     def forward(self, j: int) -> None:
         """F of a stage."""
-        step, call, lane, own, i = self._step, self._step.call, self._lane, self._step.stages[j].own, self._i
-        ways = {key: self._ways.pop(key) for key in (None, *own.arriving) if key in self._ways}
+        step, call, lane, stage, i = self._step, self._step.call, self._lane, self._step.stages[j], self._i
+        ways = {key: self._ways.pop(key) for key in (None, *stage.own.arriving) if key in self._ways}
         checkpoint = None
         with thread_state.use(call.state):
             lane.begin()
             given = {key: _each(part, partial(lane.bring, source=k, target=j)) for key, (part, k) in ways.items()}
-            layers = partial(run_layers, step, own, i, {key: replace(part, leaves=[]) for key, part in given.items()})
-            entered = [part.leaves for part in given.values()]
             if i < call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
                 copies = [_each(part, Tensor.clone).leaves for part in given.values()]
-                first, rerun = partial(layers, copies, "forward"), partial(layers, doing="recomputation")
-                rng_states = RNGStates(call.draws, own.place.device)
-                checkpoint = Checkpoint(own.recomputed, rng_states, own.name, call.computes[j])
-                values = checkpoint.run(first, rerun, entered)
+                layers = partial(_run_layers, step, stage, i, {key: replace(x, leaves=[]) for key, x in given.items()})
+                entered, rng_states = [part.leaves for part in given.values()], RNGStates(call.draws, stage.device)
+                checkpoint = Checkpoint(stage.own.recomputed, rng_states, stage.name, stage.compute)
+                values = checkpoint.run(partial(layers, "forward", copies), partial(layers, "recomputation"), entered)
             else:
-                values = layers(entered, "forward")
-            for key, _ in ((None, j + 1), *own.leaving):
+                values = run_layers(step, stage, i, given, None, "forward")
+            for key, _ in ((None, j + 1), *stage.own.leaving):
                 if key in values:
                     leave = partial(lane.leave, stage=j, checkpoint=checkpoint if key is None else None)
                     self._ways[key] = _each(values[key], leave), j
         if j == len(step.stages) - 1:
             value, _ = self._ways.pop(None)
             self.output = Output(value.leaves, value.nesting, {})
+
+
+def _run_layers(step: StepRun, stage: RunningStage, i: int, given: Values, doing: str, entered: Inputs) -> Values:
+    """The layers on values whose leaves are these: F isn't kept by what repeats it."""
+    given = {key: replace(value, leaves=leaves) for (key, value), leaves in zip(given.items(), entered)}
+    return run_layers(step, stage, i, given, None, doing)
 
 
 def _each(part: Activation, change: Callable[[Tensor], Tensor]) -> Activation:
