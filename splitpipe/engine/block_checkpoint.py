@@ -36,7 +36,6 @@ from splitpipe.loss.trace import Trace
 from splitpipe.partition.attributes import Attributes
 from splitpipe.stage.recomputation import CheckpointedRun, Modules
 from splitpipe.stage.segment import RunningStage, Segment
-from splitpipe.stage.shared_parameters import SharedParameters
 
 #: The bytes of the outputs of a chain's blocks. A block saves ten to twenty times as much for its backward.
 _CAP = 64 * 1024**2
@@ -45,8 +44,8 @@ _CAP = 64 * 1024**2
 class BlockChains:
     """The checkpointed blocks of one microbatch."""
 
-    def __init__(self, step: StepRun, i: int, shared: SharedParameters, attributes: Attributes) -> None:
-        self.step, self.i, self._shared, self.attributes = step, i, shared, attributes
+    def __init__(self, step: StepRun, i: int, attributes: Attributes) -> None:
+        self.step, self.i, self.attributes = step, i, attributes
         self._chain: BlockChain | None = None
         self._token: Tensor | None = None
 
@@ -73,7 +72,7 @@ class BlockChains:
             return output  # With its graph: R would get other inputs; numbers' terms or views would have lost theirs.
         if self.step.drop_in:
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
-            self._shared.reach(stage, walk([get_gradient_edge(y) for y in distinct], ends, False).parameters())
+            stage.reached.update(walk([get_gradient_edge(y) for y in distinct], ends, False).parameters())
         chain, tracked = self._chain, [*{id(x): x for x in inputs if x.requires_grad}.values()]
         if chain is None or chain.size >= _CAP or any([chain.place_of(x) is None for x in tracked]):
             chain = self._chain = BlockChain(self, stage, tracked)

@@ -2,7 +2,7 @@
 
     stage 0    h = embed(ids)            h has a graph on stage 0
     stage 1    block(h, mask)            a block's arguments cross where it is called
-               h.mean()                  others, where a torch function between blocks uses them: Follow
+               h.mean()                  others, where a torch function between blocks uses them
 
 A value crosses once a stage, known by the tensor that the code refers to. A later stage takes it from the last one that
 had it, with all that was written to it there. Which stage has made a tensor with a graph follows from the number of its
@@ -27,7 +27,6 @@ from splitpipe.core.torch_private import DisableTorchFunction, _get_sequence_nr,
 from splitpipe.engine.step import StepRun
 from splitpipe.partition.placement import Placement
 from splitpipe.stage.call import Activation
-from splitpipe.stage.shared_parameters import SharedParameters
 
 
 class _Value:
@@ -46,19 +45,25 @@ _MISSED = (
 )
 
 
-class Crossing:
+#: Functions that ask for facts, for which nothing needs to cross.
+_ASKING = frozenset("size dim numel stride is_contiguous is_floating_point is_complex element_size retain_grad".split())
+_BACKWARDS = torch.autograd.grad, torch.autograd.backward, Tensor.backward
+
+
+class Crossing(TorchFunctionMode):
     """The values of one microbatch, as its current stage sees them; ``link``: see ``_bring``.
 
-    They reach later stages detached; their gradients return to the segments that made them.
+    They reach later stages detached; their gradients return to the segments that made them. As a mode, it sees the
+    functions outside blocks, and gives them the tensors of the current stage: see ``here``.
     """
 
     one_graph = False  #: Whether values stay in one graph.
 
     def __init__(
-        self, step: StepRun, i: int, placement: Placement, shared: SharedParameters,
-        link: Callable[[Tensor, Tensor], None] | None,
+        self, step: StepRun, i: int, placement: Placement, link: Callable[[Tensor, Tensor], None] | None
     ) -> None:
-        self._step, self._i, self._placement, self._shared, self._link = step, i, placement, shared, link
+        super().__init__()
+        self._step, self._i, self._placement, self._link = step, i, placement, link
         self._stage = 0
         self._first_nodes: list[int] = []  #: The number of the first node of each stage.
         self._ends: dict[int, torch.Event | None] = {}  #: Of F of each stage: copies of its values wait for no more.
@@ -77,16 +82,14 @@ class Crossing:
 
     def enter(self, given: Activation) -> list[Any]:
         """The leaves of what the caller has given, as they enter the current stage's graph."""
-        leaves = self._entered(given)
+        segment, leaves = self._step.stages[self._stage].fwd_cache.get(self._i), given.leaves
+        if segment is not None:
+            leaves = segment.enter(leaves, given.origins)
         for x in [leaves[k] for k in given.shared]:  # With other ones, maybe of other microbatches.
             if isinstance(x, Tensor) and x.requires_grad:
                 self._values[id(x)] = _Value(x, self._stage)
                 self._tainted.add(storage_of(x))
         return leaves
-
-    def _entered(self, given: Activation) -> list[Any]:
-        segment = self._step.stages[self._stage].fwd_cache.get(self._i)
-        return given.leaves if segment is None else segment.enter(given.leaves, given.origins)
 
     def stage_of(self, x: Tensor) -> int:
         """The stage in whose graph a tensor is."""
@@ -108,15 +111,16 @@ class Crossing:
             if base is not None and base.grad_fn is not None and self.stage_of(base) != source:
                 raise RuntimeError(_MISSED)  # After a write, autograd makes a view's node again where it is used.
             return x
-        if self._placement.is_elsewhere(x, self._stage):
+        if self._placement.several and self._placement.is_elsewhere(x, self._stage):
             return self._bring(x, _Value(x, self._placement.stage_on(x.device, self._stage)))
         stream.hold(x, self._step.stages[self._stage].compute)  # Another stream of the device may have made it.
         return x
 
     def _bring(self, x: Tensor, value: _Value) -> Tensor:
         """A value of another stage, for this one; ``link`` is called with a tensor and its counterpart there."""
+        shared = self._step.shared
         with DisableTorchFunction():  # Unseen by function modes.
-            if (copy := self._shared.copy(x, self._stage)) is not None:
+            if shared is not None and (copy := shared.copy(x, self._stage)) is not None:
                 return copy
             y = self._carry(value.tensors[-1], value.stage, self._stage)
             value.tensors.append(y)
@@ -175,38 +179,23 @@ class Crossing:
         for event in self._ends.values():
             stream.spent(event)
 
-
-#: Functions that ask for facts, for which nothing needs to cross.
-_ASKING = frozenset("size dim numel stride is_contiguous is_floating_point is_complex element_size retain_grad".split())
-_BACKWARDS = torch.autograd.grad, torch.autograd.backward, Tensor.backward
-
-
-class Follow(TorchFunctionMode):
-    """Sees functions outside blocks, and gives them the tensors of the current stage: see ``Crossing.here``."""
-
-    later = False  #: Whether a later stage than the first one has begun.
-
-    def __init__(self, crossing: Crossing) -> None:
-        super().__init__()
-        self._here, self._latest, self._one_graph = crossing.here, crossing.latest, crossing.one_graph
-
     @uncompiled
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if self._one_graph and func in _BACKWARDS:
+        if self.one_graph and func in _BACKWARDS:
             return func(*args, **(kwargs or {}))  # Of the tensors themselves, to which what has crossed leads back.
-        if self.later and func in _BACKWARDS:  # It stops where values have crossed: an input there would lose a part.
+        if self._stage and func in _BACKWARDS:  # It stops where values have crossed: an input there would lose a part.
             inputs, _ = tree_flatten(args[1] if name == "grad" else (kwargs or {}).get("inputs"))
-            if any([x.grad_fn is None or self._here(x) is not x for x in inputs if isinstance(x, Tensor)]):
+            if any([x.grad_fn is None or self.here(x) is not x for x in inputs if isinstance(x, Tensor)]):
                 raise RuntimeError(
                     "the module's forward runs backward between blocks, to a parameter or a value of an earlier stage: "
                     "expected it inside one block, backward='autograd', or other cuts= with checkpoint='never'."
                 )
-        change = self._latest if name in _ASKING else self._here
+        change = self.latest if name in _ASKING else self.here
         if name == "__get__":  # A property: of most of them, a value other than a tensor.
-            value = func(*changed(args, self._latest), **(kwargs or {}))
+            value = func(*changed(args, self.latest), **(kwargs or {}))
             if not isinstance(value, Tensor):
                 return value
         return func(*changed(args, change), **changed(kwargs, change)) if kwargs else func(*changed(args, change))

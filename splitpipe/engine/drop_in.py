@@ -20,7 +20,6 @@ from splitpipe.engine.step import StepRun
 from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.call import hand
-from splitpipe.stage.shared_parameters import SharedParameters
 
 
 class Output(NamedTuple):
@@ -43,7 +42,7 @@ class Output(NamedTuple):
         return self._replace(leaves=leaves, left={}, numbers=numbers)
 
 
-def attach_outputs(step: StepRun, outputs: Sequence[Output], shared: SharedParameters) -> list[Output]:
+def attach_outputs(step: StepRun, outputs: Sequence[Output]) -> list[Output]:
     """The outputs of all microbatches, in the outer graph, for the caller's streams."""
     call = step.call
     for output in outputs:
@@ -52,18 +51,20 @@ def attach_outputs(step: StepRun, outputs: Sequence[Output], shared: SharedParam
     if not left:
         return [*outputs]
     tracked = [k for k, x in enumerate(call.leaves) if isinstance(x, Tensor) and x.requires_grad]
+    if step.shared is not None:
+        step.shared.reach_originals()
     # Only leaves to which a walk has led: a None would call the hooks of others.
     groups: dict[int | None, list[Tensor]] = {None: [call.leaves[k] for k in tracked]}
     groups.update({stage.index: [*stage.reached.values()] for stage in step.stages})
-    compute = partial(_run_second_half, step, shared, tracked, [each[1:] for each in left.values()])
+    compute = partial(_run_second_half, step, tracked, [each[1:] for each in left.values()])
     graph = OuterGraph([stage.device for stage in step.stages], compute)
     attached = dict(zip(left, graph.attach([each[0] for each in left.values()], groups)))
     return [output.changed(lambda x: attached.get(id(x), x)) for output in outputs]
 
 
 def _run_second_half(
-    step: StepRun, shared: SharedParameters, tracked: Sequence[int], roots: Sequence[tuple[int, int, int]],
-    grads: Mapping[int, Tensor], wanted: Groups, keep: bool,
+    step: StepRun, tracked: Sequence[int], roots: Sequence[tuple[int, int, int]], grads: Mapping[int, Tensor],
+    wanted: Groups, keep: bool,
 ) -> Gradients:
     """B and W, down to the lowest stage that this backward needs: see ``OuterGraph``.
 
@@ -90,7 +91,8 @@ def _run_second_half(
         hooks.restore()
         for stage in stages if not keep else ():
             stage.fwd_cache.clear()
-    shared.bring_home()
+    if step.shared is not None:
+        step.shared.bring_home()
     gradients: Gradients = {}
     for stage in stages:
         sums = stage.store.sums

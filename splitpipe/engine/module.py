@@ -8,13 +8,13 @@ At a split point, the first call of a block that cuts= names, the thread waits u
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from splitpipe.core import stream, thread_state
 from splitpipe.core.note import add_note
@@ -27,12 +27,17 @@ from splitpipe.core.torch_private import (
     tree_flatten,
 )
 from splitpipe.engine.block_checkpoint import BlockChains
-from splitpipe.engine.crossing import SIMPLE, Crossing, Follow, changed
+from splitpipe.engine.crossing import SIMPLE, Crossing, changed
+from splitpipe.engine.drop_in import Output
 from splitpipe.engine.executor import Stopped
+from splitpipe.engine.rows import OpRun
 from splitpipe.engine.step import StepRun
+from splitpipe.loss.numbers import Number, Unknown
+from splitpipe.loss.objective import Objective
 from splitpipe.loss.trace import Trace, sees
 from splitpipe.microbatch.divider import holds_objects
-from splitpipe.microbatch.tree import unflatten
+from splitpipe.microbatch.gather import find_loss
+from splitpipe.microbatch.tree import flatten, unflatten
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.call_hook import taker
@@ -41,7 +46,6 @@ from splitpipe.skip.tracker import open_box
 from splitpipe.stage.call import Activation
 from splitpipe.stage.recomputation import Modules
 from splitpipe.stage.segment import Segment
-from splitpipe.stage.shared_parameters import SharedParameters
 
 
 class ModuleCall(NamedTuple):
@@ -51,14 +55,14 @@ class ModuleCall(NamedTuple):
     forward: Callable[..., Any]
     blocks: Blocks
     placement: Placement
-    shared: SharedParameters
     attributes: Attributes
     traced: bool  #: Whether numbers are traced.
     modules: dict[nn.Module, Modules]  #: Those of blocks, to be recomputed.
     labels: bool  #: Whether there are any.
     new_crossing: Callable[..., Crossing]
     new_chains: type[BlockChains]
-    finish: Callable[[ModuleForward, Any], None]  #: Called with the output, on the last stage.
+    objective: Objective | None  #: The loss of a schedule; None: the module's own.
+    targets: Sequence[Any]
 
 
 class ModuleForward:
@@ -72,27 +76,28 @@ class ModuleForward:
         self._activation: Any = activation
         self.trace = Trace(call.step.call.input.rows, i, call.step.call.input.dims) if call.traced else None
         link = None if self.trace is None else self.trace.ledger.link
-        self.crossing = call.new_crossing(self.step, i, call.placement, call.shared, link)
-        self._follow = Follow(self.crossing)
+        self.crossing = call.new_crossing(self.step, i, call.placement, link)
         #: Whether values may be elsewhere on the first stage, too: in a first call, which moves parameters.
         self._follow_first = call.placement.several and call.step.call.draws.first
-        self._chains = call.new_chains(self.step, i, call.shared, call.attributes)
+        chained = i < call.step.call.checkpointed
+        self._chains = call.new_chains(self.step, i, call.attributes) if chained else None
         self.stage = 0
         self._within = ExitStack()
         #: The caller's saved-tensor hooks; and where the generator was, if a stage began inside others.
         self._hooks: Any = None
         self._inside: Any = None
         self._block: nn.Module | None = None  #: The one that runs, or has raised an error.
-        self.output: Any = None  #: What ``finish`` has made of the output.
+        self.output: Any = None  #: The output, outside the stages' graphs.
 
-    def forward_all(self, pause: Callable[[int], None]) -> None:
+    def forward_all(self, pause: Callable[[], None]) -> None:
         """The whole forward; ``pause`` is called between two stages, and raises Stopped if it must stop."""
         step, trace, placement, self._pause = self.step, self.trace, self._call.placement, pause
         with (
             thread_state.use(step.call.state), stream.use(*step.call.computes), bound(taker, self), open_box({}),
+            self._within,
         ):
             before = _get_current_function_mode_stack()
-            first = [self._follow] if self._follow_first else []
+            first = [self.crossing] if self._follow_first else []
             try:
                 self._enter(0)
                 placement.settle(self._call.blocks.module, False, 0)
@@ -107,10 +112,12 @@ class ModuleForward:
                 del args, kwargs
                 self.advance(len(step.stages) - 1)
                 set_function_modes(before)
-                self._call.finish(self, output)
+                if step.drop_in:
+                    self._keep_output(output)
+                else:
+                    self._keep_loss(output)
                 del output
                 self._leave()
-                self._close()
             except BaseException as error:
                 if not isinstance(error, Stopped):
                     block = "the module" if self._block is None else self._call.blocks.described(self._block)
@@ -119,7 +126,6 @@ class ModuleForward:
                 raise
             finally:
                 set_function_modes(before)
-                self._within.close()
                 self.crossing.close()
                 self._activation = self.trace = None  # The trace keeps the numbers' graphs alive.
                 del self._pause
@@ -129,7 +135,7 @@ class ModuleForward:
         while self.stage < stage:
             with DisableTorchFunction():  # This isn't the module's code.
                 self._leave()
-                self._pause(self.stage)
+                self._pause()
                 self._enter(self.stage + 1)
 
     def _enter(self, j: int) -> None:
@@ -138,35 +144,69 @@ class ModuleForward:
         hooks = _top_saved_tensors_default_hooks(True)
         self._hooks = hooks if j == 0 else self._hooks
         self._inside = None if hooks == self._hooks else position_of(stage.device)
-        self._within.enter_context(stream.use(stage.compute))
-        if step.call.state.grad:
+        self._within.enter_context(step.at_work(OpRun("F", j, (self.i,))))
+        if step.call.state.grad and not self.crossing.one_graph:
             stage.fwd_cache[self.i] = Segment()
         self.crossing.begin(j)
         if j == 1:
-            self._follow.later = True
             modes = _get_current_function_mode_stack()
-            set_function_modes([self._follow, *[mode for mode in modes if mode is not self._follow]])
+            set_function_modes([self.crossing, *[mode for mode in modes if mode is not self.crossing]])
 
     def _leave(self) -> None:
-        self._chains.end()
+        step, stage, begun = self.step, self.step.stages[self.stage], self._inside
+        if self._chains is not None:
+            self._chains.end()
         self.crossing.end()
         self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
+        if self.stage == len(step.stages) - 1:  # Not earlier: it may take further values from graphs of earlier stages.
+            for each in step.stages:
+                if (segment := each.fwd_cache.get(self.i)) is not None:
+                    segment.close(step.split, each.own)
+                    each.reached.update(segment.graph.parameters() if step.drop_in else {})
         self._within.close()
-        stage, begun = self.step.stages[self.stage], self._inside
-        if begun is not None and (self.step.call.draws.drew or begun != position_of(stage.device)):
+        if begun is not None and (step.call.draws.drew or begun != position_of(stage.device)):
             raise RuntimeError(
                 f"{stage.name} begins inside torch.utils.checkpoint (the module's own gradient checkpointing) and "
                 "draws random numbers, which that doesn't repeat there: expected checkpoint='always' in its place."
             )
 
-    def _close(self) -> None:
-        """Ends F of all stages. Not earlier: later stages may take further values from the graphs of earlier ones."""
-        step = self.step
-        for stage in step.stages if step.call.state.grad else ():
-            segment = stage.fwd_cache[self.i]
-            segment.close(step.split, stage.own)
-            if step.drop_in:
-                self._call.shared.reach(stage, segment.graph.parameters())
+    def _keep_output(self, output: Any) -> None:
+        """Drop-in: keeps what the caller's backward can start from: the output, and the terms of its numbers."""
+        step, crossing = self.step, self.crossing
+        self.output = kept = self._changed(output, crossing.leave)
+        numbers = [number for number in kept.numbers.values() if isinstance(number, Number)]
+        tensors = [*kept.leaves, *[x for number in numbers for x in number.amounts.values()]]
+        for x in tensors if step.call.state.grad and not crossing.one_graph else ():
+            if isinstance(x, Tensor) and x.grad_fn is not None and id(x) not in kept.left:
+                j = crossing.stage_of(x)
+                kept.left[id(x)] = x.detach(), j, step.stages[j].fwd_cache[self.i].leave(x)
+
+    def _keep_loss(self, output: Any) -> None:
+        """With a schedule: keeps the loss of the microbatch; without ``loss_fn``, the module's own, and the output."""
+        call, crossing, scheduled = self._call, self.crossing, self.step.scheduled
+        if call.objective is not None:
+            target = call.targets[self.i]
+            value = unflatten(crossing.enter(target), target.nesting)
+            value, number = call.objective.loss(self.i, changed(output, crossing.here), value, self.trace)
+        else:
+            place, value = find_loss(output)
+            known = None if self.trace is None else self.trace.ledger.number(value)
+            number = known or Unknown("a loss with a dimension, which may be that of the rows")
+            value = crossing.here(value)
+            value = value.reshape(()) if value.dim() else value
+            self.output = self._changed(output, lambda x: crossing.latest(x).detach())._replace(place=place)
+        with DisableTorchFunction():
+            number = number.mapped(crossing.here) if isinstance(number, Number) else number
+            part = scheduled.batch_loss.part(self.i, crossing.here(value), number)
+            segment = self.step.stages[self.stage].fwd_cache.get(self.i)
+            origin = None if segment is None or not part.requires_grad else (self.stage, segment.leave(part))
+            scheduled.start_backward(self.i, part, origin)
+
+    def _changed(self, output: Any, change: Callable[[Tensor], Tensor]) -> Output:
+        """An output with its leaves, and the terms of its numbers, changed."""
+        leaves, nesting = flatten(output, fields=True)
+        numbers = {} if self.trace is None else self.trace.ledger.numbers(leaves)
+        return Output(leaves, nesting, {}, {id(leaves[k]): number for k, number in numbers.items()}).changed(change)
 
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call: the split point if it is one, then the block itself, given only its arguments."""
@@ -180,7 +220,7 @@ class ModuleForward:
         if not is_block:
             return call(*args, **_uncached(block, args, kwargs, self._call.labels))
         modes = _get_current_function_mode_stack()
-        set_function_modes([mode for mode in modes if mode is not self._follow and mode is not self.trace])
+        set_function_modes([mode for mode in modes if mode is not self.crossing and mode is not self.trace])
         token, self._block = taker.set(None), block
         traced = self.trace if self.trace is not None and sees(block) else None
         read = "" if self.trace is None else self.trace.ledger.read
@@ -220,18 +260,18 @@ class ModuleForward:
     ) -> Any:
         simple = SIMPLE.issuperset(map(type, (*args, *kwargs.values())))
         if self.stage or self._follow_first:
-            args, kwargs = changed((args, kwargs), self.crossing.here)
+            args, kwargs = changed(args, self.crossing.here), changed(kwargs, self.crossing.here)
         objects = not simple and holds_objects((args, kwargs))
         # Not with tensors on another device: in B, no function is followed. Nor inside torch.utils.checkpoint.
-        checkpointed = local and not objects and self.i < self.step.call.checkpointed
+        checkpointed = local and not objects and self._chains is not None
         checkpointed = checkpointed and torch.is_grad_enabled() and _top_saved_tensors_default_hooks(True) is None
         before = tree_flatten((args, kwargs))[0] if not simple and (self.stage or checkpointed) else None
         modules = self._modules_of(block) if checkpointed else None
-        if modules is not None:
+        if modules is not None and self._chains is not None:
             stage, described = self.step.stages[self.stage], self._call.blocks.described(block)
             value = self._chains.run(stage, modules, described, call, args, kwargs, traced)
         else:
-            with nullcontext() if local and not (self.stage and objects) else self._follow, traced or nullcontext():
+            with nullcontext() if local and not (self.stage and objects) else self.crossing, traced or nullcontext():
                 value = call(*args, **kwargs)
         if before is not None and [*map(id, before)] != [*map(id, tree_flatten((args, kwargs))[0])]:
             raise RuntimeError(

@@ -28,7 +28,6 @@ from splitpipe.loss.objective import TARGET
 from splitpipe.loss.reduction import BatchLoss
 from splitpipe.stage.call import Origin, hand
 from splitpipe.stage.segment import RunningStage
-from splitpipe.stage.shared_parameters import SharedParameters
 
 #: The gradients of tensors, and the stage that has computed these, by the key of the group.
 Sums = dict[Any, tuple[RunningStage, list[Total]]]
@@ -63,7 +62,7 @@ class ScheduledStep:
             seed = seed if self._scale is None else seed * self._scale
             self._step.stages[stage].fwd_cache[i].arrived.append((number, seed, None))  # type: ignore[index]
 
-    def run(self, rows: OpRows, shared: SharedParameters) -> Tensor:
+    def run(self, rows: OpRows) -> Tensor:
         """Runs all ops; returns the loss, which hands the gradients over in backward."""
         step, call = self._step, self._step.call
         try:
@@ -79,7 +78,8 @@ class ScheduledStep:
                 with stream.use(stage.compute):
                     grads = input_gradients(step, key, division)
                 sums[key] = stage, [Total(division.leaves[k], x) for k, x in grads.items()]
-            shared.bring_home()
+            if step.shared is not None:
+                step.shared.bring_home()
             sums.update({stage.index: (stage, [*stage.store.sums]) for stage in step.stages})
         call.rejoin()
         if not self._tracked:

@@ -10,7 +10,8 @@ B of a stage runs after B of the same microbatch on all later stages: after that
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from splitpipe.engine.rows import OpRows, OpRun
 from splitpipe.skip.tracker import Key
 from splitpipe.stage.call import Call
 from splitpipe.stage.segment import RunningStage, Segment
+from splitpipe.stage.shared_parameters import SharedParameters
 
 
 @dataclass(eq=False)
@@ -50,6 +52,7 @@ class StepRun:
     forwards: list[Any] = field(default_factory=list)  #: The microbatches: how each runs through the stages.
     #: The gradients of the caller's input (None) and target, for each leaf by microbatch.
     input_grads: dict[tuple[Key | None, int], dict[int, Tensor]] = field(default_factory=dict)
+    shared: SharedParameters | None = None  #: None: no parameter is on another device than a stage that uses it.
     #: Of a call with a schedule: gets the microbatches' parts of the loss.
     scheduled: Any = None
 
@@ -75,29 +78,32 @@ class StepRun:
 
     def forward_all(self, i: int, pause: Callable[[], None]) -> None:
         """F of all stages, for a forward that is one call; between two stages, it calls ``pause``."""
-        def advance(j: int) -> None:
-            self._end(OpRun("F", j, (i,)))
-            self.launching.give()
-            pause()
-            self._begin(j + 1)
+        self.call.contexts[i].run(self.forwards[i].forward_all, pause)
 
-        self._begin(0)
-        try:
-            self.call.contexts[i].run(self.forwards[i].forward_all, advance)
-            self._end(OpRun("F", len(self.stages) - 1, (i,)))
-        finally:
-            self.launching.give()
+    @contextmanager
+    def at_work(self, op: OpRun) -> Iterator[None]:
+        """Around the host's part of an op: on its stage's stream, with the launch lock, recorded."""
+        compute = self.stages[op.stage].compute
+        with stream.use(compute):
+            self.launching.take(compute)
+            try:
+                if self.traces:
+                    self.traces[op.stage].start()
+                yield
+                if self.traces:
+                    self.traces[op.stage].end(op.kind, op.microbatches)
+            finally:
+                self.launching.give()
 
     def run(self, op: OpRun) -> None:
-        """Runs an op on its stage's stream, in any thread."""
+        """Runs an op, in any thread."""
         kind, stage, i = op.kind, self.stages[op.stage], op.microbatches[0]
         if kind == "F" and self.forwards[i].own_forward:  # In the caller's thread: past all stages at once.
             if op.stage == 0:
                 self.forward_all(i, lambda: None)
             return
         try:
-            with stream.use(stage.compute):
-                self._begin(op.stage)
+            with self.at_work(op):
                 if kind == "F":
                     self.call.contexts[i].run(self.forwards[i].forward, op.stage)
                 elif kind == "R" and (dropped := stage.fwd_cache[i]).recompute is not None:  # Else it is kept.
@@ -110,23 +116,11 @@ class StepRun:
                 if kind[-1] == "W":
                     stage.store.backward_weight(op.microbatches)
                     stage.store.finish()
-                self._end(op)
         except BaseException as error:
             if kind != "F":
                 what = {"R": "recomputation", "W": "weight gradients"}.get(kind, "backward")
                 add_note(error, f"in the {what} of {stage.name}, microbatch {i}")
             raise
-        finally:
-            self.launching.give()
-
-    def _begin(self, stage: int) -> None:
-        self.launching.take(self.stages[stage].compute)
-        if self.traces:
-            self.traces[stage].start()
-
-    def _end(self, op: OpRun) -> None:
-        if self.traces:
-            self.traces[op.stage].end(op.kind, op.microbatches)
 
     def _backward(self, stage: RunningStage, i: int) -> None:
         """B, which sends gradients to where the values came from; and W of what waits, if that is too much."""

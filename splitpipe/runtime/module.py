@@ -14,7 +14,6 @@ from splitpipe.engine.block_checkpoint import BlockChains
 from splitpipe.engine.crossing import Crossing
 from splitpipe.engine.drop_in import Output
 from splitpipe.engine.module import ModuleCall, ModuleForward
-from splitpipe.engine.module_output import keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.copy import Lane
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing
@@ -24,7 +23,7 @@ from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.call_hook import surround
 from splitpipe.partition.device_map import device_map
-from splitpipe.partition.placement import arguments_of, rehearsal
+from splitpipe.partition.placement import Placement, arguments_of, rehearsal
 from splitpipe.runtime.runtime import Batch, Options, Runtime
 from splitpipe.stage.call import Activation
 from splitpipe.stage.layers import ModelLayers
@@ -41,7 +40,7 @@ class ModuleRuntime(Runtime):
         self._module_of = weakref.ref(module)  # The module refers to this, as its forward.
         self.own = own  #: The instance's previous forward, if it had one.
         super().__init__(options, divider=partial(ArgumentDivider, self._forward))
-        self.signature = self._divider.signature
+        self.signature, self._placement = self._divider.signature, Placement(options.places)
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
         self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
         self._traced: dict[Any, bool] = {}  #: Whether calls of a kind have returned numbers; others aren't traced.
@@ -114,7 +113,7 @@ class ModuleRuntime(Runtime):
         self._known = None if layers.computed else (key, layers)
         return layers
 
-    def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> SharedParameters:
+    def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> None:
         call, placement, streams = step.call, self._placement, self._resources.named
         several, self._attributes.looks = call.microbatches > 1, call.draws.first
         attributes = self._attributes if several else Attributes()
@@ -122,20 +121,17 @@ class ModuleRuntime(Runtime):
         stitched = step.drop_in and not self.options.split_backward
         # In one graph, parameters are carried like the values of one more microbatch.
         carry = Lane(step, call.microbatches, streams).carry if stitched else None
-        shared = SharedParameters(batch.module, placement, step.stages, carry)
-        finish: Callable[[Any, Any], None] = keep_output
-        if not step.drop_in:
-            finish = keep_own_loss if self._objective is None else partial(keep_loss, self._objective, targets)
+        if placement.several:
+            step.shared = SharedParameters(batch.module, placement, step.stages, carry)
         own = ModuleCall(
-            step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, batch.labels,
+            step, self._forward, batch.blocks, placement, attributes, traced, self._modules, batch.labels,
             partial(StitchedCrossing, streams) if stitched else Crossing,
-            CheckpointedBlocks if stitched else BlockChains, finish,
+            CheckpointedBlocks if stitched else BlockChains, self._objective, targets,
         )
         parts = call.scatter(call.input, detached=not stitched)
         step.forwards = [ModuleForward(own, i, part) for i, part in enumerate(parts)]
         if call.draws.first:  # It moves parameters, and shows what is left in attributes.
             step.pool = None
-        return shared
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
         if step.call.microbatches > 1:

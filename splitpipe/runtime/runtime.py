@@ -42,12 +42,11 @@ from splitpipe.microbatch.division import Division, move, noted
 from splitpipe.microbatch.gather import gather
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
-from splitpipe.partition.placement import Placement, by_stage
+from splitpipe.partition.placement import by_stage
 from splitpipe.schedule.op import Schedule, counted
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.layers import ModelLayers, Named, StageLayers
 from splitpipe.stage.segment import RunningStage
-from splitpipe.stage.shared_parameters import SharedParameters
 
 
 class Options(NamedTuple):
@@ -89,7 +88,7 @@ class Runtime:
 
     def __init__(self, options: Options, divider: Any = Divider) -> None:
         self.options = options
-        self._resources, self._placement = Resources(options.places), Placement(options.places)
+        self._resources = Resources(options.places)
         self.recordings = Recordings(options.schedule, options.places)
         self._compiler = Compiler(options.compiling, options.split_backward)
         self._said, self._hooks = set[str](), LeafHooks()  #: ``_said``: of which losses was warned.
@@ -125,15 +124,17 @@ class Runtime:
             call = step.call
             with noted(call.input, target):
                 targets = [None] * call.microbatches if target is None else call.scatter(target, TARGET, detached=True)
-                shared, forwards = self._begin_forwards(batch, step, targets), step.forwards
+                self._begin_forwards(batch, step, targets)
+                forwards = step.forwards
                 if drop_in:
                     step.run_rows(forward_rows(call.microbatches, step.workers))
-                    outputs = attach_outputs(step, [forward.output for forward in forwards], shared)
+                    outputs = attach_outputs(step, [forward.output for forward in forwards])
                     call.rejoin()
                 else:
-                    loss = self._loss(step, target, scale, shared)
+                    loss = self._loss(step, target, scale)
                     outputs = [forward.output for forward in forwards]
-                shared.verify()
+                if step.shared is not None:
+                    step.shared.verify()
             value = self._gather(call, outputs, loss) if batch.target is None else loss
             self._end(batch, step, outputs)
             return value
@@ -162,12 +163,12 @@ class Runtime:
             )
         return None
 
-    def _loss(self, step: StepRun, target: Division | None, scale: Tensor | None, shared: SharedParameters) -> Tensor:
+    def _loss(self, step: StepRun, target: Division | None, scale: Tensor | None) -> Tensor:
         """The loss of the batch, whose backward hands the gradients over."""
         call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said, AS_FUNCTION)
         batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
         scheduled = ScheduledStep(step, target, scale, batch_loss)
-        loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed), shared)
+        loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed))
         self.hand_over = self.hand_over and scheduled.hand_over
         if step.recorder is not None:
             step.recorder.end(step.traces)
@@ -255,14 +256,13 @@ class Runtime:
             )
         return by_stage(layers, balance)
 
-    def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> SharedParameters:
-        """Gives a step its forwards, with their targets; returns the parameters that stages share."""
+    def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> None:
+        """Gives a step its forwards, with their targets."""
         call, stitched, streams = step.call, step.drop_in and not self.options.split_backward, self._resources.named
         step.forwards = [
             StitchedForward(step, i, part, streams) if stitched else SequentialForward(step, i, part, target)
             for i, (part, target) in enumerate(zip(call.scatter(call.input, detached=not stitched), targets))
         ]
-        return SharedParameters(batch.module, self._placement, step.stages, None)
 
     def _stages_of(self, module: nn.Module) -> Mapping[nn.Module, int]:
         """The stages of modules, as far as they are known."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,11 @@ class SharedParameters:
                 self._copies[id(x), device] = x, y, version_of(y)
             return self._copies[id(x), device][1]
 
-    def reach(self, stage: RunningStage, leaves: Mapping[int, Tensor]) -> None:
-        """Records the leaves of a stage's graph: a copy's original with the stage that is its home."""
-        originals = {id(y): x for x, y, _ in [*self._copies.values()]}
-        for key, x in leaves.items():
-            if (original := originals.get(key)) is not None:
-                self._stages[self._home(original)].reached[id(original)] = original
-            else:
-                stage.reached[key] = x
+    def reach_originals(self) -> None:
+        """Where stages have reached a copy, its original is reached, by the stage that is its home."""
+        for x, copy, _ in self._copies.values():
+            if any([stage.reached.pop(id(copy), None) is not None for stage in self._stages]):
+                self._stages[self._home(x)].reached[id(x)] = x
 
     def _home(self, x: Tensor) -> int:
         return self._placement.stage_on(x.device, len(self._stages))

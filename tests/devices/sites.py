@@ -55,12 +55,11 @@ CAUGHT = {
     "backward/outer_graph.py: OuterGraph._start: wait_for": _case("tables", None, "never", "forward", True),
     "engine/sequential.py: SequentialForward.forward: wait_for":
         _case("elsewhere", None, "always", False, True, "split", "cpu"),
-    "engine/module.py: ModuleForward._enter: use": _case("module: filled", "zb-h1", "never", False, True, "autograd"),
     "engine/scheduled_step.py: ScheduledStep.run: use":
         _case("statistics", "zb-v", "always", False, True, "split", "elsewhere", 4, 2),
     "engine/step.py: StepRun.differentiate: wait_for":
         _case("module: filled", "zb-v", "never", False, True, "autograd", "cpu", 4, 2),
-    "engine/step.py: StepRun.run: use": _case("dropouts", "1f1b", "never", True, False, "autograd", "pinned", 2),
+    "engine/step.py: StepRun.at_work: use": _case("dropouts", "1f1b", "never", True, False, "autograd", "pinned", 2),
     "engine/stitched/copy.py: Copy.forward: hold": _case("ties", None, "always", True, True, "autograd"),
     "engine/stitched/copy.py: Wait.forward: wait":
         _case("chain", None, "except_last", True, False, "autograd", "pinned"),

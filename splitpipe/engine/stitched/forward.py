@@ -90,11 +90,12 @@ class StitchedCrossing(Crossing):
         super().__init__(step, i, *rest)
         self._lane = Lane(step, i, streams)
 
-    def _entered(self, given: Activation) -> list[Any]:
+    def enter(self, given: Activation) -> list[Any]:
+        """The leaves of what the caller has given, as views, which have nodes in this thread."""
         self._lane.begin()  # The numbers of this thread's nodes tell the stage.
         known = {id(x): x for x in given.leaves if isinstance(x, Tensor) and x.requires_grad}
         entered = {key: Wait.apply(x, None, None) for key, x in known.items()}
-        return [entered.get(id(x), x) for x in given.leaves]
+        return super().enter(replace(given, leaves=[entered.get(id(x), x) for x in given.leaves]))
 
     def _carry(self, x: Tensor, source: int, stage: int) -> Tensor:
         return self._lane.carry(x, source, stage)
