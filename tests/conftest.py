@@ -23,8 +23,8 @@ if measuring is not None:
     assert "splitpipe" not in sys.modules
     measuring.d_miss_threshold = 2**31 - 1
 
-from splitpipe.core.random_numbers import Draws  # noqa: E402
 from splitpipe.runtime import runtime  # noqa: E402
+from splitpipe.stage.call import Draws  # noqa: E402
 from tests.devices.log import settle, softcuda  # noqa: E402
 from tests.helpers.covering import mark_essence  # noqa: E402
 from tests.helpers.world import World, opened  # noqa: E402

@@ -44,7 +44,7 @@ _CAP = 64 * 1024**2
 class BlockChains:
     """The checkpointed blocks of one microbatch."""
 
-    def __init__(self, step: StepRun, i: int, attributes: Attributes) -> None:
+    def __init__(self, step: StepRun, i: int, attributes: Attributes | None) -> None:
         self.step, self.i, self.attributes = step, i, attributes
         self._chain: BlockChain | None = None
         self._token: Tensor | None = None
@@ -60,7 +60,7 @@ class BlockChains:
         """The output of a block's call, which has a node of the chain in place of the block's own graph."""
         state, inputs = thread_state.capture(), _tensors([*args, *kwargs.values()])
         versions, ids = [version_of(x) for x in inputs], {*map(id, inputs)}
-        run = CheckpointedRun(modules, RNGStates(self.step.call.draws, stage.device), described)
+        run = CheckpointedRun(modules, RNGStates(stage.device, self.step.call.draws.watched), described)
         with trace or nullcontext():
             output = run.first(partial(call, *args, **kwargs))
         made = _tensors(output)
@@ -190,7 +190,8 @@ class BlockChain:
         for x in inputs:
             if x._backward_hooks:
                 x._backward_hooks.clear()  # A block's hooks of its arguments: those of the forward are called.
-        self._attributes.withdraw(stage.index)
+        if self._attributes is not None:
+            self._attributes.withdraw(stage.index)
         for number, grad in grads.items():
             y = made[number]
             if not y.requires_grad or (y.shape, y.dtype) != (grad.shape, grad.dtype):

@@ -18,7 +18,6 @@ from splitpipe.core.torch_private import queue_callback
 from splitpipe.engine.rows import backward_rows
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.numbers import Number, Unknown
-from splitpipe.skip.tracker import Key
 from splitpipe.stage.call import hand
 
 
@@ -103,7 +102,7 @@ def _run_second_half(
         for x, y in [(total.weight, total.value) for total in late if adds_gradients([*chain(*wanted.values())])]:
             x.grad = y if x.grad is None or y is None else x.grad + y
     if None in wanted:
-        of_input = input_gradients(step, None, call.input)
+        of_input = step.gradients_of(None, call.input)
         gradients[None] = [of_input.get(k) for k in tracked]
     # Hooks of leaves without a gradient, because the loss doesn't use an output, are silent until backward ends.
     live = {id(x) for j, own in wanted.items() for x, grad in zip(own, gradients[j]) if grad is not None}
@@ -112,9 +111,3 @@ def _run_second_half(
         hooks.park(silent)
         queue_callback(hooks.restore)
     return gradients
-
-
-def input_gradients(step: StepRun, key: Key | None, division: Any) -> dict[int, Tensor]:
-    """The gradients of what the caller has given with this key, by the number of the leaf."""
-    grads = {k: own for (of, k), own in step.input_grads.items() if of == key}
-    return {k: division.gradient(k, [own.get(i) for i in range(len(division.rows))]) for k, own in grads.items()}

@@ -55,7 +55,7 @@ class ModuleCall(NamedTuple):
     forward: Callable[..., Any]
     blocks: Blocks
     placement: Placement
-    attributes: Attributes
+    attributes: Attributes | None  #: None: nothing is left in any.
     traced: bool  #: Whether numbers are traced.
     modules: dict[nn.Module, Modules]  #: Those of blocks, to be recomputed.
     labels: bool  #: Whether there are any.
@@ -157,7 +157,8 @@ class ModuleForward:
         if self._chains is not None:
             self._chains.end()
         self.crossing.end()
-        self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
+        if self._call.attributes is not None:
+            self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
         if self.stage == len(step.stages) - 1:  # Not earlier: it may take further values from graphs of earlier stages.
             for each in step.stages:
                 if (segment := each.fwd_cache.get(self.i)) is not None:

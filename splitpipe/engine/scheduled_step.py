@@ -20,8 +20,6 @@ from splitpipe.backward.accumulate import Total
 from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph
 from splitpipe.core import stream
 from splitpipe.core.dtensor import is_dtensor
-from splitpipe.core.transfer import brought
-from splitpipe.engine.drop_in import input_gradients
 from splitpipe.engine.rows import OpRows
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import TARGET
@@ -76,7 +74,7 @@ class ScheduledStep:
         with torch.no_grad():
             for key, stage, division in (None, step.stages[0], call.input), (TARGET, step.stages[-1], self._target):
                 with stream.use(stage.compute):
-                    grads = input_gradients(step, key, division)
+                    grads = step.gradients_of(key, division)
                 sums[key] = stage, [Total(division.leaves[k], x) for k, x in grads.items()]
             if step.shared is not None:
                 step.shared.bring_home()
@@ -100,7 +98,7 @@ def _scale(
     grad: Any = grads[0] if unit is None else grads[0] * unit
     if is_dtensor(grad):  # The loss was a DTensor (loss_parallel), which doesn't mix with plain gradients.
         grad = grad.full_tensor()
-    factors = {device: brought(grad, device) for device in {x.device for own in wanted.values() for x in own}}
+    factors = {device: grad.to(device) for device in {x.device for own in wanted.values() for x in own}}
     gradients: Gradients = {}
     for key in wanted:
         stage, own = sums[key]

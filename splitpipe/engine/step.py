@@ -162,3 +162,8 @@ class StepRun:
         gradients = backward_input(roots, grads, segment.entries, graph, keep)
         self.launching.take(stage.compute)
         return gradients
+
+    def gradients_of(self, key: Key | None, division: Any) -> dict[int, Tensor]:
+        """The gradients of what the caller has given with this key, by the number of the leaf."""
+        grads = {k: own for (of, k), own in self.input_grads.items() if of == key}
+        return {k: division.gradient(k, [own.get(i) for i in range(len(division.rows))]) for k, own in grads.items()}

@@ -13,7 +13,7 @@ from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.numbers import Amount, Number, Unknown, quotient, tensors
 from splitpipe.loss.reduction import AS_PAIR, BatchLoss
 from splitpipe.loss.trace import Trace
-from splitpipe.skip.tracker import Key, Namespace, current
+from splitpipe.skip.tracker import Key, Namespace, opened
 
 _NAMESPACE = Namespace()
 #: A microbatch's target and number are passed as skips, from the caller to the last stage.
@@ -47,8 +47,9 @@ class Objective(nn.Module):
 
     def forward(self, output: Any) -> Any:
         """The part of a microbatch in the batch's loss."""
-        i: Any = current().pop(MICROBATCH)
-        value, number = self.loss(i, output, current().pop(TARGET))
+        box: Any = opened.get()
+        i = box.pop(MICROBATCH)
+        value, number = self.loss(i, output, box.pop(TARGET))
         with DisableTorchFunction():
             return self.batch_loss.part(i, value, number)
 

@@ -21,12 +21,12 @@ class Attributes:
 
     def __init__(self) -> None:
         #: By stage, since another one may be using its own right now: the names, modules and attributes.
-        self._places: dict[int, set[tuple[str, nn.Module, str]]] = {}
+        self.places: dict[int, set[tuple[str, nn.Module, str]]] = {}
         self.looks = False  #: Whether the current call shows them.
 
     def withdraw(self, stage: int, first: nn.Module | None = None) -> None:
         """Called when the code of a stage has run; ``first``: the module, if it was F of the first microbatch."""
-        places = self._places.setdefault(stage, set())
+        places = self.places.setdefault(stage, set())
         if first is not None and self.looks:
             found = {*_places(first)} - places
             places |= found

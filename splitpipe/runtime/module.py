@@ -115,8 +115,9 @@ class ModuleRuntime(Runtime):
 
     def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> None:
         call, placement, streams = step.call, self._placement, self._resources.named
-        several, self._attributes.looks = call.microbatches > 1, call.draws.first
-        attributes = self._attributes if several else Attributes()
+        several, first = call.microbatches > 1, call.draws.first
+        self._attributes.looks = first
+        attributes = self._attributes if several and (first or any(self._attributes.places.values())) else None
         traced = several and self.options.reduction is None and self._traced.get(batch.kind, True)
         stitched = step.drop_in and not self.options.split_backward
         # In one graph, parameters are carried like the values of one more microbatch.

@@ -24,7 +24,6 @@ from splitpipe.compiled.backend import CompileOptions
 from splitpipe.compiled.layers import Compiler
 from splitpipe.core import thread_state
 from splitpipe.core.dtensor import is_dtensor
-from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Resources
@@ -44,7 +43,7 @@ from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
 from splitpipe.partition.placement import by_stage
 from splitpipe.schedule.op import Schedule, counted
-from splitpipe.stage.call import Activation, Call
+from splitpipe.stage.call import Activation, Call, Draws
 from splitpipe.stage.layers import ModelLayers, Named, StageLayers
 from splitpipe.stage.segment import RunningStage
 

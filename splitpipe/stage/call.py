@@ -1,4 +1,4 @@
-"""What a call has in all stages: its microbatches, and the caller's state and streams.
+"""What a call has in all stages: its microbatches, the caller's state and streams, and whether it draws on the CPU.
 
     scatter    make the stages' streams wait for the caller's; the stages run
     rejoin     make the caller's streams wait for the stages'; the output or the loss is put together
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Sequence
+from ctypes import string_at
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, default_generator
 
 from splitpipe.batchnorm import Statistics
 from splitpipe.core import stream
-from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place, Stream
 from splitpipe.core.tensors import sharing
 from splitpipe.core.thread_state import State
+from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.microbatch.division import Division, move
 from splitpipe.microbatch.tree import Nesting
 from splitpipe.skip.tracker import Key
@@ -46,6 +47,41 @@ class Activation:
     def signature(self) -> tuple[list[Origin | None], list[torch.Size]]:
         """What a recomputation has to have, too: the origins, and the shapes of tensors."""
         return self.origins, [x.shape for x in self.leaves if isinstance(x, Tensor)]
+
+
+class Draws:
+    """Whether one call draws from the CPU's default generator; ``known``: what calls of each kind have shown.
+
+    ``watched``: it may, as earlier ones did, or it is the ``first``. Its ops run one after another. If a model begins
+    to draw later, the end of that call notices it.
+    """
+
+    def __init__(self, known: dict[Any, bool], kind: Any) -> None:
+        self._known, self._kind, self._before = known, kind, _default_position()
+        self.first, self.watched = kind not in known, known.get(kind, True)
+
+    @property
+    def drew(self) -> bool:
+        """Whether something has drawn since the call began."""
+        return _default_position() != self._before
+
+    def end(self, recomputes: bool) -> None:
+        """Notes whether the call drew; raises if it did unwatched and ``recomputes``."""
+        drew = self.drew
+        # A layer may draw in some steps only: a model that has drawn is watched from then on.
+        self._known[self._kind] = self._known.get(self._kind, False) or drew
+        if drew and not self.watched and recomputes:
+            raise RuntimeError(
+                "something drew random numbers from the default generator unwatched: a layer that hadn't drawn "
+                "before, or another thread. Its recomputation would draw others. Repeat the step, which will take "
+                "new layers into account; give a thread a separate torch.Generator."
+            )
+
+
+def _default_position() -> bytes:
+    with DisableTorchFunction():  # And not with torch's ops, which dispatch modes would see, and which release the GIL.
+        state = default_generator.get_state()
+        return string_at(state.data_ptr(), state.nbytes)
 
 
 class Call:

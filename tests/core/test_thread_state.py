@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from splitpipe.core import thread_state
-from splitpipe.core.random_numbers import Draws, RNGStates
+from splitpipe.core.random_numbers import RNGStates
 
 
 def settings() -> tuple[dict[str, object], list[object]]:
@@ -96,8 +96,7 @@ def default() -> Tensor:
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> None:
-    draws = Draws({True: True}, True)
-    rng_states = RNGStates(draws, CPU)
+    rng_states = RNGStates(CPU, True)
     first = torch.rand(3)
     torch.rand(5)  # Others draw meanwhile.
     before = default()
@@ -110,7 +109,7 @@ def test_an_r_that_raises_leaves_the_generator(error: type[BaseException]) -> No
 @pytest.mark.cuda
 def test_a_device_repeats_its_draws_and_is_as_it_was_after_also_with_another_seed() -> None:
     device = torch.device("cuda", 0)
-    rng_states = RNGStates(Draws({True: False}, True), device)
+    rng_states = RNGStates(device, False)
     first = torch.rand(9, device=device)
     torch.cuda.manual_seed(2**64 - 3)
     torch.rand(5, device=device)

@@ -55,7 +55,8 @@ class StitchedForward:
             if i < call.checkpointed:  # Layers may write to what enters, and R needs it as it was.
                 copies = [_each(part, Tensor.clone).leaves for part in given.values()]
                 layers = partial(_run_layers, step, stage, i, {key: replace(x, leaves=[]) for key, x in given.items()})
-                entered, rng_states = [part.leaves for part in given.values()], RNGStates(call.draws, stage.device)
+                entered = [part.leaves for part in given.values()]
+                rng_states = RNGStates(stage.device, call.draws.watched)
                 checkpoint = Checkpoint(stage.own.recomputed, rng_states, stage.name, stage.compute)
                 values = checkpoint.run(partial(layers, "forward", copies), partial(layers, "recomputation"), entered)
             else:
@@ -119,6 +120,7 @@ class CheckpointedBlocks(BlockChains):
             args, kwargs = unflatten(inputs[0], nesting)
             call(*args, **kwargs)
 
-        checkpoint = Checkpoint(modules, RNGStates(self.step.call.draws, stage.device), described, stage.compute)
+        rng_states = RNGStates(stage.device, self.step.call.draws.watched)
+        checkpoint = Checkpoint(modules, rng_states, described, stage.compute)
         with trace or nullcontext():
             return checkpoint.run(partial(call, *args, **kwargs), rerun, [leaves])
