@@ -3,7 +3,7 @@
     thread of microbatch i    F on stage 0 ── split point ── its turn ── F on stage 1 ── ... ── the output
 
 At a split point, the first call of a block that cuts= names, the thread waits until the next stage is free (see
-``executor``). Blocks compute with their arguments and parameters, and code between them with any value (``crossing``).
+``step``). Blocks compute with their arguments and parameters, and code between them with any value (``crossing``).
 """
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from splitpipe.core.torch_private import (
 from splitpipe.engine.block_checkpoint import BlockChains
 from splitpipe.engine.crossing import SIMPLE, Crossing, changed
 from splitpipe.engine.drop_in import Output
-from splitpipe.engine.executor import Stopped
 from splitpipe.engine.rows import OpRun
-from splitpipe.engine.step import StepRun
+from splitpipe.engine.step import StepRun, Stopped
 from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.trace import Trace, sees

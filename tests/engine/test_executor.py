@@ -9,8 +9,8 @@ import pytest
 
 from splitpipe.core import thread_state
 from splitpipe.core.worker import Pool
-from splitpipe.engine.executor import Executor, Stopped
 from splitpipe.engine.rows import OpRun
+from splitpipe.engine.step import Executor, Stopped
 from tests.helpers.faults import throws
 
 F00, F10, B00, B10 = OpRun("F", 0, (0,)), OpRun("F", 1, (0,)), OpRun("B", 0, (0,)), OpRun("B", 1, (0,))
