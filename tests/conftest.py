@@ -24,7 +24,7 @@ if measuring is not None:
     measuring.d_miss_threshold = 2**31 - 1
 
 from splitpipe.runtime import runtime  # noqa: E402
-from splitpipe.stage.call import Draws  # noqa: E402
+from splitpipe.stage.call import Call  # noqa: E402
 from tests.devices.log import settle, softcuda  # noqa: E402
 from tests.helpers.covering import mark_essence  # noqa: E402
 from tests.helpers.world import World, opened  # noqa: E402
@@ -153,24 +153,24 @@ def same_start() -> Iterator[None]:
     assert settings() == before, "the test leaves one of torch's settings changed: restore it in a finally"
 
 
-class _NotDrawing(Draws):
-    """Those of a model that is known not to draw before its first call."""
+class _NotDrawing(Call):
+    """A call of a model that is known not to draw before its first call."""
 
-    def __init__(self, known: dict[Any, bool], kind: Any) -> None:
-        super().__init__(known, kind)
-        self.watched = known.get(kind, False)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.watched = self._draw.get(self._kind, False)
 
-    def end(self, recomputes: bool) -> None:
+    def end(self) -> None:
         """Ends the call; fails if it drew all the same."""
-        super().end(recomputes)
-        assert not self._known[self._kind], "the model draws from the CPU's generator: mark the test with draws"
+        super().end()
+        assert not self._draw[self._kind], "the model draws from the CPU's generator: mark the test with draws"
 
 
 @pytest.fixture(autouse=True)
 def threads_in_first_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first call runs op after op, since nobody knows yet whether it draws: a test of one would see no threads."""
     if request.node.get_closest_marker("draws") is None:
-        monkeypatch.setattr(runtime, "Draws", _NotDrawing)
+        monkeypatch.setattr(runtime, "Call", _NotDrawing)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ A checkpointed F keeps where the generators are that it draws from: that of its 
 the CPU's default one. R starts there.
 
 An accelerator's generator is used by one worker at a time. The CPU's belongs to the whole process. So the ops of a
-model that draws from it run one after another in the caller's thread: see ``stage.call.Draws``.
+model that draws from it run one after another in the caller's thread: see ``stage.call``.
 """
 from __future__ import annotations
 

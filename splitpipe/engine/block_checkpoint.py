@@ -60,7 +60,7 @@ class BlockChains:
         """The output of a block's call, which has a node of the chain in place of the block's own graph."""
         state, inputs = thread_state.capture(), _tensors([*args, *kwargs.values()])
         versions, ids = [version_of(x) for x in inputs], {*map(id, inputs)}
-        run = CheckpointedRun(modules, RNGStates(stage.device, self.step.call.draws.watched), described)
+        run = CheckpointedRun(modules, RNGStates(stage.device, self.step.call.watched), described)
         with trace or nullcontext():
             output = run.first(partial(call, *args, **kwargs))
         made = _tensors(output)

@@ -77,7 +77,7 @@ class ModuleForward:
         link = None if self.trace is None else self.trace.ledger.link
         self.crossing = call.new_crossing(self.step, i, call.placement, link)
         #: Whether values may be elsewhere on the first stage, too: in a first call, which moves parameters.
-        self._follow_first = call.placement.several and call.step.call.draws.first
+        self._follow_first = call.placement.several and call.step.call.first
         chained = i < call.step.call.checkpointed
         self._chains = call.new_chains(self.step, i, call.attributes) if chained else None
         self.stage = 0
@@ -164,7 +164,7 @@ class ModuleForward:
                     segment.close(step.split, each.own)
                     each.reached.update(segment.graph.parameters() if step.drop_in else {})
         self._within.close()
-        if begun is not None and (step.call.draws.drew or begun != position_of(stage.device)):
+        if begun is not None and (step.call.drew or begun != position_of(stage.device)):
             raise RuntimeError(
                 f"{stage.name} begins inside torch.utils.checkpoint (the module's own gradient checkpointing) and "
                 "draws random numbers, which that doesn't repeat there: expected checkpoint='always' in its place."

@@ -60,7 +60,7 @@ class SequentialForward:
         layers = partial(run_layers, step, stage, i, given, segment, "forward")
         with thread_state.use(call.state):
             if i < call.checkpointed:
-                run = CheckpointedRun(own.recomputed, RNGStates(stage.device, call.draws.watched), stage.name)
+                run = CheckpointedRun(own.recomputed, RNGStates(stage.device, call.watched), stage.name)
                 values = run.first(layers)
                 if step.drop_in:
                     segment.close(False, own)  # Its graph is dropped, but shows the leaves.

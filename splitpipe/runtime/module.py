@@ -115,7 +115,7 @@ class ModuleRuntime(Runtime):
 
     def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> None:
         call, placement, streams = step.call, self._placement, self._resources.named
-        several, first = call.microbatches > 1, call.draws.first
+        several, first = call.microbatches > 1, call.first
         self._attributes.looks = first
         attributes = self._attributes if several and (first or any(self._attributes.places.values())) else None
         traced = several and self.options.reduction is None and self._traced.get(batch.kind, True)
@@ -131,7 +131,7 @@ class ModuleRuntime(Runtime):
         )
         parts = call.scatter(call.input, detached=not stitched)
         step.forwards = [ModuleForward(own, i, part) for i, part in enumerate(parts)]
-        if call.draws.first:  # It moves parameters, and shows what is left in attributes.
+        if call.first:  # It moves parameters, and shows what is left in attributes.
             step.pool = None
 
     def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:

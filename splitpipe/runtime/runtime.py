@@ -43,7 +43,7 @@ from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
 from splitpipe.partition.placement import by_stage
 from splitpipe.schedule.op import Schedule, counted
-from splitpipe.stage.call import Activation, Call, Draws
+from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.layers import ModelLayers, Named, StageLayers
 from splitpipe.stage.segment import RunningStage
 
@@ -192,7 +192,6 @@ class Runtime:
         call = step.call
         if call.state.grad and self._known is not None:
             self._last = [stage.own for stage in step.stages]
-        call.draws.end(recomputes=call.checkpointed > 0 and call.state.grad)
         call.end()
         if not self.own_forward and not self._looked and call.state.grad and call.microbatches > 1:
             self._looked = True
@@ -210,9 +209,9 @@ class Runtime:
         microbatches = len(division.rows)
         tail = UNCHECKPOINTED_TAIL[options.checkpoint] if batch.module.training and state.grad else None
         checkpointed = 0 if tail is None else max(0, microbatches - tail)
-        draws = Draws(self.draws, (batch.module.training, state.grad, microbatches > 1))
-        call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
-        odd = thread_state.is_odd() or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
+        kind = batch.module.training, state.grad, microbatches > 1
+        call = Call(division, options.places, state, checkpointed, self.own_forward, self.draws, kind)
+        odd = thread_state.is_odd() or layers.odd or call.watched or any(map(is_dtensor, call.leaves))
         if target is not None and self._objective is not None:
             target = move(target, resources.devices[-1:], call.unread)
             self._objective.begin(division.rows, division.dims, target.dims)

@@ -1,8 +1,8 @@
-"""What a call has in all stages: its microbatches, the caller's state and streams, and whether it draws on the CPU.
+"""What a call has in all stages: its microbatches, and the caller's state and streams.
 
     scatter    make the stages' streams wait for the caller's; the stages run
     rejoin     make the caller's streams wait for the stages'; the output or the loss is put together
-    end        update the statistics of deferred BatchNorm: nothing can fail any more
+    end        note whether the CPU's generator has moved, and update the statistics of deferred BatchNorm
 """
 from __future__ import annotations
 
@@ -49,47 +49,20 @@ class Activation:
         return self.origins, [x.shape for x in self.leaves if isinstance(x, Tensor)]
 
 
-class Draws:
-    """Whether one call draws from the CPU's default generator; ``known``: what calls of each kind have shown.
+class Call:
+    """What all stages share in one call; ``own_forward``: with cuts, when tensors may stay on later devices.
 
-    ``watched``: it may, as earlier ones did, or it is the ``first``. Its ops run one after another. If a model begins
-    to draw later, the end of that call notices it.
+    ``draw``: whether calls of a kind draw from the CPU's default generator, as earlier ones have shown. If this one may
+    (``watched``), or is the ``first`` of its kind, its ops run one after another. If a model begins to draw later, the
+    end of that call notices it.
     """
 
-    def __init__(self, known: dict[Any, bool], kind: Any) -> None:
-        self._known, self._kind, self._before = known, kind, _default_position()
-        self.first, self.watched = kind not in known, known.get(kind, True)
-
-    @property
-    def drew(self) -> bool:
-        """Whether something has drawn since the call began."""
-        return _default_position() != self._before
-
-    def end(self, recomputes: bool) -> None:
-        """Notes whether the call drew; raises if it did unwatched and ``recomputes``."""
-        drew = self.drew
-        # A layer may draw in some steps only: a model that has drawn is watched from then on.
-        self._known[self._kind] = self._known.get(self._kind, False) or drew
-        if drew and not self.watched and recomputes:
-            raise RuntimeError(
-                "something drew random numbers from the default generator unwatched: a layer that hadn't drawn "
-                "before, or another thread. Its recomputation would draw others. Repeat the step, which will take "
-                "new layers into account; give a thread a separate torch.Generator."
-            )
-
-
-def _default_position() -> bytes:
-    with DisableTorchFunction():  # And not with torch's ops, which dispatch modes would see, and which release the GIL.
-        state = default_generator.get_state()
-        return string_at(state.data_ptr(), state.nbytes)
-
-
-class Call:
-    """What all stages share in one call; ``own_forward``: with cuts, when tensors may stay on later devices."""
-
     def __init__(
-        self, input: Division, places: Sequence[Place], state: State, checkpointed: int, draws: Draws, own_forward: bool
+        self, input: Division, places: Sequence[Place], state: State, checkpointed: int, own_forward: bool,
+        draw: dict[Any, bool], kind: Any,
     ) -> None:
+        self._draw, self._kind, self._generator = draw, kind, _position()
+        self.first, self.watched = kind not in draw, draw.get(kind, True)
         devices = [place.device for place in places]
         self.unread: list[torch.Event] = []  #: After which pinned memory of the input and the target has been read.
         self.input = move(input, devices if own_forward else devices[:1], self.unread)
@@ -98,7 +71,7 @@ class Call:
         self.callers = [stream.current(device) for device in devices]
         self.computes = [place.stream or caller for place, caller in zip(places, self.callers)]
         #: How many microbatches are checkpointed, from the first one; and of these, R's: with cuts, B recomputes.
-        self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if own_forward else checkpointed, draws
+        self.checkpointed, self.recomputed = checkpointed, 0 if own_forward else checkpointed
         #: The caller's context variables, and a copy of them for each microbatch.
         self.variables = contextvars.copy_context()
         self._statistics = Statistics()
@@ -125,8 +98,22 @@ class Call:
         for compute, caller in zip(self.computes, self.callers):
             stream.wait(caller, compute)
 
+    @property
+    def drew(self) -> bool:
+        """Whether something has drawn from the CPU's generator since the call began."""
+        return _position() != self._generator
+
     def end(self) -> None:
-        """Updates statistics, and waits until pinned memory has been read."""
+        """Notes whether the call drew, updates statistics, and waits until pinned memory has been read."""
+        drew = self.drew
+        # A layer may draw in some steps only: a model that has drawn is watched from then on.
+        self._draw[self._kind] = self._draw.get(self._kind, False) or drew
+        if drew and not self.watched and self.checkpointed:
+            raise RuntimeError(
+                "something drew random numbers from the default generator unwatched: a layer that hadn't drawn "
+                "before, or another thread. Its recomputation would draw others. Repeat the step, which will take "
+                "new layers into account; give a thread a separate torch.Generator."
+            )
         for event in self.unread:
             event.synchronize()
         read = self._statistics.commit()
@@ -143,3 +130,9 @@ def hand(leaves: list[Any], giver: Stream, taker: Stream) -> list[Any]:
             if isinstance(leaf, Tensor):
                 stream.hold(leaf, taker)
     return leaves
+
+
+def _position() -> bytes:
+    with DisableTorchFunction():  # And not with torch's ops, which dispatch modes would see, and which release the GIL.
+        state = default_generator.get_state()
+        return string_at(state.data_ptr(), state.nbytes)

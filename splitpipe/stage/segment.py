@@ -94,7 +94,7 @@ class Segment:
     def graph_for_backward(self) -> Walk:
         """What B needs to know of the graph."""
         if self._handle != RemovableHandle.next_id:  # See ``close``.
-            self._handle, self.graph = RemovableHandle.next_id, self.graph.fused()
+            self.graph = self.graph.fused()
         self.ran = True
         return self.graph
 

@@ -56,7 +56,7 @@ class StitchedForward:
                 copies = [_each(part, Tensor.clone).leaves for part in given.values()]
                 layers = partial(_run_layers, step, stage, i, {key: replace(x, leaves=[]) for key, x in given.items()})
                 entered = [part.leaves for part in given.values()]
-                rng_states = RNGStates(stage.device, call.draws.watched)
+                rng_states = RNGStates(stage.device, call.watched)
                 checkpoint = Checkpoint(stage.own.recomputed, rng_states, stage.name, stage.compute)
                 values = checkpoint.run(partial(layers, "forward", copies), partial(layers, "recomputation"), entered)
             else:
@@ -120,7 +120,7 @@ class CheckpointedBlocks(BlockChains):
             args, kwargs = unflatten(inputs[0], nesting)
             call(*args, **kwargs)
 
-        rng_states = RNGStates(stage.device, self.step.call.draws.watched)
+        rng_states = RNGStates(stage.device, self.step.call.watched)
         checkpoint = Checkpoint(modules, rng_states, described, stage.compute)
         with trace or nullcontext():
             return checkpoint.run(partial(call, *args, **kwargs), rerun, [leaves])
