@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 
@@ -45,13 +46,27 @@ class LaunchLock:
     def __init__(self) -> None:
         self._lock, self._owner = threading.Lock(), 0
 
-    def take(self, compute: Stream) -> None:
-        """Takes the lock for work on a stream of an accelerator, if it is free soon."""
-        if compute is not None and self._lock.acquire(timeout=_PATIENCE):
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Takes the lock for the block, if it is free soon."""
+        self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Lets go of the lock for the block, if this thread has it."""
+        self._give()
+        yield
+        self._take()
+
+    def _take(self) -> None:
+        if self._lock.acquire(timeout=_PATIENCE):
             self._owner = threading.get_ident()
 
-    def give(self) -> None:
-        """Lets go of the lock, if this thread has it."""
+    def _give(self) -> None:
         if self._owner == threading.get_ident():
             self._owner = 0
             self._lock.release()

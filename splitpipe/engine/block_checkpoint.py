@@ -160,16 +160,13 @@ class BlockChain:
                 "Expected these inside a block, and each term of the loss in the output; or checkpoint='never'."
             )
         stage, segment = step.stages[self._stage], Segment()
-        step.launching.take(stage.compute)
-        try:
+        with nullcontext() if stage.compute is None else step.launching.held():
             stage.store.finish()
             self._recompute(step, stage, segment)
             gradients = step.differentiate(stage, segment, keep=False)
             if step.wants_weights:
                 stage.store.add(self._i, gradients)
             return gradients.entries
-        finally:
-            step.launching.give()
 
     def _recompute(self, step: StepRun, stage: RunningStage, segment: Segment) -> None:
         """R of the blocks, as a segment to which the gradients of their outputs have come."""

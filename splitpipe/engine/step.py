@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +51,7 @@ class Stopped(BaseException):
 class Executor:
     """The threads that run rows: ``do`` runs an op, in the state ``around`` and with context variables.
 
-    ``forward_all``: F of all stages of a microbatch, in one call, which calls what it is given between two stages.
+    ``parked``: the first F of a microbatch runs all of its F, and calls what it is given between two stages.
 
     Guarantees, and what would break them:
 
@@ -62,13 +62,13 @@ class Executor:
     """
 
     def __init__(
-        self, rows: Sequence[Sequence[OpRun]], do: Callable[[OpRun], None], around: State, variables: Context,
-        forward_all: Callable[[int, Callable[[], None]], None] | None = None,
+        self, rows: Sequence[Sequence[OpRun]], do: Callable[[OpRun, Callable[[], None]], None], around: State,
+        variables: Context, parked: bool = False,
     ) -> None:
         ops, self._rows = [run for row in rows for run in row], [deque(row) for row in rows]
-        self._do_op, self._around, self._variables, self._forward_all = do, around, variables, forward_all
+        self._do_op, self._around, self._variables, self._parked = do, around, variables, parked
         self._last, self._alone = max([run.stage for run in ops]), False
-        self.size = len(rows) + (0 if forward_all is None else 1 + max([i for run in ops for i in run.microbatches]))
+        self.size = len(rows) + (1 + max([i for run in ops for i in run.microbatches]) if parked else 0)
         self._queues: list[SimpleQueue[OpRun | None]] = [SimpleQueue() for _ in range(self.size)]
         self._lock = threading.Lock()
         self._at_work: dict[int, tuple[int, OpRun]] = {}  # By thread: the number of the row, and the op.
@@ -94,13 +94,11 @@ class Executor:
 
     def _work(self, number: int) -> None:
         """What a thread does, from start to end: ops, and forwards to their ends."""
+        pause = partial(self._after, number, at_cut=True) if self._parked else lambda: None
         with thread_state.use(self._around):
             while not self._over and (run := self._queues[number].get()) is not None:
                 try:
-                    if run.kind == "F" and self._forward_all is not None:
-                        self._forward_all(run.microbatches[0], partial(self._after, number, at_cut=True))
-                    else:
-                        self._variables.copy().run(self._do_op, run)
+                    self._variables.copy().run(self._do_op, run, pause)
                 except BaseException as error:
                     if not self._over:  # Otherwise, it is Stopped, or an error that this caused.
                         self._errors.append(error)
@@ -132,7 +130,7 @@ class Executor:
             if 0 <= other <= self._last and (kind, other, run.microbatches[0]) not in self._ended:
                 continue
             thread = 0 if self._alone else number
-            if self._forward_all is not None and kind == "F":
+            if self._parked and kind == "F":
                 thread = len(self._rows) + run.microbatches[0]
             self._at_work[thread] = number, run
             self._queues[thread].put(run)
@@ -147,7 +145,7 @@ class Executor:
 
 @dataclass(eq=False)
 class StepRun:
-    """The ops of a call; ``run`` and ``forward_all`` are what its threads do (see ``Executor``)."""
+    """The ops of a call; ``run`` is what its threads do (see ``Executor``)."""
 
     call: Call
     stages: Sequence[RunningStage]
@@ -178,9 +176,9 @@ class StepRun:
         pool = self.pool
         if pool is not None and threading.current_thread() in pool.threads:  # It would wait for itself.
             pool = None
-        forward_all = self.forward_all if pool is not None and self.forwards and self.forwards[0].own_forward else None
+        parked = pool is not None and bool(self.forwards) and self.forwards[0].own_forward
         try:
-            Executor(rows, self.run, self.call.state.outside_forward(), self.call.variables, forward_all).run(pool)
+            Executor(rows, self.run, self.call.state.outside_forward(), self.call.variables, parked).run(pool)
         except BaseException:
             for stage in self.stages:  # What is freed now may still be being read or written.
                 stage.store.clear()
@@ -189,31 +187,23 @@ class StepRun:
         finally:
             self.forwards, self.scheduled = [], None  # They refer to this: the call is freed as soon as it is dropped.
 
-    def forward_all(self, i: int, pause: Callable[[], None]) -> None:
-        """F of all stages, for a forward that is one call; between two stages, it calls ``pause``."""
-        self.call.contexts[i].run(self.forwards[i].forward_all, pause)
-
     @contextmanager
     def at_work(self, op: OpRun) -> Iterator[None]:
         """Around the host's part of an op: on its stage's stream, with the launch lock, recorded."""
         compute = self.stages[op.stage].compute
-        with stream.use(compute):
-            self.launching.take(compute)
-            try:
-                if self.traces:
-                    self.traces[op.stage].start()
-                yield
-                if self.traces:
-                    self.traces[op.stage].end(op.kind, op.microbatches)
-            finally:
-                self.launching.give()
+        with stream.use(compute), nullcontext() if compute is None else self.launching.held():
+            if self.traces:
+                self.traces[op.stage].start()
+            yield
+            if self.traces:
+                self.traces[op.stage].end(op.kind, op.microbatches)
 
-    def run(self, op: OpRun) -> None:
-        """Runs an op, in any thread."""
+    def run(self, op: OpRun, pause: Callable[[], None]) -> None:
+        """Runs an op, in any thread; a forward that is one call goes past all stages, with ``pause`` between them."""
         kind, stage, i = op.kind, self.stages[op.stage], op.microbatches[0]
-        if kind == "F" and self.forwards[i].own_forward:  # In the caller's thread: past all stages at once.
+        if kind == "F" and self.forwards[i].own_forward:
             if op.stage == 0:
-                self.forward_all(i, lambda: None)
+                self.call.contexts[i].run(self.forwards[i].forward_all, pause)
             return
         try:
             with self.at_work(op):
@@ -271,10 +261,8 @@ class StepRun:
         roots, grads = [segment.roots[number] for number, _, _ in arrived], [grad for _, grad, _ in arrived]
         graph = segment.graph_for_backward()
         self.hooks.park(graph.leaves)
-        self.launching.give()
-        gradients = backward_input(roots, grads, segment.entries, graph, keep)
-        self.launching.take(stage.compute)
-        return gradients
+        with nullcontext() if stage.compute is None else self.launching.released():
+            return backward_input(roots, grads, segment.entries, graph, keep)
 
     def gradients_of(self, key: Key | None, division: Any) -> dict[int, Tensor]:
         """The gradients of what the caller has given with this key, by the number of the leaf."""

@@ -91,7 +91,7 @@ class Runtime:
         self.recordings = Recordings(options.schedule, options.places)
         self._compiler = Compiler(options.compiling, options.split_backward)
         self._said, self._hooks = set[str](), LeafHooks()  #: ``_said``: of which losses was warned.
-        self.hand_over: HandOver | None = HandOver()  #: Of the last scheduled step; None: one was warned of.
+        self.hand_over: HandOver | None = []  #: Of the last scheduled step; None: one was warned of.
         self._objective = None if options.loss_fn is None else Objective(options.loss_fn, options.reduction, self._said)
         self._rows: Callable[..., OpRows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
         #: Whether the model draws from the CPU's generator, as calls of each kind have shown.
@@ -145,7 +145,7 @@ class Runtime:
             raise ValueError(NO_FUNCTION)
         if not state.grad:
             return None
-        if self.hand_over is not None and self.hand_over.dropped:
+        if self.hand_over and self.hand_over[0]() is None:  # There can be no backward any more.
             warnings.warn(
                 "the loss of the last call was dropped without a backward: a schedule computes gradients in the call, "
                 "but only loss.backward() adds them to .grad. Expected loss.backward(), or torch.no_grad().",
@@ -168,7 +168,7 @@ class Runtime:
         batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
         scheduled = ScheduledStep(step, target, scale, batch_loss)
         loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed))
-        self.hand_over = self.hand_over and scheduled.hand_over
+        self.hand_over = None if self.hand_over is None else scheduled.hand_over
         if step.recorder is not None:
             step.recorder.end(step.traces)
         return loss

@@ -85,24 +85,22 @@ def test_workers_share_the_callers_intra_op_threads(threads: None, own: int) -> 
         assert torch.get_num_threads() == own == values(Pool(1), torch.get_num_threads)[0]
 
 
-STREAM: Any = object()
-
-
-def in_thread(lock: LaunchLock, events: list[str]) -> threading.Thread:
-    """A thread that takes the lock, says so, and gives it back."""
-    thread = threading.Thread(target=lambda: (lock.take(STREAM), events.append("taken"), lock.give()))
-    thread.start()
-    return thread
-
-
 def test_who_waits_goes_on_without_it_and_leaves_it_to_its_owner() -> None:
-    lock, events = LaunchLock(), list[str]()
-    lock.take(STREAM)
-    in_thread(lock, events).join(60)
-    assert events == ["taken"]
-    assert not lock._lock.acquire(blocking=False)  # The other thread's give was no give.
-    lock.give()
-    assert lock._lock.acquire(blocking=False)
+    lock, went_on = LaunchLock(), list[bool]()
+
+    def other() -> None:
+        with lock.held():
+            went_on.append(lock._lock.locked())
+
+    with lock.held():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(60)
+        assert went_on == [True] and lock._lock.locked()  # The other thread's end didn't release it.
+        with lock.released():
+            assert not lock._lock.locked()
+        assert lock._lock.locked()
+    assert not lock._lock.locked()
 
 
 class Slotted(Exception):

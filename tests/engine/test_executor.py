@@ -19,15 +19,16 @@ F00, F10, B00, B10 = OpRun("F", 0, (0,)), OpRun("F", 1, (0,)), OpRun("B", 0, (0,
 def run(rows: list[list[OpRun]], how: str, does: Callable[[OpRun], object] = lambda op: None) -> None:
     """Forwards by cuts, which are parked at split points; ops that are each a call; all in the caller's thread."""
 
-    def forward_all(i: int, pause: Callable[[], None]) -> None:
-        does(OpRun("F", 0, (i,)))
-        try:
-            pause()
-        except Stopped:  # A forward may catch anything, and call another block.
-            pause()
-        does(OpRun("F", 1, (i,)))
+    def do(op: OpRun, pause: Callable[[], None]) -> None:
+        does(op)
+        if how == "parked" and op.kind == "F":
+            try:
+                pause()
+            except Stopped:  # A forward may catch anything, and call another block.
+                pause()
+            does(OpRun("F", 1, op.microbatches))
 
-    executor = Executor(rows, does, thread_state.capture(), copy_context(), forward_all if how == "parked" else None)
+    executor = Executor(rows, do, thread_state.capture(), copy_context(), how == "parked")
     executor.run(None if how == "caller" else Pool(executor.size))
 
 
