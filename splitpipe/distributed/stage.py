@@ -25,12 +25,13 @@ from splitpipe.backward.input_backward import LeafHooks, backward_input
 from splitpipe.backward.weight_grad_store import WeightGradStore
 from splitpipe.core import thread_state
 from splitpipe.core.stream import Place
+from splitpipe.core.thread_state import bound
 from splitpipe.core.torch_private import RemovableHandle
 from splitpipe.distributed.torch_private import _Action, _PipelineScheduleRuntime
 from splitpipe.partition import placement
 from splitpipe.schedule.op import Schedule, torch_name
 from splitpipe.skip.skippable import crossing
-from splitpipe.skip.tracker import Key, open_box
+from splitpipe.skip.tracker import Key, opened
 
 Named = tuple[str, nn.Module]
 #: The attributes that a module can have as a whole, separate from its layers.
@@ -58,7 +59,7 @@ class StageModule(nn.Sequential):
         count = len(values) - len(self._arriving)
         box: dict[Key, Any] = dict(zip(self._arriving, values[count:]))
         handle = RemovableHandle.next_id
-        with open_box(box):
+        with bound(opened, box):
             output: Any = values[0] if count == 1 else values[:count]
             for layer in self:
                 output = layer(output)

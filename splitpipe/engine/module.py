@@ -41,7 +41,7 @@ from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.call_hook import taker
 from splitpipe.partition.placement import Placement
-from splitpipe.skip.tracker import open_box
+from splitpipe.skip.tracker import opened
 from splitpipe.stage.call import Activation
 from splitpipe.stage.recomputation import Modules
 from splitpipe.stage.segment import Segment
@@ -92,7 +92,7 @@ class ModuleForward:
         """The whole forward; ``pause`` is called between two stages, and raises Stopped if it must stop."""
         step, trace, placement, self._pause = self.step, self.trace, self._call.placement, pause
         with (
-            thread_state.use(step.call.state), stream.use(*step.call.computes), bound(taker, self), open_box({}),
+            thread_state.use(step.call.state), stream.use(*step.call.computes), bound(taker, self), bound(opened, {}),
             self._within,
         ):
             before = _get_current_function_mode_stack()

@@ -1,17 +1,14 @@
 """The box, which holds a skip from the layer that stashes it to the layer that pops it.
 
-Code that runs layers separately opens a box for each run: it puts in the skips that they pop, and takes out the skips
-that they stash. Layers without an opened box share one that belongs to their thread.
+Code that runs layers separately opens a box for each run (``opened``): it puts in the skips that they pop, and takes
+out the skips that they stash. Layers without an opened box share one that belongs to their thread.
 """
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from threading import local
 from uuid import UUID, uuid4
-
-from splitpipe.core.thread_state import bound
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,6 @@ Box = dict[Key, object]
 #: The box that is open in this context, if any.
 opened: ContextVar[Box | None] = ContextVar("splitpipe.skip.opened", default=None)
 _unopened = local()  # The box of each thread.
-#: Makes a box the current one inside the block, only for this context.
-open_box = partial(bound, opened)
 
 
 def current() -> Box:

@@ -9,7 +9,7 @@ has then computed with the value before: an error, after which the next step is 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any, TypeVar
 
@@ -26,12 +26,6 @@ from splitpipe.core.torch_private import _foreach_add
 T = TypeVar("T")
 
 
-def empty(modules: Sequence[nn.Module]) -> list[bool]:
-    """For each module, parameter and buffer inside modules, whether it is None or lazy: whether it may be filled."""
-    tables: Iterable[Any] = [table for m in modules for table in (m._modules, m._parameters, m._buffers)]
-    return [x is None or is_lazy(x) for table in tables for x in table.values()]
-
-
 class Modules:
     """Modules that are recomputed together: a stage of a Sequential, or a block."""
 
@@ -39,16 +33,17 @@ class Modules:
         self.modules = list(modules)
         self.parameters = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items() if p is not None]
         self.buffers = [(m, n) for m in modules for n, x in m._buffers.items() if x is not None and not is_lazy(x)]
-        self.empty = empty(modules)
         self._tables: list[Any] = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         #: The buffers to which F writes; None: no F has shown it yet.
         self.written: set[tuple[nn.Module, str]] | None = None
 
     @property
-    def version(self) -> tuple[int, list[bool]]:
-        """Changes when a parameter is written to, frozen or unfrozen."""
+    def version(self) -> tuple[int, list[bool], list[bool]]:
+        """Changes when a parameter is written to, frozen or unfrozen, or when what is None or lazy is filled."""
         own = [p for _, _, p in self.parameters]
-        return sum([p._version for p in own]), [p.requires_grad for p in own]
+        tables: list[Any] = [table for m in self.modules for table in (m._modules, m._parameters, m._buffers)]
+        empty = [x is None or is_lazy(x) for table in tables for x in table.values()]
+        return sum([p._version for p in own]), [p.requires_grad for p in own], empty
 
     @property
     def hooks(self) -> int:
@@ -90,7 +85,7 @@ class CheckpointedRun:
         modules, before = self._modules, self._before
         changed = [name for _, name, x, version in self._buffers if version_of(x) != version and id(x) not in before]
         same = modules.version == self._version and modules.hooks == self._hooks
-        if changed or not same or empty(modules.modules) != modules.empty:
+        if changed or not same:
             what = f"buffer {changed[0]!r}" if changed else "a module, a parameter or a module hook"
             raise RuntimeError(
                 f"{what} of {self._whose} was changed, added, removed, frozen or unfrozen between a checkpointed "

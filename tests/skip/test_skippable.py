@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from splitpipe.core.thread_state import bound
 from splitpipe.skip import Namespace, pop, skippable, stash
 from splitpipe.skip.skippable import crossing
-from splitpipe.skip.tracker import current, open_box
+from splitpipe.skip.tracker import current, opened
 
 FOO = (None, "foo")
 
@@ -59,7 +60,7 @@ def popping(*names):
 
 @pytest.fixture(autouse=True)
 def box():
-    with open_box({}) as box:
+    with bound(opened, {}) as box:
         yield box
 
 
@@ -142,10 +143,10 @@ def test_pairs_of_one_name_in_namespaces_do_not_meet(box):
 def test_layers_compiled_one_by_one_find_the_box_of_each_run():
     first, last = torch.compile(StashFoo(10.0), backend="eager"), torch.compile(PopFoo(), backend="eager")
     for value in (1.0, 2.0):
-        with open_box({}) as box:
+        with bound(opened, {}) as box:
             y = first(torch.tensor([value]))
             skip = box[FOO]
-        with open_box({FOO: skip}) as box:
+        with bound(opened, {FOO: skip}) as box:
             assert last(y).tolist() == [11 * value]
         assert not box
 
