@@ -34,6 +34,7 @@ from splitpipe.core import stream, thread_state
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream
 from splitpipe.core.thread_state import State
+from splitpipe.core.torch_private import RemovableHandle
 from splitpipe.core.transfer import Route
 from splitpipe.core.worker import LaunchLock, Pool
 from splitpipe.engine.record import Recorder, StageTrace
@@ -259,7 +260,8 @@ class StepRun:
             stream.wait_for(stage.compute, event)
             stream.spent(event)
         roots, grads = [segment.roots[number] for number, _, _ in arrived], [grad for _, grad, _ in arrived]
-        graph = segment.graph_for_backward()
+        segment.ran = True
+        graph = segment.graph if segment.handle == RemovableHandle.next_id else segment.graph.fused()
         self.hooks.park(graph.leaves)
         with nullcontext() if stage.compute is None else self.launching.released():
             return backward_input(roots, grads, segment.entries, graph, keep)

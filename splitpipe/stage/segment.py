@@ -61,7 +61,9 @@ class Segment:
         self.arrived: list[tuple[int, Tensor, torch.Event | None]] = []
         self.recompute = recompute
         self.ran = False  #: Whether B has begun.
-        self._handle: int = RemovableHandle.next_id  #: Another one: a hook was registered since then.
+        #: The number of the next hook. If it has moved until B, one of an activation may change its gradient behind the
+        #: edge at which B captures it, and W would miss that: then B computes all gradients.
+        self.handle: int = RemovableHandle.next_id
 
     def enter(self, leaves: Sequence[Any], origins: Sequence[Origin | None]) -> list[Any]:
         """Leaves, as those with an origin enter this graph, through one guard. A tensor that occurs twice stays one."""
@@ -84,19 +86,11 @@ class Segment:
 
     def close(self, split: bool, own: StageLayers) -> None:
         """Ends F on a stage with these layers. ``split``: whether weight gradients may wait."""
-        # A hook of an activation may change its gradient behind the edge at which B captures it: W would miss that.
-        hooked, ends = self._handle != RemovableHandle.next_id, {edge.node for edge in self.entries}
-        self._handle = RemovableHandle.next_id
+        hooked, ends = self.handle != RemovableHandle.next_id, {edge.node for edge in self.entries}
+        self.handle = RemovableHandle.next_id
         self.graph = walk(self.roots, ends, split and not hooked)
         if split and not own.uses_known:
             own.add_uses(uses(self.roots, ends, self.graph, hooked), hooked)
-
-    def graph_for_backward(self) -> Walk:
-        """What B needs to know of the graph."""
-        if self._handle != RemovableHandle.next_id:  # See ``close``.
-            self.graph = self.graph.fused()
-        self.ran = True
-        return self.graph
 
 
 class RunningStage:
