@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, mean, quotient, tensors
 
 
@@ -64,12 +64,12 @@ class FunctionCall:
         if len(rows) + len(constants) < len(pairs):
             return None
         if not rows:
-            return GIVEN if all([each is GIVEN or each.uniform and not x.dim() for x, each in constants]) else VARIED
+            return GIVEN if all([each is GIVEN or each is UNIFORM and not x.dim() for x, each in constants]) else VARIED
         x, first = rows[0]
         if any([y.dim() != x.dim() or y.shape[:1] != x.shape[:1] or not each.alike(first) for y, each in rows[1:]]):
             return None  # Rows meet other rows: x[:, None] - x[None].
         for y, constant in constants:
-            if not constant.uniform and y.dim() >= max(1, x.dim()):
+            if constant is not UNIFORM and y.dim() >= max(1, x.dim()):
                 if not x.dim() or len(y) > 1 and y.stride(0) or constant is not GIVEN and self.ledger.most == 1:
                     return None  # Entry k meets the k-th row of every microbatch.
         if len(shape) != x.dim() or shape[:1] != x.shape[:1]:

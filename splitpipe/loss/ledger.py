@@ -2,7 +2,6 @@
 
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
-    TimeMajor       it has them along its second one
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
     Number          its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
@@ -54,27 +53,17 @@ class Rows:
         return x is y or x.shape == y.shape and x.device == y.device and x.equal(y)
 
 
-class TimeMajor:
-    """It has the rows along its second dimension, as ctc_loss wants."""
-
-
 class Constant(Enum):
     """It is the same for every microbatch; or the code has made it, so that its size may be that of the rows."""
 
     GIVEN = "given"
     UNIFORM = "made, and all entries are the same"
-    ZEROS = "made of zeros"
     VARIED = "made"
     POSITIONS = "torch.arange(n)"
 
-    @property
-    def uniform(self) -> bool:
-        """Whether the code has made it, and all entries are the same."""
-        return self in (Constant.UNIFORM, Constant.ZEROS)
-
 
 GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED
-Meaning = Rows | TimeMajor | Constant | Number | Unknown
+Meaning = Rows | Constant | Number | Unknown
 
 
 class Ledger:

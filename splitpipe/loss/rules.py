@@ -9,7 +9,7 @@ from torch import Tensor
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.loss import views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows, TimeMajor
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
 from splitpipe.loss.numbers import Number, Unknown, tensors
 
 #: Elementwise functions, with broadcasting.
@@ -41,8 +41,6 @@ def along(call: FunctionCall) -> Meaning | None:
     whole = call.args[0] if one else torch.broadcast_tensors(*call.operands)[0]
     rows = call.meaning if one and isinstance(call.meaning, Rows) else call.joined(shape=whole.shape)
     dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
-    if isinstance(call.meaning, TimeMajor):
-        return call.meaning if call.name in ("softmax", "log_softmax") and 1 not in dims else None
     if not isinstance(rows, Rows):  # The sum of what code makes may count rows: torch.ones_like(output).sum()
         made = isinstance(rows, Constant) and rows is not GIVEN and whole.dim() and 0 in dims and call.name in _GROWS
         counts = made and call.ledger.rows == call.ledger.most and not len(whole) % call.ledger.rows
@@ -52,14 +50,6 @@ def along(call: FunctionCall) -> Meaning | None:
     if call.name == "mean":
         return call.averaged(rows, float(len(whole) if whole.dim() else 1))
     return call.summed(rows) if call.name in _ADDS else None
-
-
-def add_up(call: FunctionCall) -> Meaning | None:
-    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
-    _, dim, places, entries = call.args
-    rows, zeros = call.joined([entries, places], places.shape), call.meaning is Constant.ZEROS
-    plain = zeros and not dim and places.dim() == 1 and len(call.out) != call.ledger.rows
-    return call.summed(rows) if isinstance(rows, Rows) and plain else None
 
 
 def matmul(call: FunctionCall) -> Meaning | None:
@@ -77,7 +67,7 @@ def create(call: FunctionCall) -> Meaning | None:
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
         like = "like" in name and Rows in call.kinds
-        return call.meaning if like else Constant.ZEROS if "zeros" in name else UNIFORM
+        return call.meaning if like else UNIFORM
     value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
     if not all([isinstance(call.of(x), Constant) for x in tensors(each)]) or ledger.may_be_read(each):
@@ -117,7 +107,7 @@ _ELEMENTS = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_e
                       "binary_cross_entropy_with_logits hinge_embedding_loss soft_margin_loss gaussian_nll_loss "
                       "margin_ranking_loss".split())
 _SAMPLES = frozenset("multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss "
-                     "triplet_margin_loss triplet_margin_with_distance_loss ctc_loss".split())
+                     "triplet_margin_loss triplet_margin_with_distance_loss".split())
 LOSSES = _COUNTED | _ELEMENTS | _SAMPLES
 
 
@@ -141,14 +131,12 @@ def _entries(call: FunctionCall) -> Meaning | None:
             return None  # It divides by the length of a constant.
         return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
     rows, others = call.of(x), [(y, call.of(y)) for y in call.operands if y is not x and y is not weight]
-    if isinstance(rows, TimeMajor) and call.name == "ctc_loss":
-        return Rows() if all([isinstance(each, Rows) or each is UNIFORM for _, each in others]) else None
     if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
     plain = x.dim() > 1 and isinstance(call.of(target), Rows) if counted else x.dim() == 2
     return rows if plain and all([
-        rows.alike(each) or isinstance(each, Constant) and (each.uniform or counted and y is not target)
+        rows.alike(each) or isinstance(each, Constant) and (each is UNIFORM or counted and y is not target)
         for y, each in others
     ]) else None
 
@@ -162,10 +150,10 @@ def is_weighted(call: FunctionCall) -> bool:
 
 def count_of(call: FunctionCall) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
-    x = next((y for y in call.operands if isinstance(call.of(y), (Rows, TimeMajor))), call.operands[0])
+    x = next((y for y in call.operands if isinstance(call.of(y), Rows)), call.operands[0])
     target, weight = call.kwargs.get("target"), call.kwargs.get("weight")
     if call.name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
-        return float(x.shape[call.name == "ctc_loss"] if x.dim() else 1)
+        return float(len(x) if x.dim() else 1)
     ignored = call.kwargs.get("ignore_index")
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(
@@ -192,7 +180,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
                  "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
                  "itruediv idiv rdiv rtruediv broadcast_tensors"),
-    (along, " ".join(_ALONG)), (add_up, "scatter_add"), (matmul, "matmul linear"),
+    (along, " ".join(_ALONG)), (matmul, "matmul linear"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)} {' '.join(_VARIED)}"),
     (views.keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "

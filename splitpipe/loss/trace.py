@@ -24,7 +24,7 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
 from splitpipe.loss import views
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, mapped, tensors
 from splitpipe.loss.rules import ANSWERS, BY_PLACE, LOSSES, OF_ANYTHING, RULES, count_of, is_weighted, loss
 from splitpipe.microbatch.division import Division
@@ -138,7 +138,7 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     numbers: dict[int, Any] = {}
     for x in call.operands:
         meaning = numbers[id(x)] = call.of(x)
-        if meaning is GIVEN or isinstance(meaning, Constant) and meaning.uniform:
+        if meaning in (GIVEN, UNIFORM):
             numbers[id(x)] = amount("a constant", x, constant=True) if x.requires_grad else x.clone()
         elif not isinstance(meaning, Number):
             return meaning if isinstance(meaning, Unknown) else None

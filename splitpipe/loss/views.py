@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitpipe.loss.function_call import FunctionCall, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows, TimeMajor
+from splitpipe.loss.ledger import GIVEN, VARIED, Constant, Meaning, Rows
 from splitpipe.loss.numbers import Number, Unknown, tensors
 
 RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
@@ -48,7 +48,7 @@ def view(call: FunctionCall) -> Meaning | None:
     if name in TURNING:  # Strides of a single row don't show which dimension is in front.
         dims = dims_of(out, given)
         if dims[0] != 0 if name == "permute" else 0 in dims and (given or out.dim() == 2):
-            return TimeMajor() if out.dim() == 3 else None  # If they are the third one, ctc_loss raises an error.
+            return None
     if not out.dim():
         return rows if name == "squeeze" and ledger.most > 1 else None  # Of a single row.
     added = name in REPEATING and out.dim() != x.dim()
