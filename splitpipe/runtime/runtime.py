@@ -36,7 +36,7 @@ from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
 from splitpipe.loss.objective import TARGET, Objective
-from splitpipe.loss.reduction import AS_FUNCTION, NO_FUNCTION, BatchLoss, Reducer
+from splitpipe.loss.reduction import AS_FUNCTION, BatchLoss, Reducer
 from splitpipe.microbatch.divider import Divider, Split
 from splitpipe.microbatch.division import Division, move, noted
 from splitpipe.microbatch.gather import gather
@@ -142,7 +142,10 @@ class Runtime:
         """Raises for what a schedule can't compute; returns the scale of the gradient scaler, if there is one."""
         scaler = self.options.grad_scaler
         if callable(self.options.reduction):
-            raise ValueError(NO_FUNCTION)
+            raise ValueError(
+                "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
+                "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
+            )
         if not state.grad:
             return None
         if self.hand_over is not None and self.hand_over.dropped:
