@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from splitpipe.core.tensors import tensors_in
-from splitpipe.loss.ledger import GIVEN, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, mean
 
 
 class FunctionCall:
-    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned."""
+    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned.
+
+    ``counting``: whether a number of Python that may count rows is a factor.
+    """
 
     def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any = None) -> None:
-        self.ledger, self.name, self.args, self.kwargs, self.out = ledger, name, args, kwargs, out
+        self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
+        self.out, self.counting = out, False
         #: The tensors among the arguments.
         self.operands = tensors_in((*args, *kwargs.values()))
         self._of = {id(x): ledger.of(x) for x in self.operands}
@@ -38,10 +42,10 @@ class FunctionCall:
         """An argument by its position or name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    def added(self, rows: Rows, count: Amount | None = None) -> Number:
+    def added(self, rows: Rows, count: Amount | None = None) -> Number | Unknown:
         """The result, as a sum of these rows or of their entries, or as a mean with this count."""
         if count is None:
-            return amount(self.name, self.out.clone(), selected=rows.selected)
+            return MAY_COUNT if self.counting else amount(self.name, self.out.clone(), selected=rows.selected)
         # It counts entries that a mask has made 0, too; but not targets that are ignored.
         selected = isinstance(count, Tensor) or rows.chosen is not None
         return mean(self.out, count, self.name, self.out.requires_grad, selected)

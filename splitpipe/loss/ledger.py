@@ -38,11 +38,12 @@ class Rows:
     """It has the rows of the batch along its first dimension.
 
     ``chosen``: the mask that has selected entries. ``selected``: whether it is a mask, or one has selected entries or
-    made them 0.
+    made them 0. ``counting``: whether its sum, unlike its mean, may have a number of rows as a factor.
     """
 
     chosen: Tensor | None = None
     selected: bool = False
+    counting: bool = False
 
     def alike(self, other: Meaning) -> bool:
         """True for rows that the same mask has selected, or none."""

@@ -35,8 +35,8 @@ from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
-from splitpipe.loss.objective import TARGET, Objective
-from splitpipe.loss.reduction import AS_FUNCTION, BatchLoss, Reducer
+from splitpipe.loss.numbers import AS_FUNCTION, Reducer
+from splitpipe.loss.objective import TARGET, BatchLoss, Objective
 from splitpipe.microbatch.divider import Divider, Split
 from splitpipe.microbatch.division import Division, move, noted
 from splitpipe.microbatch.gather import gather
