@@ -204,9 +204,9 @@ class ModuleForward:
 
     def _changed(self, output: Any, change: Callable[[Tensor], Tensor]) -> Output:
         """An output with its leaves, and the terms of its numbers, changed."""
-        leaves, nesting = flatten(output, fields=True)
-        numbers = {} if self.trace is None else self.trace.ledger.numbers(leaves)
-        return Output(leaves, nesting, {}, {id(leaves[k]): number for k, number in numbers.items()}).changed(change)
+        (leaves, nesting), trace = flatten(output, fields=True), self.trace
+        traced = [] if trace is None else [(x, trace.ledger.number(x)) for x in leaves if isinstance(x, Tensor)]
+        return Output(leaves, nesting, {}, {id(x): number for x, number in traced if number}).changed(change)
 
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call: the split point if it is one, then the block itself, given only its arguments."""

@@ -5,13 +5,15 @@ what it counts.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from splitpipe.core.tensors import map_tensors, tensors_in
 from splitpipe.core.torch_private import DisableTorchFunction
 
 #: Names of functions.
@@ -62,19 +64,20 @@ class Number:
             if step.function is None:
                 found[step] = next(rest)
                 continue
-            args, kwargs = mapped(lambda x: found[x] if isinstance(x, Formula) else x, step.given)
+            args, kwargs = map_tensors(lambda x: found[x], step.given, Formula)
             with DisableTorchFunction():
                 out = step.function(*args, **kwargs)
                 found[step] = out.detach() if isinstance(out, Tensor) and not step.grad else out
-            if detached is not None and not step.grad and any([x.requires_grad for x in tensors((args, kwargs))]):
+            if detached is not None and not step.grad and any([x.requires_grad for x in tensors_in((args, kwargs))]):
                 detached.append(step.name)
         return found[self.formula]
 
     def described(self) -> list[str]:
         """What has to be the same in all microbatches."""
         at: dict[Any, str] = {step: f"step {k}" for k, step in enumerate(self.steps)}
-        return [repr((x.name, x.grad, x.constant, x.selected, x.nothing, mapped(lambda y: at.get(y) if isinstance(
-            y, (Formula, Tensor, torch.dtype)) else y, x.given))) for x in self.steps]
+        kinds = Formula, Tensor, torch.dtype
+        return [repr((x.name, x.grad, x.constant, x.selected, x.nothing, map_tensors(at.get, x.given, kinds)))
+                for x in self.steps]
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,11 @@ def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, gra
     """The result of a function with numbers among its arguments."""
     steps: dict[Formula, Amount | None] = {}
 
-    def formula(x: Any) -> Any:
-        steps.update(x.steps if isinstance(x, Number) else {})
-        return x.formula if isinstance(x, Number) else x
+    def formula(x: Number) -> Formula:
+        steps.update(x.steps)
+        return x.formula
 
-    given = mapped(formula, (args, kwargs))
+    given = map_tensors(formula, (args, kwargs), Number)
     return Number({**steps, Formula(name, grad, function, given, **facts): None})
 
 
@@ -106,9 +109,13 @@ def quotient(
     total: Tensor, count: Amount, like: Tensor, name: str = "loss_fn", grad: bool = True, selected: bool = False
 ) -> Number:
     """A total by a count, with the type of a tensor: the batch's is the sum of totals by that of counts."""
-    above = Number({Formula(name, grad, selected=selected, grows=True): total})
-    given = above, amount(name, count, selected=selected), like.dtype
-    return applied("div", lambda x, y, dtype: (x / y).to(dtype), given, {}, grad)
+    above, below = [Formula(name, has_graph, selected=selected, grows=True) for has_graph in (grad, False)]
+    given = (above, below, like.dtype), dict[str, Any]()
+    return Number({above: total, below: count, Formula("div", grad, _divided, given): None})
+
+
+def _divided(total: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
+    return (total / count).to(dtype)
 
 
 def mean(value: Tensor, count: Amount, *facts: Any) -> Number:
@@ -145,19 +152,65 @@ def _added(values: Sequence[Any]) -> Any:
     return torch.as_tensor(sum([x.to(like.device, wide) for x in values])).to(like.dtype)
 
 
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of the arguments of a function, which are nested in tuples, lists and dicts only, with them changed."""
-    if type(value) in (tuple, list):
-        return type(value)([mapped(change, x) for x in value])
-    return {key: mapped(change, x) for key, x in value.items()} if type(value) is dict else change(value)
+Reduce = Callable[[list[Tensor], list[int]], Tensor]
+#: A number of a call that wasn't traced, since earlier calls of its kind had returned none.
+UNSEEN = Unknown("a block that returned no number before")
+#: What else a user can do.
+AS_FUNCTION = "reduction= as a function of the microbatches' values and row counts"
 
 
-def tensors(values: Any) -> list[Tensor]:
-    """The tensors in nestings of tuples, lists and dicts."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list, dict)):
-            found += tensors(value.values() if isinstance(value, dict) else value)
-    return found
+
+def warn(said: set[str], function: str, ways: str) -> None:
+    """Warns that a number that isn't recognised is taken as a mean over rows; once for each function, not ``said``."""
+    if function not in said:
+        said.add(function)
+        warnings.warn(
+            f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
+            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). In a "
+            "SplitPipe, pass reduction='mean' if that is right (it silences this warning), reduction='sum' if it is a "
+            f"sum, or {ways}. For a loss over the whole batch, leave out the schedule, and compute it from model(x).",
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """Combines numbers of microbatches."""
+
+    reduction: str | Reduce | None
+    numbers: Sequence[Mapping[int, Number | Unknown]]  #: What each microbatch's consist of, by their identity.
+    said: set[str]
+
+    def reduces(self, column: Sequence[Any]) -> bool:
+        """True for numbers that are combined into one, rather than joined; with dimensions, if the trace knows them."""
+        if not all([isinstance(x, Tensor) for x in column]):
+            return False
+        return not any([x.dim() for x in column]) or self.reduction is None and bool(self.numbers) and all([
+            isinstance(each.get(id(x)), Number) for x, each in zip(column, self.numbers)
+        ])
+
+    def reduced(self, column: Sequence[Tensor], rows: list[int]) -> Tensor:
+        """The number of the batch."""
+        # A microbatch may have skipped the last stages, so that its values are on another device.
+        values = [x.to(column[0].device) for x in column]
+        like = values[0]
+        if callable(self.reduction):
+            given = self.reduction(values, rows)
+            if not isinstance(given, Tensor) or given.dim():
+                raise TypeError(f"reduction returned {type(given).__name__}: expected a tensor without dimensions, "
+                                "computed from the list of microbatches' values and the list of their row counts.")
+            return given
+        if self.reduction == "sum":
+            return torch.stack(values).sum()
+        each = [known.get(id(x), UNSEEN) for x, known in zip(column, self.numbers)] if self.reduction is None else []
+        found = batch(each)
+        if found is None and not like.is_floating_point():
+            raise ValueError(f"the output has a number of type {like.dtype}, which is different for every microbatch: "
+                             f"expected a floating-point number, a sum, or {AS_FUNCTION}.")
+        if found is None and self.reduction is None:
+            unknown = [x.function for x in each if isinstance(x, Unknown)]
+            warn(self.said, [*unknown, "code that differs between microbatches"][0], AS_FUNCTION)
+        by_rows = [mean(x, float(count)) for x, count in zip(values, rows)] if found is None else []
+        number, totals = found or batch(by_rows)  # type: ignore[misc]
+        whole: Tensor = number.evaluate(totals).to(like.dtype)
+        return whole if any([x.requires_grad for x in values]) else whole.detach()

@@ -34,8 +34,8 @@ from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
-from splitpipe.loss.objective import TARGET, Objective
-from splitpipe.loss.reduction import AS_FUNCTION, NO_FUNCTION, BatchLoss, Reducer
+from splitpipe.loss.numbers import AS_FUNCTION, Reducer
+from splitpipe.loss.objective import TARGET, BatchLoss, Objective
 from splitpipe.microbatch.divider import Divider, Split
 from splitpipe.microbatch.division import Division, move, noted
 from splitpipe.microbatch.gather import gather
@@ -142,7 +142,10 @@ class Runtime:
         """Raises for what a schedule can't compute; returns the scale of the gradient scaler, if there is one."""
         scaler = self.options.grad_scaler
         if callable(self.options.reduction):
-            raise ValueError(NO_FUNCTION)
+            raise ValueError(
+                "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
+                "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
+            )
         if not state.grad:
             return None
         if self.hand_over and self.hand_over[0]() is None:  # There can be no backward any more.
