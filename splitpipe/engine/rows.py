@@ -1,4 +1,7 @@
-"""Rows of ops, one row a worker: those of a schedule, or of a drop-in call's two halves, for this batch."""
+"""Rows of ops, one row a worker: those of a schedule, or of a drop-in call's two halves, for this batch.
+
+Calls of one size share them: nobody changes rows.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

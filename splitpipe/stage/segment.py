@@ -61,8 +61,8 @@ class Segment:
         self.arrived: list[tuple[int, Tensor, torch.Event | None]] = []
         self.recompute = recompute
         self.ran = False  #: Whether B has begun.
-        #: The number of the next hook. If it has moved until B, one of an activation may change its gradient behind the
-        #: edge at which B captures it, and W would miss that: then B computes all gradients.
+        #: The number of the next hook. If it has moved by B, a hook of an activation may change a gradient behind the
+        #: edge where B captures it for W: then B computes all.
         self.handle: int = RemovableHandle.next_id
 
     def enter(self, leaves: Sequence[Any], origins: Sequence[Origin | None]) -> list[Any]:
