@@ -156,19 +156,19 @@ Reduce = Callable[[list[Tensor], list[int]], Tensor]
 #: A number of a call that wasn't traced, since earlier calls of its kind had returned none.
 UNSEEN = Unknown("a block that returned no number before")
 #: What else a user can do.
-AS_FUNCTION = "reduction= as a function of the microbatches' values and row counts"
+AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
 
 
 
-def warn(said: set[str], function: str, ways: str) -> None:
+def warn(said: set[str], function: str) -> None:
     """Warns that a number that isn't recognised is taken as a mean over rows; once for each function, not ``said``."""
     if function not in said:
         said.add(function)
         warnings.warn(
             f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
-            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). In a "
-            "SplitPipe, pass reduction='mean' if that is right (it silences this warning), reduction='sum' if it is a "
-            f"sum, or {ways}. For a loss over the whole batch, leave out the schedule, and compute it from model(x).",
+            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). If that "
+            "is right, reduction='mean' silences this warning. Otherwise, pass reduction='sum' or a function; or, with "
+            f"a loss_fn, {AS_PAIR}. For a loss over the whole batch, compute it from model(x), without a schedule.",
             stacklevel=2,
         )
 
@@ -195,21 +195,17 @@ class Reducer:
         values = [x.to(column[0].device) for x in column]
         like = values[0]
         if callable(self.reduction):
-            given = self.reduction(values, rows)
-            if not isinstance(given, Tensor) or given.dim():
-                raise TypeError(f"reduction returned {type(given).__name__}: expected a tensor without dimensions, "
-                                "computed from the list of microbatches' values and the list of their row counts.")
-            return given
+            return self.reduction(values, rows)
         if self.reduction == "sum":
             return torch.stack(values).sum()
         each = [known.get(id(x), UNSEEN) for x, known in zip(column, self.numbers)] if self.reduction is None else []
         found = batch(each)
         if found is None and not like.is_floating_point():
             raise ValueError(f"the output has a number of type {like.dtype}, which is different for every microbatch: "
-                             f"expected a floating-point number, a sum, or {AS_FUNCTION}.")
+                             "expected a floating-point number, a sum, or a function as reduction=.")
         if found is None and self.reduction is None:
             unknown = [x.function for x in each if isinstance(x, Unknown)]
-            warn(self.said, [*unknown, "code that differs between microbatches"][0], AS_FUNCTION)
+            warn(self.said, [*unknown, "code that differs between microbatches"][0])
         by_rows = [mean(x, float(count)) for x, count in zip(values, rows)] if found is None else []
         number, totals = found or batch(by_rows)  # type: ignore[misc]
         whole: Tensor = number.evaluate(totals).to(like.dtype)

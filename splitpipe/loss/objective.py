@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.tensors import tensors_in
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.numbers import Amount, Number, Unknown, amount, batch, mean, quotient, warn
+from splitpipe.loss.numbers import AS_PAIR, Amount, Number, Unknown, amount, batch, mean, quotient, warn
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, current
 
@@ -29,8 +29,11 @@ _NAMESPACE = Namespace()
 #: A microbatch's target and number are passed as skips, from the caller to the last stage.
 TARGET: Key = (_NAMESPACE, "target")
 MICROBATCH: Key = (_NAMESPACE, "microbatch")
-#: What else a user can do.
-AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
+_REFUSED = (
+    "the loss has terms of different kinds, or terms whose counts aren't proportional, in its microbatches: a schedule "
+    "runs backward before all counts are known, and corrects all gradients by one factor. Expected the same terms, and "
+    f"one count: {AS_PAIR}, pass reduction='mean' or 'sum', or compute the loss from model(x), without a schedule."
+)
 
 
 class Objective(nn.Module):
@@ -50,7 +53,7 @@ class Objective(nn.Module):
 
         ``input``, ``target``: the dimensions of the batch in their tensors. The output may have the input's.
         """
-        self.batch_loss = BatchLoss(rows, self.reduction, self._said, AS_PAIR)
+        self.batch_loss = BatchLoss(rows, self.reduction, self._said)
         self._rows, self._input, self._target = rows, input, [dim for dim in target if dim is not None]
         self.compiled = is_compiled(self.loss_fn)
 
@@ -114,12 +117,12 @@ def _shown(value: object) -> str:
 class BatchLoss:
     """Makes the loss of the batch from those of microbatches with these numbers of rows.
 
-    ``reduction``: as given by the user. ``said``: of what was warned. ``ways``: what else a warning should say.
+    ``reduction``: as given by the user. ``said``: of what was warned.
     """
 
-    def __init__(self, rows: Sequence[int], reduction: str | None, said: set[str], ways: str) -> None:
+    def __init__(self, rows: Sequence[int], reduction: str | None, said: set[str]) -> None:
         self._rows = rows if len(rows) > 1 else [1]  # A batch may have no rows.
-        self._reduction, self._said, self._ways = reduction, said, ways
+        self._reduction, self._said = reduction, said
         self._numbers: dict[int, list[Number | Unknown]] = {}  #: That of each microbatch, and as a mean over its rows.
         self._by_rows: bool | None = None  #: Whether all are taken as means over rows, as the first one was.
         self._slopes: dict[int, Tensor] = {}  #: The estimated slopes, by the place of the sum.
@@ -139,14 +142,14 @@ class BatchLoss:
             if wrong is not None:
                 self._estimate(by_rows, self._rows[i])
                 if self._reduction is None and len(self._rows) > 1:
-                    warn(self._said, wrong, self._ways)
+                    warn(self._said, wrong)
         each = by_rows if self._by_rows else number
         self._numbers[i] = [x.mapped(Tensor.detach) if isinstance(x, Number) else x for x in (each, by_rows)]
         if isinstance(each, Unknown) or each.formula.nothing or not value.requires_grad:
             return value
         values = dict(enumerate(each.amounts.values()))
         if not self._slopes.keys() <= values.keys():
-            raise self._refused()
+            raise ValueError(_REFUSED)
         if len(each.steps) == 1 and self._slopes:
             return value  # A factor of 1 would be saved for backward.
         return sum([values[k] * slope for k, slope in self._slopes.items()], value.detach() * 0).reshape(())
@@ -183,7 +186,7 @@ class BatchLoss:
     def _batch(self, each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]]:
         found = batch(each)
         if found is None:
-            raise self._refused()
+            raise ValueError(_REFUSED)
         return found
 
     def _correction(self, number: Number, totals: Sequence[Amount]) -> Tensor:
@@ -197,18 +200,9 @@ class BatchLoss:
         first, *others = [torch.where(x.isfinite() & (x != y), x / y, 1) for x, y in slopes]
         half = any([isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in totals])
         if not all([math.isclose(float(first), float(x), rel_tol=1e-2 if half else 1e-4) for x in others]):
-            raise self._refused()
+            raise ValueError(_REFUSED)
         return first
 
-    def _refused(self) -> ValueError:
-        counts = [[f"{one.name}: {float(torch.as_tensor(x).sum()):g}" for one, x in y.amounts.items() if not one.grad]
-                  for _, (y, _) in sorted(self._numbers.items()) if isinstance(y, Number)]
-        return ValueError(
-            "the loss has terms of different kinds, or terms whose counts aren't proportional, in its microbatches "
-            f"(counts: {counts}). A schedule runs backward before all counts are known, and corrects all gradients "
-            f"by one factor. Expected the same terms, with one count: in a SplitPipe, {AS_PAIR}, "
-            "pass reduction='mean' or 'sum', or use schedule=None and a loss of model(x)."
-        )
 
 
 def _slopes(number: Number, amounts: Sequence[Amount]) -> tuple[dict[int, Tensor], bool]:
