@@ -19,11 +19,11 @@ from splitpipe.loss.numbers import Number, Unknown
 Rule = Callable[[FunctionCall], Meaning | None]
 #: Elementwise functions, with broadcasting.
 each_entry: Rule = FunctionCall.joined
-_RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
+_RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel".split())
 _TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
 _DIVIDING = frozenset("unbind split chunk tensor_split".split())
 #: Functions that repeat entries, perhaps for each row.
-REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
+REPEATING = frozenset("expand expand_as broadcast_to repeat tile".split())
 
 
 def dims_of(x: Tensor, dims: Any) -> list[int]:
@@ -36,8 +36,8 @@ def dims_of(x: Tensor, dims: Any) -> list[int]:
 def keep(call: FunctionCall) -> Meaning | None:
     """The same values in another dtype or place, or some more entries of each row."""
     sized = call.name != "one_hot" or call.argument(1, "num_classes", -1) > 0
-    longer = isinstance(call.meaning, Rows) and len(call.out) != len(call.args[0])
-    return call.meaning if sized and not longer else None
+    same = not isinstance(call.meaning, Rows) or len(call.out) == len(call.args[0])
+    return call.meaning if sized and same and not isinstance(call.meaning, Number) else None  # Not loss.to(rows).
 
 
 def view(call: FunctionCall) -> Meaning | None:
@@ -50,11 +50,10 @@ def view(call: FunctionCall) -> Meaning | None:
     given = [y for some in each for y in (some if isinstance(some, (tuple, list)) else [some])]
     if name in _RESHAPING:  # No entry of the first dimension may have parts of several rows.
         size = ledger.rows if rows.chosen is None else len(x)
-        plain = len(call.operands) == 1 or "as" in name  # Or each entry is repeated as often as a tensor says.
         # Given by a number, the first dimension may be of groups of rows, unless it has the entries of some dimensions.
         groups = name in ("view", "reshape") and given[:1] not in ([], [-1]) and not (
             ledger.sizes and len(out) in [ledger.rows, *accumulate(x.shape, mul)])
-        return rows if out.dim() and plain and not groups and len(out) and not len(out) % size else None
+        return rows if out.dim() and not groups and len(out) and not len(out) % size else None
     if name in _DIVIDING and not call.argument(2 - (name == "unbind"), "dim", 0) % x.dim():
         ledger.note_size(x, rows)  # Python may count the pieces.
         return None
@@ -92,9 +91,7 @@ def index(call: FunctionCall) -> Meaning | None:
             return view(call)
         first: Any = places[0] if places else Ellipsis
         behind = first is Ellipsis and sum([each is not None for each in places[1:]]) < x.dim()
-        cut = isinstance(first, slice) and (first.start or 0, first.step or 1) == (0, 1)
-        cut = cut and (first.stop is None or first.stop in ledger.sizes)  # x[:4] may be a part of the batch.
-        whole = (behind or cut) and call.out.shape[:1] == x.shape[:1]
+        whole = (behind or first == slice(None)) and call.out.shape[:1] == x.shape[:1]
         return rows if whole else Unknown("a part of the rows")
     [first, *rest], kinds = places, [call.of(each) for each in places]
     if not isinstance(rows, Rows):  # A table with an entry for each class.
@@ -163,8 +160,7 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
-        like = "like" in name and Rows in call.kinds
-        return call.meaning if like else UNIFORM
+        return call.meaning if "like" in name and Rows in call.kinds else UNIFORM
     value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
     if not all([isinstance(call.of(x), Constant) for x in tensors_in(value)]) or ledger.read and ledger.variable(each):
