@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import NoneType
 from typing import Any
 
 import torch
@@ -20,24 +19,23 @@ from torch import Tensor, nn
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.tensors import tensors_in
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.numbers import Amount, Number, Unknown, amount, batch, mean, quotient, warn
+from splitpipe.loss.numbers import AS_PAIR, Amount, Number, Unknown, amount, batch, mean, quotient, warn
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, opened
 
 Count = Callable[[], list[Number | Unknown]]
-_NAMESPACE = Namespace()
 #: A microbatch's target and number are passed as skips, from the caller to the last stage.
-TARGET: Key = (_NAMESPACE, "target")
-MICROBATCH: Key = (_NAMESPACE, "microbatch")
-#: What else a user can do.
-AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
+TARGET: Key = (Namespace(), "target")
+MICROBATCH: Key = (Namespace(), "microbatch")
+_REFUSED = (
+    "the loss has terms of different kinds, or terms whose counts aren't proportional, in its microbatches: a schedule "
+    "runs backward before all counts are known, and corrects all gradients by one factor. Expected the same terms, and "
+    f"one count: {AS_PAIR}, pass reduction='mean' or 'sum', or compute the loss from model(x), without a schedule."
+)
 
 
 class Objective(nn.Module):
-    """The loss of a microbatch, as a layer.
-
-    ``reduction``: as given by the user; None: from the trace. ``said``: of what was warned.
-    """
+    """The loss of a microbatch, as a layer; ``reduction`` and ``said`` as in ``BatchLoss``."""
 
     def __init__(self, loss_fn: Callable[..., Any], reduction: str | None, said: set[str]) -> None:
         super().__init__()
@@ -46,11 +44,8 @@ class Objective(nn.Module):
         self.begin([1, 1])
 
     def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
-        """Begins a call whose microbatches have these rows.
-
-        ``input``, ``target``: the dimensions of the batch in their tensors. The output may have the input's.
-        """
-        self.batch_loss = BatchLoss(rows, self.reduction, self._said, AS_PAIR)
+        """Begins a call whose microbatches have these rows, along these dimensions of input and target."""
+        self.batch_loss = BatchLoss(rows, self.reduction, self._said)
         self._rows, self._input, self._target = rows, input, [dim for dim in target if dim is not None]
         self.compiled = is_compiled(self.loss_fn)
 
@@ -93,7 +88,7 @@ class Objective(nn.Module):
 def _verified(value: Any) -> tuple[Tensor, Amount | None]:
     """A loss, or the total and the count of a pair."""
     loss, count = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, None)
-    plain = isinstance(count, (int, float, NoneType)) or isinstance(count, Tensor) and count.numel() == 1
+    plain = count is None or isinstance(count, (int, float)) or isinstance(count, Tensor) and count.numel() == 1
     if not plain or isinstance(count, Tensor) and count.requires_grad or not (
         isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
     ):
@@ -113,14 +108,11 @@ def _shown(value: object) -> str:
 
 
 class BatchLoss:
-    """Makes the loss of the batch from those of microbatches with these numbers of rows.
+    """Makes the loss of the batch; ``reduction``: as the user gave it; ``said``: of which functions was warned."""
 
-    ``reduction``: as given by the user. ``said``: of what was warned. ``ways``: what else a warning should say.
-    """
-
-    def __init__(self, rows: Sequence[int], reduction: str | None, said: set[str], ways: str) -> None:
+    def __init__(self, rows: Sequence[int], reduction: str | None, said: set[str]) -> None:
         self._rows = rows if len(rows) > 1 else [1]  # A batch may have no rows.
-        self._reduction, self._said, self._ways = reduction, said, ways
+        self._reduction, self._said = reduction, said
         self._numbers: dict[int, list[Number | Unknown]] = {}  #: That of each microbatch, and as a mean over its rows.
         self._by_rows: bool | None = None  #: Whether all are taken as means over rows, as the first one was.
         self._slopes: dict[int, Tensor] = {}  #: The estimated slopes, by the place of the sum.
@@ -140,14 +132,14 @@ class BatchLoss:
             if wrong is not None:
                 self._estimate(by_rows, self._rows[i])
                 if self._reduction is None and len(self._rows) > 1:
-                    warn(self._said, wrong, self._ways)
+                    warn(self._said, wrong)
         each = by_rows if self._by_rows else number
         self._numbers[i] = [x.mapped(Tensor.detach) if isinstance(x, Number) else x for x in (each, by_rows)]
         if isinstance(each, Unknown) or each.formula.nothing or not value.requires_grad:
             return value
         values = dict(enumerate(each.amounts.values()))
         if not self._slopes.keys() <= values.keys():
-            raise self._refused()
+            raise ValueError(_REFUSED)
         if len(each.steps) == 1 and self._slopes:
             return value  # A factor of 1 would be saved for backward.
         return sum([values[k] * slope for k, slope in self._slopes.items()], value.detach() * 0).reshape(())
@@ -175,16 +167,17 @@ class BatchLoss:
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the correction of gradients from B that started with this scale (None: 1)."""
         number, totals = self._batch([each[bool(self._by_rows)] for _, each in sorted(self._numbers.items())])
-        loss, one = number.evaluate(totals).reshape(()), torch.ones(())
-        correction = self._correction(number, totals) if self._slopes else None if scale is None else one
-        if correction is not None:
-            correction = correction.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
-        return loss, correction if scale is None or correction is None else correction / scale
+        loss = number.evaluate(totals).reshape(())
+        if scale is None and not self._slopes:
+            return loss, None
+        correction = self._correction(number, totals) if self._slopes else torch.ones(())
+        correction = correction.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
+        return loss, correction if scale is None else correction / scale
 
     def _batch(self, each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]]:
         found = batch(each)
         if found is None:
-            raise self._refused()
+            raise ValueError(_REFUSED)
         return found
 
     def _correction(self, number: Number, totals: Sequence[Amount]) -> Tensor:
@@ -198,30 +191,20 @@ class BatchLoss:
         first, *others = [torch.where(x.isfinite() & (x != y), x / y, 1) for x, y in slopes]
         half = any([isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4 for x in totals])
         if not all([math.isclose(float(first), float(x), rel_tol=1e-2 if half else 1e-4) for x in others]):
-            raise self._refused()
+            raise ValueError(_REFUSED)
         return first
 
-    def _refused(self) -> ValueError:
-        counts = [[f"{one.name}: {float(torch.as_tensor(x).sum()):g}" for one, x in y.amounts.items() if not one.grad]
-                  for _, (y, _) in sorted(self._numbers.items()) if isinstance(y, Number)]
-        return ValueError(
-            "the loss has terms of different kinds, or terms whose counts aren't proportional, in its microbatches "
-            f"(counts: {counts}). A schedule runs backward before all counts are known, and corrects all gradients "
-            f"by one factor. Expected the same terms, with one count: in a SplitPipe, {AS_PAIR}, "
-            "pass reduction='mean' or 'sum', or use schedule=None and a loss of model(x)."
-        )
 
 
 def _slopes(number: Number, amounts: Sequence[Amount]) -> tuple[dict[int, Tensor], bool]:
     """The number's derivatives by each sum that has a graph, and whether they depend on no sum."""
-    detached: list[str] = []
     with torch.inference_mode(False), torch.enable_grad():
         each: list[Any] = [x.detach().clone() if isinstance(x, Tensor) else x for x in amounts]
         live = {k: each[k].requires_grad_() for k, one in enumerate(number.amounts) if one.grad and not one.constant}
-        out = number.evaluate(each, detached)
+        out = number.evaluate(each)
         if not live or not out.requires_grad:
             return {}, True
         found = torch.autograd.grad(out, [*live.values()], create_graph=True, allow_unused=True)
     slopes = {k: x for k, x in zip(live, found) if x is not None}
-    linear = not detached and not any([x.requires_grad for x in slopes.values()])
+    linear = not any([x.requires_grad for x in slopes.values()]) and not any([step.detached for step in number.steps])
     return {k: x.detach() for k, x in slopes.items()}, linear

@@ -1,6 +1,7 @@
 """The list of functions that are recognised: for each, what its result is. Those of all others are Unknown."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -11,26 +12,32 @@ from torch import Tensor
 
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.tensors import tensors_in
-from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, FunctionCall, Meaning, Rows, scalars_in
 from splitpipe.loss.numbers import Number, Unknown
 
+#: What a result of a call is; None: not recognised.
+Rule = Callable[[FunctionCall], Meaning | None]
 #: Elementwise functions, with broadcasting.
 each_entry: Rule = FunctionCall.joined
-
-
-_RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
+_RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel".split())
 _TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
 _DIVIDING = frozenset("unbind split chunk tensor_split".split())
 #: Functions that repeat entries, perhaps for each row.
-REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
+REPEATING = frozenset("expand expand_as broadcast_to repeat tile".split())
+
+
+def dims_of(x: Tensor, dims: Any) -> list[int]:
+    """The dimensions that an argument names; None: all."""
+    if dims is None or dims == () or dims == []:
+        return [*range(x.dim())]
+    return [dim % max(1, x.dim()) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])]
 
 
 def keep(call: FunctionCall) -> Meaning | None:
     """The same values in another dtype or place, or some more entries of each row."""
     sized = call.name != "one_hot" or call.argument(1, "num_classes", -1) > 0
-    longer = isinstance(call.meaning, Rows) and len(call.out) != len(call.args[0])
-    return call.meaning if sized and not longer else None
+    same = not isinstance(call.meaning, Rows) or len(call.out) == len(call.args[0])
+    return call.meaning if sized and same and not isinstance(call.meaning, Number) else None  # Not loss.to(rows).
 
 
 def view(call: FunctionCall) -> Meaning | None:
@@ -43,11 +50,10 @@ def view(call: FunctionCall) -> Meaning | None:
     given = [y for some in each for y in (some if isinstance(some, (tuple, list)) else [some])]
     if name in _RESHAPING:  # No entry of the first dimension may have parts of several rows.
         size = ledger.rows if rows.chosen is None else len(x)
-        plain = len(call.operands) == 1 or "as" in name  # Or each entry is repeated as often as a tensor says.
         # Given by a number, the first dimension may be of groups of rows, unless it has the entries of some dimensions.
         groups = name in ("view", "reshape") and given[:1] not in ([], [-1]) and not (
             ledger.sizes and len(out) in [ledger.rows, *accumulate(x.shape, mul)])
-        return rows if out.dim() and plain and not groups and len(out) and not len(out) % size else None
+        return rows if out.dim() and not groups and len(out) and not len(out) % size else None
     if name in _DIVIDING and not call.argument(2 - (name == "unbind"), "dim", 0) % x.dim():
         ledger.note_size(x, rows)  # Python may count the pieces.
         return None
@@ -77,7 +83,7 @@ def index(call: FunctionCall) -> Meaning | None:
     places = given if isinstance(given, tuple) else (given,)
     if not any([isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places]):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
-        if ledger.may_be_read([y for y in numbers_among(bounds) if abs(y) > 1]):
+        if ledger.read and ledger.variable([y for y in scalars_in(bounds) if abs(y) > 1]):
             return Unknown(ledger.read)
         if not all([isinstance(ledger.of(y), Constant) for y in bounds]):
             return None  # x[:, :lengths.max()]
@@ -85,9 +91,7 @@ def index(call: FunctionCall) -> Meaning | None:
             return view(call)
         first: Any = places[0] if places else Ellipsis
         behind = first is Ellipsis and sum([each is not None for each in places[1:]]) < x.dim()
-        cut = isinstance(first, slice) and (first.start or 0, first.step or 1) == (0, 1)
-        cut = cut and (first.stop is None or first.stop in ledger.sizes)  # x[:4] may be a part of the batch.
-        whole = (behind or cut) and call.out.shape[:1] == x.shape[:1]
+        whole = (behind or first == slice(None)) and call.out.shape[:1] == x.shape[:1]
         return rows if whole else Unknown("a part of the rows")
     [first, *rest], kinds = places, [call.of(each) for each in places]
     if not isinstance(rows, Rows):  # A table with an entry for each class.
@@ -115,9 +119,8 @@ _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys("sort argsort".split(), (1, -1)),
     **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "topk": (2, -1),
 }
-#: Those that add up: along the rows, they make numbers of the batch. Those that grow with the number of entries.
+#: Those that add up: along the rows, they make numbers of the batch.
 _ADDS = frozenset("sum mean nansum count_nonzero".split())
-_GROWS = _ADDS - {"mean"} | set("prod logsumexp norm vector_norm linalg_vector_norm linalg_norm".split())
 
 
 def along(call: FunctionCall) -> Meaning | None:
@@ -133,9 +136,9 @@ def along(call: FunctionCall) -> Meaning | None:
     rows = call.meaning if one and isinstance(call.meaning, Rows) else call.joined(shape=whole.shape)
     dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
     if not isinstance(rows, Rows):  # The sum of what code makes may count rows: torch.ones_like(output).sum()
-        made = isinstance(rows, Constant) and rows is not GIVEN and whole.dim() and 0 in dims and call.name in _GROWS
-        counts = made and call.ledger.rows == call.ledger.most and not len(whole) % call.ledger.rows
-        return MAY_COUNT if counts else rows if rows in (GIVEN, None) else VARIED
+        made = isinstance(rows, Constant) and rows is not GIVEN
+        counts = made and call.ledger.rows == call.ledger.most and not whole.numel() % call.ledger.rows
+        return MAY_COUNT if counts and call.name in _ADDS else VARIED if made else rows
     if 0 not in dims:
         return rows
     if call.name == "mean":
@@ -152,23 +155,21 @@ def matmul(call: FunctionCall) -> Meaning | None:
 def create(call: FunctionCall) -> Meaning | None:
     """A new tensor: of a single number, of several, or a copy."""
     name, args, ledger = call.name, call.args, call.ledger
-    if name in _VARIED:  # Numbers of positions begin again in each microbatch. Random ones may be of each row.
-        return Constant.POSITIONS if name == "arange" and len(args) == 1 else VARIED
+    if name == "arange":  # Numbers of positions begin again in each microbatch.
+        return Constant.POSITIONS if len(args) == 1 else VARIED
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
-        like = "like" in name and Rows in call.kinds
-        return call.meaning if like else UNIFORM
+        return call.meaning if "like" in name and Rows in call.kinds else UNIFORM
     value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
-    if not all([isinstance(call.of(x), Constant) for x in tensors_in(value)]) or ledger.may_be_read(each):
+    if not all([isinstance(call.of(x), Constant) for x in tensors_in(value)]) or ledger.read and ledger.variable(each):
         return None  # torch.tensor([mask.sum()])
-    if ledger.may_count(numbers_among(each), size=each is value or not call.out.is_floating_point()):
+    if ledger.may_count(scalars_in(each), size=each is value or not call.out.is_floating_point()):
         return MAY_COUNT
-    return UNIFORM if len(each) == len(numbers_among(each)) == 1 else VARIED
+    return UNIFORM if len(each) == len(scalars_in(each)) == 1 else VARIED
 
 
-_VARIED = "arange", "range", "linspace", "logspace", "randperm", "eye", "rand", "randn", "randint"
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
 
 
@@ -266,7 +267,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "itruediv idiv rdiv rtruediv broadcast_tensors"),
     (along, " ".join(_ALONG)), (matmul, "matmul linear"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
-             f"new_tensor {' '.join(_COPIES)} {' '.join(_VARIED)}"),
+             f"new_tensor arange {' '.join(_COPIES)}"),
     (keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "
                  "cuda alias data real one_hot view_as_real pad interpolate"),
     (view, " ".join({"squeeze", "expand", "expand_as", "broadcast_to", "select"}.union(

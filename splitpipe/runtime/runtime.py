@@ -34,7 +34,7 @@ from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
-from splitpipe.loss.numbers import AS_FUNCTION, Reducer
+from splitpipe.loss.numbers import Reducer
 from splitpipe.loss.objective import TARGET, BatchLoss, Objective
 from splitpipe.microbatch.divider import Divider, Split
 from splitpipe.microbatch.division import Division, move, noted
@@ -167,7 +167,7 @@ class Runtime:
 
     def _loss(self, step: StepRun, target: Division | None, scale: Tensor | None) -> Tensor:
         """The loss of the batch, whose backward hands the gradients over."""
-        call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said, AS_FUNCTION)
+        call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said)
         batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
         scheduled = ScheduledStep(step, target, scale, batch_loss)
         loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed))
