@@ -1,6 +1,6 @@
 """Rows of ops, one row a worker: those of a schedule, or of a drop-in call's two halves, for this batch.
 
-Calls of one size share them: nobody changes rows.
+Calls of one size share them, so nothing may change them.
 """
 from __future__ import annotations
 
