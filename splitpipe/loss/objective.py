@@ -67,9 +67,8 @@ class Objective(nn.Module):
             loss, count = _verified(value)
             if count is not None:
                 return loss, quotient(loss, count, loss)
-            if trace is None:
-                return loss, Unknown("a compiled function")
-            return loss, trace.ledger.number(value) or Unknown("loss_fn")
+            number = Unknown("a compiled function") if trace is None else trace.ledger.number(value)
+            return loss, number or Unknown("loss_fn")
 
     def _begun(self, trace: Trace | None, i: int, output: Any, target: Any) -> Trace:
         """A trace that knows where the rows are in the output and in the target."""
