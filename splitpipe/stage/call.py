@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.batchnorm import Statistics
+from splitpipe.batchnorm import ChannelStatistics, collecting, update
 from splitpipe.core import stream
 from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place, Stream
@@ -63,11 +63,17 @@ class Call:
         self.computes = [place.stream or caller for place, caller in zip(places, self.callers)]
         #: How many microbatches are checkpointed, from the first one; and of these, R's: with cuts, B recomputes.
         self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if own_forward else checkpointed, draws
+        #: What deferred BatchNorm layers collect. In a call inside another one, they do that for the outer one, whose
+        #: microbatch is this call's batch.
+        self.statistics: list[ChannelStatistics] = []
+        outer = collecting.get()
+        collected = self.statistics if outer is None else outer[0]
         #: The caller's context variables, and a copy of them for each microbatch.
         self.variables = contextvars.copy_context()
-        self._statistics = Statistics()
-        self._statistics.collect(self.variables)
-        self.contexts = [self._statistics.collect(self.variables.copy(), i) for i in range(self.microbatches)]
+        self.variables.run(collecting.set, (collected, None))
+        self.contexts = [self.variables.copy() for _ in range(self.microbatches)]
+        for i, context in enumerate(self.contexts if outer is None else ()):
+            context.run(collecting.set, (collected, i))
 
     def scatter(self, value: Division, key: Key | None = None, detached: bool = False) -> list[Activation]:
         """The microbatches of a value; ``detached``: as leaves with origins, outside the caller's graph."""
@@ -93,10 +99,11 @@ class Call:
         """Updates statistics, and waits until pinned memory has been read."""
         for event in self.unread:
             event.synchronize()
-        read = self._statistics.commit()
-        for compute, caller in zip(self.computes, self.callers) if read else ():
-            stream.wait(compute, caller)
-        del read  # If it were freed earlier, a stage's stream could reuse memory that the commit still reads.
+        if self.statistics:
+            update(self.statistics)
+            for compute, caller in zip(self.computes, self.callers):
+                stream.wait(compute, caller)
+            self.statistics.clear()  # Not earlier: a stage's stream could reuse memory that the update still reads.
 
 
 def hand(leaves: list[Any], giver: Stream, taker: Stream) -> list[Any]:
