@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,3 +48,11 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """A copy of a nesting, with its tensors changed."""
     leaves, structure = tree_flatten(value)
     return tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+
+
+def wait_for_collectives(values: Iterable[Any]) -> None:
+    """Waits for collectives whose results are dropped unread, as a recomputation's output: torch would keep them."""
+    for x in values:
+        pending = x.to_local() if hasattr(x, "to_local") else x
+        if hasattr(pending, "trigger_wait"):
+            pending.trigger_wait()

@@ -19,8 +19,6 @@ from torch import Tensor
 from splitpipe.backward.accumulate import Total
 from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph
 from splitpipe.core import stream
-from splitpipe.core.dtensor import is_dtensor
-from splitpipe.core.transfer import brought
 from splitpipe.engine.drop_in import input_gradients
 from splitpipe.engine.rows import OpRows
 from splitpipe.engine.step import StepRun
@@ -98,9 +96,9 @@ def _scale(
     if not grads:
         return {key: [None] * len(tensors) for key, tensors in wanted.items()}
     grad: Any = grads[0] if unit is None else grads[0] * unit
-    if is_dtensor(grad):  # The loss was a DTensor (loss_parallel), which doesn't mix with plain gradients.
+    if hasattr(grad, "full_tensor"):  # The loss was a DTensor (loss_parallel), which doesn't mix with plain gradients.
         grad = grad.full_tensor()
-    factors = {device: brought(grad, device) for device in {x.device for own in wanted.values() for x in own}}
+    factors = {device: grad.to(device) for device in {x.device for own in wanted.values() for x in own}}
     gradients: Gradients = {}
     for key in wanted:
         stage, own = sums[key]

@@ -19,10 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from splitpipe.core import stream, thread_state
-from splitpipe.core.dtensor import wait_for_collectives
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
-from splitpipe.core.tensors import sharing, version_of
+from splitpipe.core.tensors import sharing, version_of, wait_for_collectives
 from splitpipe.engine.drop_in import Output
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import MICROBATCH, TARGET

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.core.dtensor import is_dtensor
 from splitpipe.loss import views
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows, TimeMajor
@@ -170,7 +169,7 @@ def count_of(call: FunctionCall) -> Tensor | float:
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(
         counts, weight.detach()[torch.where(counts, target, 0)], 0).sum()
-    return count.full_tensor() if is_dtensor(count) else count  # type: ignore[no-any-return]
+    return count.full_tensor() if hasattr(count, "full_tensor") else count  # type: ignore[no-any-return]
 
 
 #: Where recognition ended at values whose number depends on the batch.

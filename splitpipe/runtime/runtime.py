@@ -23,7 +23,6 @@ from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
 from splitpipe.compiled.backend import CompileOptions
 from splitpipe.compiled.layers import Compiler
 from splitpipe.core import thread_state
-from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
@@ -212,7 +211,8 @@ class Runtime:
         checkpointed = 0 if tail is None else max(0, microbatches - tail)
         draws = Draws(self.draws, (batch.module.training, state.grad, microbatches > 1))
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
-        odd = thread_state.is_odd() or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
+        sharded = any([hasattr(x, "full_tensor") for x in call.leaves])  # A DTensor.
+        odd = thread_state.is_odd() or layers.odd or draws.watched or sharded
         if target is not None and self._objective is not None:
             target = move(target, resources.devices[-1:], call.unread)
             self._objective.begin(division.rows, division.dims, target.dims)
