@@ -82,9 +82,9 @@ class OuterGraph:
             )
         for own, places, event in arrived:
             grads.update({k: grad for k, grad in zip(places, own) if grad is not None})
-            for device in self._devices:
-                stream.wait_for(stream.current(device), event)
-            stream.spent(event)
+            if event is not None:
+                for device in self._devices:
+                    stream.wait_for(stream.current(device), event)
         releases = [(key, node) for key, reference in self._releases.items() if (node := reference()) is not None]
         wanted = {key: self._groups[key] for key, node in releases if _will_engine_execute_node(node)}
         try:

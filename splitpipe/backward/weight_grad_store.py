@@ -78,16 +78,13 @@ class WeightGradStore:
         with stream.use(self._stream):
             self._accumulate(parts)
         self.finish()
-        event = stream.mark(self._stream)
-        assert event is not None
-        self._reading = event, (parts, before)
+        if (event := stream.mark(self._stream)) is not None:
+            self._reading = event, (parts, before)
 
     def finish(self) -> None:
         """Makes the compute stream wait for W, and lets go of what W has read."""
         if self._reading is not None:
-            event = self._reading[0]
-            stream.wait_for(self._compute, event)
-            stream.spent(event)
+            stream.wait_for(self._compute, self._reading[0])
             self._reading = None
 
     def clear(self) -> None:

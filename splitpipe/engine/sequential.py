@@ -52,8 +52,8 @@ class SequentialForward:
         own, last, segment = stage.own, j == len(step.stages) - 1, Segment()
         given = {key: self._sent.pop(key) for key in (None, *own.arriving) if key in self._sent}
         for value in given.values():
-            stream.wait_for(stage.compute, value.event)
-            stream.spent(value.event)
+            if value.event is not None:
+                stream.wait_for(stage.compute, value.event)
         if last and self._target is not None:
             given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(i))
         if call.state.grad:

@@ -155,9 +155,8 @@ class StepRun:
     def differentiate(self, stage: RunningStage, segment: Segment, keep: bool) -> InputGradients:
         """Runs backward from the gradients that have arrived at a segment's roots."""
         arrived, segment.arrived = segment.arrived, []
-        for event in {id(event): event for _, _, event in arrived}.values():
+        for event in {id(event): event for _, _, event in arrived if event is not None}.values():
             stream.wait_for(stage.compute, event)
-            stream.spent(event)
         roots, grads = [segment.roots[number] for number, _, _ in arrived], [grad for _, grad, _ in arrived]
         graph = segment.graph_for_backward()
         self.hooks.park(graph.leaves)
