@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.backward.accumulate import Total
 from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph
+from splitpipe.backward.weight_gradients import Total
 from splitpipe.core import stream
 from splitpipe.engine.drop_in import input_gradients
 from splitpipe.engine.rows import OpRows
@@ -78,7 +78,8 @@ class ScheduledStep:
                     grads = input_gradients(step, key, division)
                 sums[key] = stage, [Total(division.leaves[k], x) for k, x in grads.items()]
             shared.bring_home()
-            sums.update({stage.index: (stage, [*stage.store.sums]) for stage in step.stages})
+            for stage in step.stages:
+                sums[stage.index] = stage, [total for total in stage.store.sums.values() if total.value is not None]
         call.rejoin()
         if not self._tracked:
             return loss
@@ -102,6 +103,7 @@ def _scale(
     gradients: Gradients = {}
     for key in wanted:
         stage, own = sums[key]
-        hand([total.value for total in own], stage.compute, stream.current(stage.device))
-        gradients[key] = [total.scaled(factors[total.weight.device], in_place=not keep) for total in own]
+        values: list[Any] = hand([total.value for total in own], stage.compute, stream.current(stage.device))
+        each = [(x, factors[total.weight.device], total.owned and not keep) for x, total in zip(values, own)]
+        gradients[key] = [x.mul_(factor) if in_place else x * factor for x, factor, in_place in each]
     return gradients

@@ -72,7 +72,7 @@ class SequentialForward:
                 if call.state.grad:
                     segment.close(step.split, own)
         if step.drop_in:
-            stage.reached.update(segment.graph.parameters())
+            stage.reached.update(segment.graph.reached)
         output = values[None]
         if last and self._target is not None:
             step.scheduled.start_backward(i, output.leaves[0], output.origins[0])

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from splitpipe.backward.input_backward import InputGradients, LeafHooks, backward_input
+from splitpipe.backward.split_backward import InputGradients, LeafHooks, backward_input
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream
@@ -149,7 +149,7 @@ class StepRun:
             self.stages[source].fwd_cache[i].arrived.extend([(number, grad, event) for number, grad in pairs])
         if self.wants_weights:
             stage.store.add(i, gradients)
-            if stage.store.full:
+            if stage.store.waiting > stage.store.limit:
                 stage.store.backward_weight()
 
     def differentiate(self, stage: RunningStage, segment: Segment, keep: bool) -> InputGradients:

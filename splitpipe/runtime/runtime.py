@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from splitpipe.backward.input_backward import LeafHooks
 from splitpipe.backward.report import DeferralReport, report
+from splitpipe.backward.split_backward import LeafHooks
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
 from splitpipe.compiled.backend import CompileOptions
 from splitpipe.compiled.layers import Compiler

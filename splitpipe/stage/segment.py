@@ -10,6 +10,7 @@ doesn't know, and the stage before would lose it.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.backward.graph_walk import Walk, walk
 from splitpipe.backward.report import uses
-from splitpipe.backward.weight_grad_store import WeightGradStore
+from splitpipe.backward.split_backward import WeightGradStore
 from splitpipe.core.stream import NamedStreams
 from splitpipe.core.torch_private import RemovableHandle
 from splitpipe.stage.call import Activation, Call, Origin
@@ -56,7 +57,7 @@ class Segment:
         self.entries: list[GradientEdge] = []
         self.origins: list[Origin] = []
         self.roots: list[GradientEdge] = []  #: The edges of values that have left.
-        self.graph = Walk({}, {}, [])
+        self.graph = Walk({}, {}, [], {})
         #: Gradients: the number of the root, and the event after which they are there.
         self.arrived: list[tuple[int, Tensor, torch.Event | None]] = []
         self.recompute = recompute
@@ -113,7 +114,7 @@ class RunningStage:
         # Checkpointed, what waits keeps what was just recomputed; otherwise, what the forward has kept anyway.
         limit = own.weight_bytes // (4 if call.checkpointed else 1) if limit is None else limit
         weights = None if streams is None else streams(self.device, "weights")
-        self.store = WeightGradStore(self.compute, weights, None if streams is None else limit, names)
+        self.store = WeightGradStore(self.compute, weights, math.inf if streams is None else limit, names)
         self.fwd_cache: dict[int, Segment] = {}
         #: The leaves to which its microbatches' graphs lead, by identity.
         self.reached: dict[int, Tensor] = {}
