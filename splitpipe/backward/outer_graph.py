@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ Groups = Mapping[Any, Sequence[Tensor]]
 Gradients = dict[Any, list[Tensor | None]]
 
 
+@dataclass(eq=False)
 class OuterGraph:
     """The outer graph of a call on these devices.
 
@@ -46,23 +48,20 @@ class OuterGraph:
     retained; it returns the gradients of these groups, for the caller's current streams.
     """
 
-    def __init__(
-        self, devices: Sequence[torch.device], compute: Callable[[Mapping[int, Tensor], Groups, bool], Gradients]
-    ) -> None:
-        self._devices = {*devices}
-        self._compute: Any = compute  # None: it is at work, or was freed.
-        self._groups: Groups = {}
-        self._releases: dict[Any, Any] = {}  # Weak references to the nodes.
-        #: The gradients of outputs, the outputs' numbers, and the event after which they are there.
-        self.arrived: list[tuple[Sequence[Tensor | None], Sequence[int], torch.Event | None]] = []
-        self._gradients: Gradients = {}
+    devices: set[torch.device]
+    compute: Callable[[Mapping[int, Tensor], Groups, bool], Gradients] | None  # None: it is at work, or was freed.
+    groups: Groups = field(default_factory=dict)
+    releases: dict[Any, Any] = field(default_factory=dict)  # Weak references to the nodes.
+    #: The gradients of outputs, the outputs' numbers, and the event after which they are there.
+    arrived: list[tuple[Sequence[Tensor | None], Sequence[int], torch.Event | None]] = field(default_factory=list)
+    gradients: Gradients = field(default_factory=dict)
 
     def attach(self, outputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
         """The outputs as those of the outer graph, which leads to these tensors."""
-        self._groups, phonies = {key: tensors for key, tensors in groups.items() if tensors}, list[Tensor]()
-        for key, tensors in self._groups.items():
-            phonies.append(_Phony.apply(partial(self._gradients.pop, key), *tensors))
-            self._releases[key] = weakref.ref(phonies[-1].grad_fn)
+        self.groups, phonies = {key: tensors for key, tensors in groups.items() if tensors}, list[Tensor]()
+        for key, tensors in self.groups.items():
+            phonies.append(_Phony.apply(partial(self.gradients.pop, key), *tensors))
+            self.releases[key] = weakref.ref(phonies[-1].grad_fn)
         start, attached = _Phony.apply(self._start, *phonies), [*outputs]
         for device in {x.device for x in outputs}:
             places = [k for k, x in enumerate(outputs) if x.device == device]
@@ -71,8 +70,8 @@ class OuterGraph:
         return attached
 
     def _start(self) -> list[Tensor]:
-        phonies = [torch.zeros((), device="cpu")] * len(self._groups)
-        compute, self._compute, keep = self._compute, None, _get_current_graph_task_keep_graph()
+        phonies = [torch.zeros((), device="cpu")] * len(self.groups)
+        compute, self.compute, keep = self.compute, None, _get_current_graph_task_keep_graph()
         arrived, self.arrived, grads = self.arrived, [], dict[int, Tensor]()
         if compute is None:
             raise RuntimeError(
@@ -83,14 +82,14 @@ class OuterGraph:
         for own, places, event in arrived:
             grads.update({k: grad for k, grad in zip(places, own) if grad is not None})
             if event is not None:
-                for device in self._devices:
+                for device in self.devices:
                     stream.wait_for(stream.current(device), event)
-        releases = [(key, node) for key, reference in self._releases.items() if (node := reference()) is not None]
-        wanted = {key: self._groups[key] for key, node in releases if _will_engine_execute_node(node)}
+        releases = [(key, node) for key, reference in self.releases.items() if (node := reference()) is not None]
+        wanted = {key: self.groups[key] for key, node in releases if _will_engine_execute_node(node)}
         try:
-            self._gradients |= compute(grads, wanted, keep)
+            self.gradients |= compute(grads, wanted, keep)
         finally:
-            self._compute, self._groups = (compute, self._groups) if keep else (None, {})
+            self.compute, self.groups = (compute, self.groups) if keep else (None, {})
         return phonies
 
 

@@ -37,8 +37,6 @@ def version_of(x: Tensor) -> int | None:
 
 def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[int]:
     """The places of tensors that share a storage with another of the values, or with a tainted one."""
-    if len(values) < 2 and not tainted:
-        return frozenset()
     storages = [storage_of(x) if isinstance(x, Tensor) else 0 for x in values]
     counts = Counter([*storages, *{storage_of(x) for x in tainted}])
     return frozenset([k for k, storage in enumerate(storages) if storage and counts[storage] > 1])

@@ -56,7 +56,7 @@ def attach_outputs(step: StepRun, outputs: Sequence[Output], shared: SharedParam
     groups: dict[int | None, list[Tensor]] = {None: [call.leaves[k] for k in tracked]}
     groups.update({stage.index: [*stage.reached.values()] for stage in step.stages})
     compute = partial(_run_second_half, step, shared, tracked, [each[1:] for each in left.values()])
-    graph = OuterGraph([stage.device for stage in step.stages], compute)
+    graph = OuterGraph({stage.device for stage in step.stages}, compute)
     attached = dict(zip(left, graph.attach([each[0] for each in left.values()], groups)))
     return [output.changed(lambda x: attached.get(id(x), x)) for output in outputs]
 

@@ -84,7 +84,7 @@ class ScheduledStep:
         if not self._tracked:
             return loss
         groups = {key: [total.weight for total in own] for key, (_, own) in sums.items()}
-        graph = OuterGraph([stage.device for stage in step.stages], partial(_scale, sums, unit, self.hand_over))
+        graph = OuterGraph({stage.device for stage in step.stages}, partial(_scale, sums, unit, self.hand_over))
         self.hand_over.graph = weakref.ref(graph)
         return graph.attach([loss], groups)[0]
 

@@ -153,7 +153,7 @@ def run_layers(
             "memory, or that shares memory with another value between stages, whose gradient would miss the write. "
             "Write to a copy (x.clone()) in the layer, or return a copy from the layer that returns both."
         )
-    now_shared = {id(leaves[k]) for k in sharing(leaves, shared)}
+    now_shared = {id(leaves[k]) for k in sharing(leaves, shared)} if len(leaves) > 1 or shared else ()
     for value in values.values() if now_shared else ():
         value.shared = frozenset([k for k, x in enumerate(value.leaves) if id(x) in now_shared])
     return values

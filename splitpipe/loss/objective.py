@@ -33,6 +33,7 @@ class Objective(nn.Module):
         # If loss_fn is a module, it becomes one of the stage's modules; any other callable is an attribute.
         self.loss_fn, self.reduction = loss_fn, reduction
         self._said, self._pairs = said, pairs
+        self.compiled = is_compiled(loss_fn)
         self.begin([1, 1])
 
     def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
@@ -43,7 +44,6 @@ class Objective(nn.Module):
         self._rows, ways = rows, AS_PAIR if self._pairs else "another loss_fn"
         self.batch_loss = BatchLoss(rows, self.reduction, self._said, ways)
         self._input, self._target = input, [dim for dim in target if dim is not None]
-        self.compiled = is_compiled(self.loss_fn)
 
     def forward(self, output: Any) -> Any:
         """The part of a microbatch in the batch's loss."""

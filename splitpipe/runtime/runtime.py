@@ -21,7 +21,7 @@ from splitpipe.backward.report import DeferralReport, report
 from splitpipe.backward.split_backward import LeafHooks
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
 from splitpipe.compiled.backend import CompileOptions
-from splitpipe.compiled.layers import Compiler
+from splitpipe.compiled.layers import Compiler, is_compiled
 from splitpipe.core import thread_state
 from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place
@@ -241,6 +241,8 @@ class Runtime:
         stages = self._stages(batch.module)
         self._compiler.compile(layer for stage in stages for _, layer in stage)
         layers = ModelLayers(batch.module, stages, options.places, options.schedule, objective)
+        if objective is not None:
+            objective.compiled = is_compiled(objective.loss_fn)
         self._known = None if layers.computed else (objective, layers)
         return layers
 

@@ -82,12 +82,14 @@ class Call:
         activations, tracked = [], detached and self.state.grad
         for places, (leaves, nesting) in zip(value.places, parts):
             given = [value.leaves[k] for k in places]
-            shared = sharing(given) | {at for at, k in enumerate(places) if k in value.shared_places}  # All have these.
+            shared = {at for at, k in enumerate(places) if k in value.shared_places}  # All microbatches have these.
+            if len(given) > 1:
+                shared |= sharing(given)
             for caller, compute in zip(self.callers, self.computes):
                 hand(leaves, caller, compute)
             needs = [tracked and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]
             origins: list[Origin | None] = [(key, k) if each else None for k, each in zip(places, needs)]
-            activations.append(Activation(leaves, nesting, origins, shared))
+            activations.append(Activation(leaves, nesting, origins, frozenset(shared)))
         return activations
 
     def rejoin(self) -> None:
