@@ -114,18 +114,19 @@ class LeafHooks:
 class WeightGradStore:
     """The pending weight gradients of a stage in one call, and its sums. Only one thread at a time may use it.
 
-    ``weight_stream``: that of W, if it isn't ``compute``. ``limit``: how many bytes may wait for W.
+    ``weight_stream``: that of W, if it isn't ``compute``. ``limit``: how many bytes may wait for W; None: any number.
     ``names``: those of parameters, by identity, for errors.
     """
 
     def __init__(
-        self, compute: Stream, weight_stream: Stream = None, limit: float = math.inf,
+        self, compute: Stream, weight_stream: Stream = None, limit: int | None = None,
         names: Mapping[int, str] | None = None,
     ) -> None:
         self.sums: dict[int, Total] = {}  #: By the identity of the weight.
         self._compute = compute
         self._stream = compute if weight_stream is None else weight_stream
-        self.limit, self.waiting = limit, 0  #: With a limit: the bytes that wait.
+        self.limit = math.inf if limit is None else limit
+        self.waiting = 0  #: With a limit: the bytes that wait.
         self._names = names or {}
         self._pending: dict[int, list[Part]] = {}
         self._reading: tuple[torch.Event, Any] | None = None  # What W may still be reading.

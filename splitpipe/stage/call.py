@@ -63,8 +63,7 @@ class Call:
         self.computes = [place.stream or caller for place, caller in zip(places, self.callers)]
         #: How many microbatches are checkpointed, from the first one; and of these, R's: with cuts, B recomputes.
         self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if own_forward else checkpointed, draws
-        #: What deferred BatchNorm layers collect. In a call inside another one, they do that for the outer one, whose
-        #: microbatch is this call's batch.
+        #: What deferred BatchNorm layers collect; in a call inside another one, for that one, as a single microbatch.
         self.statistics: list[ChannelStatistics] = []
         outer = collecting.get()
         collected = self.statistics if outer is None else outer[0]

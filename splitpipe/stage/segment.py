@@ -10,7 +10,6 @@ doesn't know, and the stage before would lose it.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -114,7 +113,7 @@ class RunningStage:
         # Checkpointed, what waits keeps what was just recomputed; otherwise, what the forward has kept anyway.
         limit = own.weight_bytes // (4 if call.checkpointed else 1) if limit is None else limit
         weights = None if streams is None else streams(self.device, "weights")
-        self.store = WeightGradStore(self.compute, weights, math.inf if streams is None else limit, names)
+        self.store = WeightGradStore(self.compute, weights, None if streams is None else limit, names)
         self.fwd_cache: dict[int, Segment] = {}
         #: The leaves to which its microbatches' graphs lead, by identity.
         self.reached: dict[int, Tensor] = {}
