@@ -38,6 +38,12 @@ _SHARED = (
     "backward='autograd', checkpoint='never')."
 )
 
+_WRITTEN = (
+    "a tensor was modified in place during backward, before its weight gradient was computed: expected saved "
+    "activations and output gradients to stay as they are. A layer's backward overwrites a gradient, or what another "
+    "layer has saved; use SplitPipe(..., backward='autograd') with it."
+)
+
 
 class Part(NamedTuple):
     """What B has left for W of a node: what its ``accumulate`` gets, and the version of all of that."""
@@ -198,29 +204,19 @@ class WeightGradStore:
         groups: dict[Any, list[Part]] = {}
         for part in parts:
             node = part.node
-            if total_version([*part.ctx.saved_for_weight, part.grad]) != part.version:
-                raise self._described(RuntimeError(_WRITTEN), node)  # Autograd would have read it before that.
             groups.setdefault((node.accumulate, node.way, *map(id, node.weights)), []).append(part)
         for own in groups.values():
             node = own[0].node
             totals = [None if x is None else self.total(x) for x in node.weights]
             try:
+                for part in own:  # Autograd would have read it before it was written to.
+                    if total_version([*part.ctx.saved_for_weight, part.grad]) != part.version:
+                        raise RuntimeError(_WRITTEN)
                 node.accumulate(totals, [(part.ctx, part.grad) for part in own])
             except BaseException as error:
-                self._described(error, node)
+                names = [self._names.get(id(x), "a tensor without a name") for x in node.weights if x is not None]
+                add_note(error, f"in the weight gradient of {', '.join(names)}")
                 raise
-
-    def _described(self, error: BaseException, node: WeightNode) -> BaseException:
-        names = [self._names.get(id(x), "a tensor without a name") for x in node.weights if x is not None]
-        add_note(error, f"in the weight gradient of {', '.join(names)}")
-        return error
-
-
-_WRITTEN = (
-    "a tensor was modified in place during backward, before its weight gradient was computed: expected saved "
-    "activations and output gradients to stay as they are. A layer's backward overwrites a gradient, or what another "
-    "layer has saved; use SplitPipe(..., backward='autograd') with it."
-)
 
 
 def _size(parts: Sequence[Part]) -> int:
