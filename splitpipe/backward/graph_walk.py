@@ -45,6 +45,18 @@ class WeightNode:
     version: int = 0  #: That of what was saved, at the end of F.
 
 
+def total_version(tensors: Iterable[Tensor | None]) -> int:
+    """A number that grows when one of the tensors is written to, unless it is a parameter."""
+    total = 0
+    for x in tensors:
+        if x is not None and type(x) is not Parameter:
+            try:
+                total += x._version
+            except RuntimeError:  # An inference tensor, such as a gradient that the caller has given.
+                pass
+    return total
+
+
 class Walk(NamedTuple):
     """What a walk has reached."""
 
@@ -98,17 +110,6 @@ def walk(roots: Iterable[GradientEdge], ends: Collection[Any], split: bool) -> W
             if not any([x is not None for x in own.weights]):
                 del weight_nodes[node]
     return Walk(weight_nodes, stand_ins, [*leaves.values()], reached)
-
-def total_version(tensors: Iterable[Tensor | None]) -> int:
-    """A number that grows when one of the tensors is written to, unless it is a parameter."""
-    total = 0
-    for x in tensors:
-        if x is not None and type(x) is not Parameter:
-            try:
-                total += x._version
-            except RuntimeError:  # An inference tensor, such as a gradient that the caller has given.
-                pass
-    return total
 
 
 def _type(function: Callable[[Tensor], Tensor]) -> Any:
