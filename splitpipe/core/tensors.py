@@ -50,7 +50,7 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
 def wait_for_collectives(values: Iterable[Any]) -> None:
     """Waits for collectives whose results are dropped unread, as a recomputation's output: torch would keep them."""
-    for x in values:
-        pending = x.to_local() if hasattr(x, "to_local") else x
+    for x in [x for x in values if isinstance(x, Tensor)]:
+        pending: Any = x.to_local() if hasattr(x, "to_local") else x
         if hasattr(pending, "trigger_wait"):
             pending.trigger_wait()

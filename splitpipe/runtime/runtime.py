@@ -211,7 +211,7 @@ class Runtime:
         checkpointed = 0 if tail is None else max(0, microbatches - tail)
         draws = Draws(self.draws, (batch.module.training, state.grad, microbatches > 1))
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
-        sharded = any([hasattr(x, "full_tensor") for x in call.leaves])  # A DTensor.
+        sharded = any([isinstance(x, Tensor) and hasattr(x, "full_tensor") for x in call.leaves])  # A DTensor.
         odd = thread_state.is_odd() or layers.odd or draws.watched or sharded
         if target is not None and self._objective is not None:
             target = move(target, resources.devices[-1:], call.unread)
