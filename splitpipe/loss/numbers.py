@@ -5,13 +5,15 @@ what it counts.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from splitpipe.core.tensors import map_tensors
 from splitpipe.core.torch_private import DisableTorchFunction
 
 #: Names of functions.
@@ -19,6 +21,9 @@ ADDING = frozenset("add radd iadd sub subtract isub rsub".split())
 SCALING = frozenset("mul multiply rmul imul".split())
 DIVIDING = frozenset("div divide true_divide truediv itruediv idiv rdiv rtruediv".split())
 Amount = Tensor | float
+Reduce = Callable[[list[Tensor], list[int]], Tensor]
+#: What a user can do about a loss of a schedule.
+AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
 
 
 @dataclass(eq=False)
@@ -33,6 +38,7 @@ class Formula:
     selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
     grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
+    detached: bool = False  #: Whether it leaves the graph of one that it is computed from.
 
 
 @dataclass(eq=False)
@@ -55,26 +61,25 @@ class Number:
         """The number with other tensors as its sums and constants."""
         return Number({x: change(y) if isinstance(y, Tensor) else y for x, y in self.steps.items()})
 
-    def evaluate(self, amounts: Sequence[Amount], detached: list[str] | None = None) -> Any:
-        """The number for other sums and constants; ``detached`` gets the names of functions that leave their graph."""
+    def evaluate(self, amounts: Sequence[Amount]) -> Any:
+        """The number for other sums and constants."""
         rest, found = iter(amounts), dict[Formula, Any]()
         for step in self.steps:
             if step.function is None:
                 found[step] = next(rest)
                 continue
-            args, kwargs = mapped(lambda x: found[x] if isinstance(x, Formula) else x, step.given)
+            args, kwargs = map_tensors(lambda x: found[x], step.given, Formula)
             with DisableTorchFunction():
                 out = step.function(*args, **kwargs)
                 found[step] = out.detach() if isinstance(out, Tensor) and not step.grad else out
-            if detached is not None and not step.grad and any([x.requires_grad for x in tensors((args, kwargs))]):
-                detached.append(step.name)
         return found[self.formula]
 
     def described(self) -> list[str]:
         """What has to be the same in all microbatches."""
         at: dict[Any, str] = {step: f"step {k}" for k, step in enumerate(self.steps)}
-        return [repr((x.name, x.grad, x.constant, x.selected, x.nothing, mapped(lambda y: at.get(y) if isinstance(
-            y, (Formula, Tensor, torch.dtype)) else y, x.given))) for x in self.steps]
+        kinds = Formula, Tensor, torch.dtype
+        return [repr((x.name, x.grad, x.constant, x.selected, x.nothing, map_tensors(at.get, x.given, kinds)))
+                for x in self.steps]
 
 
 @dataclass(frozen=True)
@@ -84,31 +89,23 @@ class Unknown:
     function: str
 
 
+#: A number of a call that wasn't traced, since earlier calls of its kind had returned none.
+UNSEEN = Unknown("a block that returned no number before")
+
+
 def amount(name: str, value: Amount, constant: bool = False, **facts: Any) -> Number:
     """A sum or a constant."""
     grad = isinstance(value, Tensor) and value.requires_grad
     return Number({Formula(name, grad, constant=constant, grows=not constant, **facts): value})
 
 
-def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, grad: bool, **facts: Any) -> Number:
-    """The result of a function with numbers among its arguments."""
-    steps: dict[Formula, Amount | None] = {}
-
-    def formula(x: Any) -> Any:
-        steps.update(x.steps if isinstance(x, Number) else {})
-        return x.formula if isinstance(x, Number) else x
-
-    given = mapped(formula, (args, kwargs))
-    return Number({**steps, Formula(name, grad, function, given, **facts): None})
-
-
 def quotient(
     total: Tensor, count: Amount, like: Tensor, name: str = "loss_fn", grad: bool = True, selected: bool = False
 ) -> Number:
     """A total by a count, with the type of a tensor: the batch's is the sum of totals by that of counts."""
-    above = Number({Formula(name, grad, selected=selected, grows=True): total})
-    given = above, amount(name, count, selected=selected), like.dtype
-    return applied("div", lambda x, y, dtype: (x / y).to(dtype), given, {}, grad)
+    above, below = [Formula(name, has_graph, selected=selected, grows=True) for has_graph in (grad, False)]
+    given = (above, below, like.dtype), dict[str, Any]()
+    return Number({above: total, below: count, Formula("div", grad, lambda x, y, to: (x / y).to(to), given): None})
 
 
 def mean(value: Tensor, count: Amount, *facts: Any) -> Number:
@@ -122,8 +119,7 @@ def mean(value: Tensor, count: Amount, *facts: Any) -> Number:
 def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | None:
     """How the batch's number is computed, and its sums and constants, added up with the graphs of the microbatches.
 
-    None if one is Unknown, or if they were computed in different ways. A microbatch where nothing counts
-    (``if mask.any():``) may have 0, if masks decide what counts in the others.
+    None if one is Unknown, or if they differ. Where nothing counts (``if mask.any():``), 0 is none if masks decide.
     """
     known = [number for number in each if isinstance(number, Number)]
     some = [x for x in known if not x.formula.nothing] or known
@@ -145,19 +141,52 @@ def _added(values: Sequence[Any]) -> Any:
     return torch.as_tensor(sum([x.to(like.device, wide) for x in values])).to(like.dtype)
 
 
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of the arguments of a function, which are nested in tuples, lists and dicts only, with them changed."""
-    if type(value) in (tuple, list):
-        return type(value)([mapped(change, x) for x in value])
-    return {key: mapped(change, x) for key, x in value.items()} if type(value) is dict else change(value)
+def warn(said: set[str], function: str) -> None:
+    """Warns that a number that isn't recognised is taken as a mean over rows; once for each function, not ``said``."""
+    if function not in said:
+        said.add(function)
+        warnings.warn(
+            f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
+            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). If that "
+            "is right, reduction='mean' silences this warning. Otherwise, pass reduction='sum' or a function; or, with "
+            f"a loss_fn, {AS_PAIR}. For a loss over the whole batch, compute it from model(x), without a schedule.",
+            stacklevel=2,
+        )
 
 
-def tensors(values: Any) -> list[Tensor]:
-    """The tensors in nestings of tuples, lists and dicts."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list, dict)):
-            found += tensors(value.values() if isinstance(value, dict) else value)
-    return found
+@dataclass(frozen=True)
+class Reducer:
+    """Combines numbers of microbatches."""
+
+    reduction: str | Reduce | None
+    numbers: Sequence[Mapping[int, Number | Unknown]]  #: What each microbatch's consist of, by their identity.
+    said: set[str]
+
+    def reduces(self, column: Sequence[Any]) -> bool:
+        """True for numbers that are combined into one, rather than joined; with dimensions, if the trace knows them."""
+        if not all([isinstance(x, Tensor) for x in column]):
+            return False
+        return not any([x.dim() for x in column]) or self.reduction is None and bool(self.numbers) and all([
+            isinstance(each.get(id(x)), Number) for x, each in zip(column, self.numbers)
+        ])
+
+    def reduced(self, column: Sequence[Tensor], rows: list[int]) -> Tensor:
+        """The number of the batch."""
+        like = column[0]
+        values = [x.to(like.device) for x in column]  # If a microbatch skipped the last stages, it is elsewhere.
+        if callable(self.reduction):
+            return self.reduction(values, rows)
+        if self.reduction == "sum":
+            return torch.stack(values).sum()
+        each = [known.get(id(x), UNSEEN) for x, known in zip(column, self.numbers)] if self.reduction is None else []
+        found = batch(each)
+        if found is None and not like.is_floating_point():
+            raise ValueError(f"the output has a number of type {like.dtype}, which is different for every microbatch: "
+                             "expected a floating-point number, a sum, or a function as reduction=.")
+        if found is None and self.reduction is None:
+            unknown = [x.function for x in each if isinstance(x, Unknown)]
+            warn(self.said, [*unknown, "code that differs between microbatches"][0])
+        by_rows = [mean(x, float(count)) for x, count in zip(values, rows)] if found is None else []
+        number, totals = found or batch(by_rows)  # type: ignore[misc]
+        whole: Tensor = number.evaluate(totals).to(like.dtype)
+        return whole if any([x.requires_grad for x in values]) else whole.detach()

@@ -32,7 +32,7 @@ class _Batch(NamedTuple):
 
 
 def gather(outputs: Sequence[Any], rows: Sequence[int], along: Sequence[int | None] = (0,), reducer: Any = None) -> Any:
-    """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.reduction``).
+    """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.numbers``).
 
     ``along``: the dimensions along which values of the input were split, None for what was not.
     """

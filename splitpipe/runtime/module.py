@@ -18,7 +18,7 @@ from splitpipe.engine.module_output import keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.copy import Lane
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing
-from splitpipe.loss.reduction import UNSEEN
+from splitpipe.loss.numbers import UNSEEN
 from splitpipe.microbatch.divider import ArgumentDivider, name_arguments
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks

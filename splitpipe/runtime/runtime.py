@@ -34,8 +34,8 @@ from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
-from splitpipe.loss.objective import TARGET, Objective
-from splitpipe.loss.reduction import AS_FUNCTION, NO_FUNCTION, BatchLoss, Reducer
+from splitpipe.loss.numbers import Reducer
+from splitpipe.loss.objective import TARGET, BatchLoss, Objective
 from splitpipe.microbatch.divider import Divider, Split
 from splitpipe.microbatch.division import Division, move, noted
 from splitpipe.microbatch.gather import gather
@@ -141,7 +141,10 @@ class Runtime:
         """Raises for what a schedule can't compute; returns the scale of the gradient scaler, if there is one."""
         scaler = self.options.grad_scaler
         if callable(self.options.reduction):
-            raise ValueError(NO_FUNCTION)
+            raise ValueError(
+                "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
+                "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
+            )
         if not state.grad:
             return None
         if self.hand_over is not None and self.hand_over.dropped:
@@ -163,7 +166,7 @@ class Runtime:
 
     def _loss(self, step: StepRun, target: Division | None, scale: Tensor | None, shared: SharedParameters) -> Tensor:
         """The loss of the batch, whose backward hands the gradients over."""
-        call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said, AS_FUNCTION)
+        call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said)
         batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
         scheduled = ScheduledStep(step, target, scale, batch_loss)
         loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed), shared)
