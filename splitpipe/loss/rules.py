@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.tensors import tensors_in
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, FunctionCall, Meaning, Rows, scalars_in
 from splitpipe.loss.numbers import Number, Unknown
@@ -253,7 +252,7 @@ def _count(call: FunctionCall) -> Tensor | float:
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(
         counts, weight.detach()[torch.where(counts, target, 0)], 0).sum()
-    return count.full_tensor() if is_dtensor(count) else count  # type: ignore[no-any-return]
+    return count.full_tensor() if hasattr(count, "full_tensor") else count  # type: ignore[no-any-return]
 
 
 #: Where recognition ended at values whose number depends on the batch.
