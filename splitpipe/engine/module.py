@@ -162,7 +162,7 @@ class ModuleForward:
             for each in step.stages:
                 if (segment := each.fwd_cache.get(self.i)) is not None:
                     segment.close(step.split, each.own)
-                    each.reached.update(segment.graph.parameters() if step.drop_in else {})
+                    each.reached.update(segment.graph.reached if step.drop_in else {})
         self._within.close()
         if begun is not None and (step.call.drew or begun != position_of(stage.device)):
             raise RuntimeError(

@@ -147,9 +147,9 @@ def warn(said: set[str], function: str) -> None:
         said.add(function)
         warnings.warn(
             f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
-            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). If that "
-            "is right, reduction='mean' silences this warning. Otherwise, pass reduction='sum' or a function; or, with "
-            f"a loss_fn, {AS_PAIR}. For a loss over the whole batch, compute it from model(x), without a schedule.",
+            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). Pass "
+            "reduction='mean' if that is right, reduction='sum' if it is a sum, or reduction= as a function; or "
+            f"{AS_PAIR}. For a loss over the whole batch, compute it from model(x), without a schedule.",
             stacklevel=2,
         )
 
@@ -182,7 +182,7 @@ class Reducer:
         found = batch(each)
         if found is None and not like.is_floating_point():
             raise ValueError(f"the output has a number of type {like.dtype}, which is different for every microbatch: "
-                             "expected a floating-point number, a sum, or a function as reduction=.")
+                             "expected a floating-point number, a sum, or reduction= as a function.")
         if found is None and self.reduction is None:
             unknown = [x.function for x in each if isinstance(x, Unknown)]
             warn(self.said, [*unknown, "code that differs between microbatches"][0])

@@ -41,13 +41,13 @@ class Objective(nn.Module):
         super().__init__()
         # If loss_fn is a module, it becomes one of the stage's modules; any other callable is an attribute.
         self.loss_fn, self.reduction, self._said = loss_fn, reduction, said
+        self.compiled = is_compiled(loss_fn)
         self.begin([1, 1])
 
     def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
         """Begins a call whose microbatches have these rows, along these dimensions of input and target."""
         self.batch_loss = BatchLoss(rows, self.reduction, self._said)
         self._rows, self._input, self._target = rows, input, [dim for dim in target if dim is not None]
-        self.compiled = is_compiled(self.loss_fn)
 
     def forward(self, output: Any) -> Any:
         """The part of a microbatch in the batch's loss."""
@@ -68,9 +68,8 @@ class Objective(nn.Module):
             loss, count = _verified(value)
             if count is not None:
                 return loss, quotient(loss, count, loss)
-            if trace is None:
-                return loss, Unknown("a compiled function")
-            return loss, trace.ledger.number(value) or Unknown("loss_fn")
+            number = Unknown("a compiled function") if trace is None else trace.ledger.number(value)
+            return loss, number or Unknown("loss_fn")
 
     def _begun(self, trace: Trace | None, i: int, output: Any, target: Any) -> Trace:
         """A trace that knows where the rows are in the output and in the target."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.tensors import tensors_in
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, FunctionCall, Meaning, Rows, scalars_in
 from splitpipe.loss.numbers import Number, Unknown
@@ -19,11 +18,11 @@ from splitpipe.loss.numbers import Number, Unknown
 Rule = Callable[[FunctionCall], Meaning | None]
 #: Elementwise functions, with broadcasting.
 each_entry: Rule = FunctionCall.joined
-_RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel".split())
+_RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
 _TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
 _DIVIDING = frozenset("unbind split chunk tensor_split".split())
 #: Functions that repeat entries, perhaps for each row.
-REPEATING = frozenset("expand expand_as broadcast_to repeat tile".split())
+REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
 
 
 def dims_of(x: Tensor, dims: Any) -> list[int]:
@@ -50,10 +49,11 @@ def view(call: FunctionCall) -> Meaning | None:
     given = [y for some in each for y in (some if isinstance(some, (tuple, list)) else [some])]
     if name in _RESHAPING:  # No entry of the first dimension may have parts of several rows.
         size = ledger.rows if rows.chosen is None else len(x)
+        plain = len(call.operands) == 1 or "as" in name  # Or each entry is repeated as often as a tensor says.
         # Given by a number, the first dimension may be of groups of rows, unless it has the entries of some dimensions.
         groups = name in ("view", "reshape") and given[:1] not in ([], [-1]) and not (
             ledger.sizes and len(out) in [ledger.rows, *accumulate(x.shape, mul)])
-        return rows if out.dim() and not groups and len(out) and not len(out) % size else None
+        return rows if out.dim() and plain and not groups and len(out) and not len(out) % size else None
     if name in _DIVIDING and not call.argument(2 - (name == "unbind"), "dim", 0) % x.dim():
         ledger.note_size(x, rows)  # Python may count the pieces.
         return None
@@ -146,6 +146,14 @@ def along(call: FunctionCall) -> Meaning | None:
     return call.added(rows) if call.name in _ADDS else None
 
 
+def add_up(call: FunctionCall) -> Meaning | None:
+    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
+    _, dim, places, entries = call.args
+    rows, zeros = call.joined([entries, places], places.shape), call.meaning is Constant.ZEROS
+    plain = zeros and not dim and places.dim() == 1 and len(call.out) != call.ledger.rows
+    return call.added(rows) if isinstance(rows, Rows) and plain else None
+
+
 def matmul(call: FunctionCall) -> Meaning | None:
     """Products of rows with constant weights."""
     constant = all([call.of(y) is GIVEN and y.dim() < 3 for y in call.operands[1:]])
@@ -160,14 +168,15 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
-        return call.meaning if "like" in name and Rows in call.kinds else UNIFORM
+        made = Constant.ZEROS if "zeros" in name else Constant.UNIFORM
+        return call.meaning if "like" in name and Rows in call.kinds else made
     value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
     if not all([isinstance(call.of(x), Constant) for x in tensors_in(value)]) or ledger.read and ledger.variable(each):
         return None  # torch.tensor([mask.sum()])
     if ledger.may_count(scalars_in(each), size=each is value or not call.out.is_floating_point()):
         return MAY_COUNT
-    return UNIFORM if len(each) == len(scalars_in(each)) == 1 else VARIED
+    return Constant.UNIFORM if len(each) == len(scalars_in(each)) == 1 else VARIED
 
 
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
@@ -228,7 +237,7 @@ def _entries(call: FunctionCall) -> Meaning | None:
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
     plain = x.dim() > 1 and isinstance(call.of(target), Rows) if counted else x.dim() == 2
     return rows if plain and all([
-        rows.alike(each) or isinstance(each, Constant) and (each is UNIFORM or counted and y is not target)
+        rows.alike(each) or isinstance(each, Constant) and (each in UNIFORM or counted and y is not target)
         for y, each in others
     ]) else None
 
@@ -243,7 +252,7 @@ def _count(call: FunctionCall) -> Tensor | float:
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(
         counts, weight.detach()[torch.where(counts, target, 0)], 0).sum()
-    return count.full_tensor() if is_dtensor(count) else count  # type: ignore[no-any-return]
+    return count.full_tensor() if hasattr(count, "full_tensor") else count  # type: ignore[no-any-return]
 
 
 #: Where recognition ended at values whose number depends on the batch.
@@ -265,7 +274,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
                  "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
                  "itruediv idiv rdiv rtruediv broadcast_tensors"),
-    (along, " ".join(_ALONG)), (matmul, "matmul linear"),
+    (along, " ".join(_ALONG)), (matmul, "matmul linear"), (add_up, "scatter_add"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor arange {' '.join(_COPIES)}"),
     (keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "

@@ -128,11 +128,11 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     steps, values = dict[Formula, Any](), dict[int, Any]()  # ``values``: in place of the tensors among the arguments.
     for x in call.operands:
         meaning = call.of(x)
-        if meaning in (GIVEN, UNIFORM) and x.requires_grad:
+        if meaning in (GIVEN, *UNIFORM) and x.requires_grad:
             meaning = amount("a constant", x, constant=True)
         if isinstance(meaning, Number):
             steps.update(meaning.steps)
-        elif meaning not in (GIVEN, UNIFORM):
+        elif meaning not in (GIVEN, *UNIFORM):
             return meaning if isinstance(meaning, Unknown) else None
         values[id(x)] = meaning.formula if isinstance(meaning, Number) else x.clone()
     if name not in RULES or function is None or RULES[name] is index and len(call.operands) > 1:

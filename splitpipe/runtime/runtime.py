@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from splitpipe.backward.input_backward import LeafHooks
 from splitpipe.backward.report import DeferralReport, report
+from splitpipe.backward.split_backward import LeafHooks
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
 from splitpipe.compiled.backend import CompileOptions
-from splitpipe.compiled.layers import Compiler
+from splitpipe.compiled.layers import Compiler, is_compiled
 from splitpipe.core import thread_state
-from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Resources
@@ -214,7 +213,8 @@ class Runtime:
         checkpointed = 0 if tail is None else max(0, microbatches - tail)
         kind = batch.module.training, state.grad, microbatches > 1
         call = Call(division, options.places, state, checkpointed, self.own_forward, self.draws, kind)
-        odd = thread_state.is_odd() or layers.odd or call.watched or any(map(is_dtensor, call.leaves))
+        sharded = any([isinstance(x, Tensor) and hasattr(x, "full_tensor") for x in call.leaves])  # A DTensor.
+        odd = thread_state.is_odd() or layers.odd or call.watched or sharded
         if target is not None and self._objective is not None:
             target = move(target, resources.devices[-1:], call.unread)
             self._objective.begin(division.rows, division.dims, target.dims)
@@ -244,6 +244,8 @@ class Runtime:
         stages = self._stages(batch.module)
         self._compiler.compile(layer for stage in stages for _, layer in stage)
         layers = ModelLayers(batch.module, stages, options.places, options.schedule, objective)
+        if objective is not None:
+            objective.compiled = is_compiled(objective.loss_fn)
         self._known = None if layers.computed else (objective, layers)
         return layers
 

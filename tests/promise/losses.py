@@ -313,6 +313,7 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
 
 
 HAND: Table = {
+    "repeated words": ("values", lambda o, t: (o.repeat_interleave(2, 1) - t.repeat_interleave(2, 1)).square().mean()),
     "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
     "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt()),
@@ -545,7 +546,6 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 SAID: Table = {
     "rows up to a size": ("flat", lambda o, t: F.mse_loss(o[: len(t)], t)),
     "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
-    "repeated words": ("values", lambda o, t: (o.repeat_interleave(2, 1) - t.repeat_interleave(2, 1)).square().mean()),
     "ctc": ("letters", _ctc),
     "letters of words first": ("letters", lambda o, t: F.ctc_loss(
         o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),
