@@ -63,8 +63,7 @@ class SequentialForward:
                 values = run.first(layers)
                 if step.drop_in:
                     segment.close(False, own)  # Its graph is dropped, but shows the leaves.
-                signatures = [value.signature for value in values.values()]
-                stage.fwd_cache[i] = Segment(partial(_recompute, i, given, _versions(given), signatures, run))
+                stage.fwd_cache[i] = Segment(partial(_recompute, i, given, _versions(given), _signatures(values), run))
             else:
                 values = layers()
                 if call.state.grad:
@@ -96,8 +95,8 @@ def _recompute(
             "expected it as the forward saw it, for its recomputation. Write to a copy (x.clone())."
         )
     with thread_state.use(step.call.state):
-        values = run.recompute(partial(run_layers, step, stage, i, given, segment, "recomputation")).values()
-        if [value.signature for value in values] != signatures:
+        values = run.recompute(partial(run_layers, step, stage, i, given, segment, "recomputation"))
+        if _signatures(values) != signatures:
             raise RuntimeError(
                 f"{stage.name} returned other outputs in its recomputation than in its forward: expected layers that "
                 "depend on their inputs and parameters alone, or checkpoint='never'."
@@ -153,6 +152,11 @@ def run_layers(
     if segment is not None:
         detach(values.values(), segment, stage.index, step.call.state.grad)
     return values
+
+
+def _signatures(values: Values) -> list[Any]:
+    """What R has to return, too: the origins of values, and the shapes of tensors."""
+    return [(own.origins, [x.shape for x in own.leaves if isinstance(x, Tensor)]) for own in values.values()]
 
 
 def _versions(given: Values) -> list[int | None]:

@@ -43,11 +43,6 @@ class Activation:
     shared: frozenset[int] = frozenset()
     event: torch.Event | None = None
 
-    @property
-    def signature(self) -> tuple[list[Origin | None], list[torch.Size]]:
-        """What a recomputation has to have, too: the origins, and the shapes of tensors."""
-        return self.origins, [x.shape for x in self.leaves if isinstance(x, Tensor)]
-
 
 class Call:
     """What all stages share in one call; ``own_forward``: with cuts, when tensors may stay on later devices.
