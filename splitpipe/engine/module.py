@@ -31,7 +31,7 @@ from splitpipe.engine.crossing import SIMPLE, Crossing, Follow, changed
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace, sees
-from splitpipe.microbatch.divider import holds_objects
+from splitpipe.microbatch.arguments import holds_objects
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
