@@ -50,7 +50,7 @@ def device_map(
     stage = 0
     for prefix, part in blocks.module.named_modules(remove_duplicate=False):
         block = part in blocks.blocks
-        if not block and part not in blocks.opened:
+        if not block and part not in blocks.opened and part is not blocks.module:
             continue
         stage = blocks.cuts.get(part, stage)
         device = devices[stage_of.get(part, stage)]

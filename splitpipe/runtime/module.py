@@ -43,15 +43,16 @@ class ModuleRuntime(Runtime):
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, options: Options) -> None:
         self._module_of = weakref.ref(module)  # The module refers to this, as its forward.
         self.own = own  #: The instance's previous forward, if it had one.
-        self.signature, flags = inspect.signature(self._forward), options.batched or {}
+        self.signature, flags = inspect.signature(self._forward_of(module)), options.batched or {}
         read = partial(read_arguments, self.signature, flags, "the input")
         super().__init__(options, Divider(read, flags.get("target"), options.chunks))
         self.named_dims = [dim for dim in flags.values() if type(dim) is int and dim > 0]
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
         self._mapped = 0  # How many there were when ``hf_device_map`` was written.
         self._traced: dict[Any, bool] = {}  #: Whether calls of a kind have returned numbers; others aren't traced.
-        self._attributes = Attributes()
-        self._modules: dict[nn.Module, Modules] = {}
+        # Those of the last call, which begin anew if modules or parameters change.
+        self._blocks: Any = None
+        self._attributes, self._modules = Attributes(), dict[nn.Module, Modules]()
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
         return ModuleRuntime, (self.module, self.own, self.options)
@@ -63,9 +64,8 @@ class ModuleRuntime(Runtime):
             raise ReferenceError("the module of this forward is gone: expected it to be kept alive while it is called.")
         return module
 
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        return type(self.module).forward.__get__(self.module) if self.own is None else self.own
+    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        return type(module).forward.__get__(module) if self.own is None else self.own
 
     def write_map(self) -> None:
         """Writes ``hf_device_map``: accelerate and Trainer don't move a model that has one.
@@ -98,25 +98,25 @@ class ModuleRuntime(Runtime):
             kwargs = {**kwargs, "use_cache": False}
         cache = cache or takes and cache is None and not labels
         unsplit = not module.training and target is None and bool(cache)
-        return Batch(module, args, kwargs, target, unsplit, Blocks(module, self.options.cuts), labels, kind)
+        return Batch(module, args, kwargs, target, unsplit, labels, kind)
 
-    def _forget(self, batch: Batch) -> None:
-        """If modules or parameters have changed, it looks at all of them again: the next calls are first calls."""
-        blocks = batch.blocks
-        self._modules, self._attributes = {}, Attributes()
+    def _forget(self, module: nn.Module) -> None:
+        """It looks at all modules and parameters again: the next calls are first calls."""
+        super()._forget(module)
+        self._blocks, self._modules, self._attributes = Blocks(module, self.options.cuts), {}, Attributes()
         self.draws.clear()
-        self._compiler.compile(blocks.blocks)
-        for part in (*blocks.blocks, *blocks.opened):
+        self._compiler.compile(self._blocks.blocks)
+        for part in (module, *self._blocks.blocks, *self._blocks.opened):
             surround(part)
-        self._placement.begin(batch.module)
+        self._placement.begin(module)
 
-    def _layers(self, batch: Batch, objective: Objective | None) -> ModelLayers:
+    def _layers(self, module: nn.Module, objective: Objective | None) -> ModelLayers:
         """The blocks that each stage has called, and the loss."""
-        blocks, called, options = batch.blocks.blocks, self._placement.called, self.options
+        blocks, called, options = self._blocks.blocks, self._placement.called, self.options
         parts = [[(blocks[x], x) for x in own if x in blocks] for own in called]
-        layers = ModelLayers(batch.module, parts, options.places, options.schedule, objective)
+        layers = ModelLayers(module, parts, options.places, options.schedule, objective)
         # A first call, which shows the layers of each stage, is to do the same as later ones.
-        bytes = sum([x.nbytes for x in batch.module.parameters() if x.requires_grad])
+        bytes = sum([x.nbytes for x in module.parameters() if x.requires_grad])
         for stage in layers.stages:
             stage.weight_bytes = bytes // len(parts)
         return layers
@@ -134,8 +134,8 @@ class ModuleRuntime(Runtime):
         if not step.drop_in:
             finish = keep_own_loss if self._objective is None else partial(keep_loss, self._objective, targets)
         own = ModuleCall(
-            step, self._forward, batch.blocks, placement, shared, attributes, traced, self._modules, batch.labels,
-            partial(StitchedCrossing, streams) if stitched else Crossing,
+            step, self._forward_of(batch.module), self._blocks, placement, shared, attributes, traced, self._modules,
+            batch.labels, partial(StitchedCrossing, streams) if stitched else Crossing,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
         parts = call.scatter(call.input, detached=not stitched)

@@ -79,7 +79,6 @@ class Batch(NamedTuple):
     kwargs: dict[str, Any]
     target: Any = None
     unsplit: bool = False
-    blocks: Any = None  #: The module's own, if it isn't an nn.Sequential.
     labels: bool = False  #: Whether there are any among its arguments.
     kind: Any = None
 
@@ -213,24 +212,21 @@ class Runtime:
     def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division | None]:
         """The step of a call, and the target."""
         resources, options, training = self._resources, self.options, batch.module.training
-        if self._known is not None and not self._known[1].same():
+        if self._known is None or not self._known[1].same():
             self._known = None
-        if self._known is None:
-            verify_ungathered(batch.module)
-            self._forget(batch)
+            self._forget(batch.module)
         objective = None if batch.target is None else self._objective
         key = objective, *map(len, self._placement.called)
         if self._known is None or self._known[0] != key:
-            self._known = key, self._layers(batch, objective)
+            self._known = key, self._layers(batch.module, objective)
         layers = self._known[1]
         if layers.computed:
             self._known = None
-            if state.grad and (options.split_backward or not drop_in):
-                raise RuntimeError(
-                    f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to "
-                    "which each microbatch would run backward: expected backward='autograd', checkpoint='never' and no "
-                    "schedule."
-                )
+        if layers.computed and state.grad and (options.split_backward or not drop_in):
+            raise RuntimeError(
+                f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
+                "each microbatch would run backward: expected backward='autograd', checkpoint='never' and no schedule."
+            )
         division, target = self.divider.divide(batch.args, batch.kwargs, batch.target, batch.unsplit)
         microbatches = len(division.rows)
         tail = UNCHECKPOINTED_TAIL[options.checkpoint] if training and state.grad else None
@@ -254,14 +250,15 @@ class Runtime:
             traces=() if recorder is None else recorder.begin(stages),
         ), target
 
-    def _layers(self, batch: Batch, objective: Objective | None) -> ModelLayers:
-        """The layers of all stages, of which the loss is the last if there is a target."""
-        stages = self._stages(batch.module)
-        self._compiler.compile(layer for stage in stages for _, layer in stage)
-        return ModelLayers(batch.module, stages, self.options.places, self.options.schedule, objective)
-
-    def _forget(self, batch: Batch) -> None:
+    def _forget(self, module: nn.Module) -> None:
         """Called for a module with other parts than before."""
+        verify_ungathered(module)
+
+    def _layers(self, module: nn.Module, objective: Objective | None) -> ModelLayers:
+        """The layers of all stages, of which the loss is the last if there is a target."""
+        stages = self._stages(module)
+        self._compiler.compile(layer for stage in stages for _, layer in stage)
+        return ModelLayers(module, stages, self.options.places, self.options.schedule, objective)
 
     def _stages(self, module: nn.Module) -> list[list[Named]]:
         layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
