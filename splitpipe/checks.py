@@ -55,6 +55,8 @@ def verify_options(*, chosen: bool = False, own_loss: bool = False, **given: Any
         ("loss_fn", True, lambda x: callable(x) and not isinstance(x, type), None,
          "a function of output and target, an instance, such as nn.MSELoss()"),
         ("split", True, callable, None, "a function split(args, kwargs, chunks)"),
+        ("reduction", True, lambda x: callable(x) or isinstance(x, str), lambda x: callable(x) or x in ("mean", "sum"),
+         "'mean' (weighted by rows), 'sum', or a function of the list of microbatches' values and that of their rows"),
         ("grad_scaler", True, _is(torch.amp.GradScaler), None, "the loop's torch.amp.GradScaler"),
     ):
         value = given.get(name)

@@ -16,7 +16,7 @@ from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint, verify_options
 from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device
-from splitpipe.loss.reduction import Reduce, verify_reduction
+from splitpipe.loss.reduction import Reduce
 from splitpipe.microbatch.chunk_spec import verify_named
 from splitpipe.microbatch.custom_split import Split
 from splitpipe.partition.device_map import Hooks, put_back, take_off
@@ -124,7 +124,6 @@ def options_of(
     if isinstance(schedule, str) and schedule == "gpipe" and loss_fn is None:
         schedule = None  # Backward of both comes after all forwards.
     verify_options(**{**given, "schedule": schedule}, own_loss=not balance, chosen=True)
-    verify_reduction(given["reduction"])
     compiling = verify_compile(given["compile"])
     named = None if given["devices"] is None else checks.resolve_devices(given["devices"])
     if given["chunks"] is not None:

@@ -44,7 +44,23 @@ def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[
     return frozenset([k for k, storage in enumerate(storages) if storage and counts[storage] > 1])
 
 
-def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """A copy of a nesting, with its tensors changed."""
+def map_tensors(change: Callable[[Any], Any], value: Any, of: Any = Tensor) -> Any:
+    """A copy of a nesting, with its tensors, or what is ``of`` other types, changed."""
+    if isinstance(value, of):
+        return change(value)
+    kind = type(value)  # Without pytree, which takes as long as some functions do.
+    if kind is tuple or kind is list:
+        return kind([map_tensors(change, x, of) for x in value])
+    if kind is dict:
+        return {key: map_tensors(change, x, of) for key, x in value.items()}
     leaves, structure = tree_flatten(value)
-    return tree_unflatten([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+    return tree_unflatten([change(x) if isinstance(x, of) else x for x in leaves], structure)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nestings of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if not isinstance(value, (tuple, list, dict)):
+        return []
+    return [x for each in (value.values() if isinstance(value, dict) else value) for x in tensors_in(each)]

@@ -58,5 +58,6 @@ def _add_to_loss(forward: Any, value: Tensor, number: Number | Unknown) -> None:
 def kept_output(forward: Any, output: Any, change: Callable[[Tensor], Tensor]) -> Output:
     """An output with its leaves, and the terms of its numbers, changed."""
     leaves, nesting = flatten(output, fields=True)
-    numbers = {} if forward.trace is None else forward.trace.ledger.numbers(leaves)
-    return Output(leaves, nesting, {}, {id(leaves[k]): number for k, number in numbers.items()}).changed(change)
+    traced = [] if forward.trace is None else [x for x in leaves if isinstance(x, Tensor)]
+    numbers = {id(x): forward.trace.ledger.number(x) for x in traced}
+    return Output(leaves, nesting, {}, {x: number for x, number in numbers.items() if number}).changed(change)

@@ -8,22 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, mean, quotient, tensors
+from splitpipe.core.tensors import tensors_in
+from splitpipe.loss.ledger import GIVEN, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, mean
 
 
 class FunctionCall:
-    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned.
-
-    ``counting``: whether a number of Python that may count rows is a factor. ``total``: of a mean, if it is known.
-    """
+    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned."""
 
     def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any = None) -> None:
-        self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
-        self.out, self.counting = out, False
-        self.total: Any = None
+        self.ledger, self.name, self.args, self.kwargs, self.out = ledger, name, args, kwargs, out
         #: The tensors among the arguments.
-        self.operands = tensors(args) + (tensors(kwargs.values()) if kwargs else [])
+        self.operands = tensors_in((*args, *kwargs.values()))
         self._of = {id(x): ledger.of(x) for x in self.operands}
         self.meanings = [*self._of.values()]  #: What they are.
         self.meaning = self.of(args[0]) if args else Unknown(name)  #: What the first argument is.
@@ -42,16 +38,13 @@ class FunctionCall:
         """An argument by its position or name."""
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
-    def summed(self, rows: Rows) -> Number | Unknown:
-        """The result, as a sum of these rows."""
-        return MAY_COUNT if self.counting else amount(self.name, self.out.clone(), selected=rows.selected)
-
-    def averaged(self, rows: Rows, count: Amount) -> Number:
-        """The result, as a mean with this count, of these rows or of their entries."""
+    def added(self, rows: Rows, count: Amount | None = None) -> Number:
+        """The result, as a sum of these rows or of their entries, or as a mean with this count."""
+        if count is None:
+            return amount(self.name, self.out.clone(), selected=rows.selected)
         # It counts entries that a mask has made 0, too; but not targets that are ignored.
         selected = isinstance(count, Tensor) or rows.chosen is not None
-        facts = self.name, self.out.requires_grad, selected
-        return mean(self.out, count, *facts) if self.total is None else quotient(self.total, count, self.out, *facts)
+        return mean(self.out, count, self.name, self.out.requires_grad, selected)
 
     def joined(
         self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
@@ -64,12 +57,12 @@ class FunctionCall:
         if len(rows) + len(constants) < len(pairs):
             return None
         if not rows:
-            return GIVEN if all([each is GIVEN or each.uniform and not x.dim() for x, each in constants]) else VARIED
+            return GIVEN if all([each is GIVEN or each is UNIFORM and not x.dim() for x, each in constants]) else VARIED
         x, first = rows[0]
         if any([y.dim() != x.dim() or y.shape[:1] != x.shape[:1] or not each.alike(first) for y, each in rows[1:]]):
             return None  # Rows meet other rows: x[:, None] - x[None].
         for y, constant in constants:
-            if not constant.uniform and y.dim() >= max(1, x.dim()):
+            if constant is not UNIFORM and y.dim() >= max(1, x.dim()):
                 if not x.dim() or len(y) > 1 and y.stride(0) or constant is not GIVEN and self.ledger.most == 1:
                     return None  # Entry k meets the k-th row of every microbatch.
         if len(shape) != x.dim() or shape[:1] != x.shape[:1]:

@@ -2,7 +2,6 @@
 
     a tensor is     if
     Rows            it has the rows of the batch, in order, along its first dimension
-    TimeMajor       it has them along its second one
     Constant        it is the same for every microbatch, or made by the code: parameters, zeros, numbers of positions
     Number          its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -27,9 +26,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
-from splitpipe.core.tensors import version_of
+from splitpipe.core.tensors import tensors_in, version_of
 from splitpipe.core.torch_private import DisableTorchFunction, tree_flatten
-from splitpipe.loss.numbers import Number, Unknown, amount, tensors
+from splitpipe.loss.numbers import Number, Unknown, amount
 
 MAY_COUNT = Unknown("a number that may count rows")
 
@@ -39,12 +38,11 @@ class Rows:
     """It has the rows of the batch along its first dimension.
 
     ``chosen``: the mask that has selected entries. ``selected``: whether it is a mask, or one has selected entries or
-    made them 0. ``counting``: whether its sum, unlike its mean, may have a number of rows as a factor.
+    made them 0.
     """
 
     chosen: Tensor | None = None
     selected: bool = False
-    counting: bool = False
 
     def alike(self, other: Meaning) -> bool:
         """True for rows that the same mask has selected, or none."""
@@ -54,27 +52,17 @@ class Rows:
         return x is y or x.shape == y.shape and x.device == y.device and x.equal(y)
 
 
-class TimeMajor:
-    """It has the rows along its second dimension, as ctc_loss wants."""
-
-
 class Constant(Enum):
     """It is the same for every microbatch; or the code has made it, so that its size may be that of the rows."""
 
     GIVEN = "given"
     UNIFORM = "made, and all entries are the same"
-    ZEROS = "made of zeros"
     VARIED = "made"
     POSITIONS = "torch.arange(n)"
 
-    @property
-    def uniform(self) -> bool:
-        """Whether the code has made it, and all entries are the same."""
-        return self in (Constant.UNIFORM, Constant.ZEROS)
-
 
 GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED
-Meaning = Rows | TimeMajor | Constant | Number | Unknown
+Meaning = Rows | Constant | Number | Unknown
 
 
 class Ledger:
@@ -119,7 +107,7 @@ class Ledger:
 
     def begin(self, value: Any, dim: int, number: Meaning = GIVEN) -> None:
         """Records an argument, or an output, of a batch along this dimension, and what numbers in it are."""
-        for x in tensors((value,)):
+        for x in tensors_in(value):
             if x.dim() and not isinstance(self.of(x), (Rows, Number)):
                 other = 0 < dim < x.dim() and x.shape[dim] == self.rows
                 rows = Rows(selected=x.dtype is torch.bool)
@@ -132,18 +120,13 @@ class Ledger:
         if isinstance(value, (list, tuple)) and len(value) == self.rows:
             self.sizes.add(self.rows)
             self.note_numbers(value, "a list with one number per row")
-            for x in tensors(value):
+            for x in tensors_in(value):
                 self.put(x, Unknown("an entry of a list with one per row"))
 
     def link(self, x: Tensor, y: Tensor) -> None:
         """Records that a tensor is equal to another, for example on another device."""
         if id(x) in self._entries or x.grad_fn is not None:
             self.put(y, self.of(x))
-
-    def numbers(self, leaves: Sequence[Any]) -> dict[int, Number | Unknown]:
-        """What the numbers among the leaves of an output consist of, by position; those with rows are none."""
-        found = {k: self.number(x) for k, x in enumerate(leaves) if isinstance(x, Tensor)}
-        return {k: number for k, number in found.items() if number is not None}
 
     def number(self, x: Tensor) -> Number | Unknown | None:
         """What a tensor without rows consists of; None for one with rows."""

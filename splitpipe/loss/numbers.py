@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitpipe.core.tensors import map_tensors, tensors_in
 from splitpipe.core.torch_private import DisableTorchFunction
 
 #: Names of functions.
@@ -62,19 +63,20 @@ class Number:
             if step.function is None:
                 found[step] = next(rest)
                 continue
-            args, kwargs = mapped(lambda x: found[x] if isinstance(x, Formula) else x, step.given)
+            args, kwargs = map_tensors(lambda x: found[x], step.given, Formula)
             with DisableTorchFunction():
                 out = step.function(*args, **kwargs)
                 found[step] = out.detach() if isinstance(out, Tensor) and not step.grad else out
-            if detached is not None and not step.grad and any([x.requires_grad for x in tensors((args, kwargs))]):
+            if detached is not None and not step.grad and any([x.requires_grad for x in tensors_in((args, kwargs))]):
                 detached.append(step.name)
         return found[self.formula]
 
     def described(self) -> list[str]:
         """What has to be the same in all microbatches."""
         at: dict[Any, str] = {step: f"step {k}" for k, step in enumerate(self.steps)}
-        return [repr((x.name, x.grad, x.constant, x.selected, x.nothing, mapped(lambda y: at.get(y) if isinstance(
-            y, (Formula, Tensor, torch.dtype)) else y, x.given))) for x in self.steps]
+        kinds = Formula, Tensor, torch.dtype
+        return [repr((x.name, x.grad, x.constant, x.selected, x.nothing, map_tensors(at.get, x.given, kinds)))
+                for x in self.steps]
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,11 @@ def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, gra
     """The result of a function with numbers among its arguments."""
     steps: dict[Formula, Amount | None] = {}
 
-    def formula(x: Any) -> Any:
-        steps.update(x.steps if isinstance(x, Number) else {})
-        return x.formula if isinstance(x, Number) else x
+    def formula(x: Number) -> Formula:
+        steps.update(x.steps)
+        return x.formula
 
-    given = mapped(formula, (args, kwargs))
+    given = map_tensors(formula, (args, kwargs), Number)
     return Number({**steps, Formula(name, grad, function, given, **facts): None})
 
 
@@ -143,21 +145,3 @@ def _added(values: Sequence[Any]) -> Any:
     inexact = like.is_floating_point() or like.is_complex()
     wide = torch.promote_types(like.dtype, torch.float32) if inexact else like.dtype  # A sum overflows sooner.
     return torch.as_tensor(sum([x.to(like.device, wide) for x in values])).to(like.dtype)
-
-
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of the arguments of a function, which are nested in tuples, lists and dicts only, with them changed."""
-    if type(value) in (tuple, list):
-        return type(value)([mapped(change, x) for x in value])
-    return {key: mapped(change, x) for key, x in value.items()} if type(value) is dict else change(value)
-
-
-def tensors(values: Any) -> list[Tensor]:
-    """The tensors in nestings of tuples, lists and dicts."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list, dict)):
-            found += tensors(value.values() if isinstance(value, dict) else value)
-    return found

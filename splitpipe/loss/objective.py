@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from splitpipe.compiled.layers import is_compiled
+from splitpipe.core.tensors import tensors_in
 from splitpipe.core.torch_private import DisableTorchFunction
-from splitpipe.loss.numbers import Amount, Number, Unknown, quotient, tensors
+from splitpipe.loss.numbers import Amount, Number, Unknown, quotient
 from splitpipe.loss.reduction import AS_PAIR, BatchLoss
 from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, current
@@ -75,7 +76,7 @@ class Objective(nn.Module):
         trace.ledger.begin(output, trace.ledger.dim, Unknown("a layer"))
         trace.ledger.begin(target, [*self._target, 0][0])
         # A list of values without a batch may have one entry per row.
-        if not self._target or not any([x.dim() and x.shape[0] == trace.ledger.rows for x in tensors((target,))]):
+        if not self._target or not any([x.dim() and x.shape[0] == trace.ledger.rows for x in tensors_in(target)]):
             trace.ledger.begin_entries(target)
         return trace
 

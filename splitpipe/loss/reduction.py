@@ -29,10 +29,6 @@ UNSEEN = Unknown("a block that returned no number before")
 AS_FUNCTION = "reduction= as a function of the microbatches' values and row counts"
 AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
 _WAYS = f"in a SplitPipe, {AS_PAIR}, pass reduction='mean' or 'sum', or use schedule=None and a loss of model(x)."
-NO_FUNCTION = (
-    "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
-    "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
-)
 
 
 def warn(said: set[str], function: str, ways: str) -> None:
@@ -203,13 +199,3 @@ def _slopes(number: Number, amounts: Sequence[Amount]) -> tuple[dict[int, Tensor
     slopes = {k: x for k, x in zip(live, found) if x is not None}
     linear = not detached and not any([x.requires_grad for x in slopes.values()])
     return {k: x.detach() for k, x in slopes.items()}, linear
-
-
-def verify_reduction(reduction: object) -> None:
-    """Raises unless ``reduction`` is valid."""
-    if reduction is not None and not callable(reduction) and reduction not in ("mean", "sum"):
-        wrong = ValueError if isinstance(reduction, str) else TypeError
-        raise wrong(
-            f"reduction is {reduction!r}: expected None (from the trace), 'mean' (weighted by rows), 'sum', or a "
-            "function of the list of microbatches' values and the list of their row counts."
-        )

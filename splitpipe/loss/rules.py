@@ -1,19 +1,110 @@
 """The list of functions that are recognised: for each, what its result is. Those of all others are Unknown."""
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitpipe.core.dtensor import is_dtensor
-from splitpipe.loss import views
+from splitpipe.core.tensors import tensors_in
 from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows, TimeMajor
-from splitpipe.loss.numbers import Number, Unknown, tensors
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
+from splitpipe.loss.numbers import Number, Unknown
 
 #: Elementwise functions, with broadcasting.
 each_entry: Rule = FunctionCall.joined
+
+
+_RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
+_TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
+_DIVIDING = frozenset("unbind split chunk tensor_split".split())
+#: Functions that repeat entries, perhaps for each row.
+REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
+
+
+def keep(call: FunctionCall) -> Meaning | None:
+    """The same values in another dtype or place, or some more entries of each row."""
+    sized = call.name != "one_hot" or call.argument(1, "num_classes", -1) > 0
+    longer = isinstance(call.meaning, Rows) and len(call.out) != len(call.args[0])
+    return call.meaning if sized and not longer else None
+
+
+def view(call: FunctionCall) -> Meaning | None:
+    """Another shape or order of dimensions, some of the entries, or each of them several times; or a piece."""
+    rows, x, out, name, ledger = call.meaning, call.args[0], call.out, call.name, call.ledger
+    if not isinstance(rows, Rows):
+        made = rows is GIVEN and name in REPEATING or rows is Constant.POSITIONS
+        return VARIED if made else None if isinstance(rows, Number) else rows  # loss.expand_as(rows)
+    each = [*call.args[1:], *call.kwargs.values()]
+    given = [y for some in each for y in (some if isinstance(some, (tuple, list)) else [some])]
+    if name in _RESHAPING:  # No entry of the first dimension may have parts of several rows.
+        size = ledger.rows if rows.chosen is None else len(x)
+        plain = len(call.operands) == 1 or "as" in name  # Or each entry is repeated as often as a tensor says.
+        # Given by a number, the first dimension may be of groups of rows, unless it has the entries of some dimensions.
+        groups = name in ("view", "reshape") and given[:1] not in ([], [-1]) and not (
+            ledger.sizes and len(out) in [ledger.rows, *accumulate(x.shape, mul)])
+        return rows if out.dim() and plain and not groups and len(out) and not len(out) % size else None
+    if name in _DIVIDING and not call.argument(2 - (name == "unbind"), "dim", 0) % x.dim():
+        ledger.note_size(x, rows)  # Python may count the pieces.
+        return None
+    if name in _TURNING:  # Strides of a single row don't show which dimension is in front.
+        dims = dims_of(out, given)
+        if dims[0] != 0 if name == "permute" else 0 in dims and (given or out.dim() == 2):
+            return None
+    if not out.dim():
+        return rows if name == "squeeze" and ledger.most > 1 else None  # Of a single row.
+    added = name in REPEATING and out.dim() != x.dim()
+    return rows if out.shape[:1] == x.shape[:1] and out.stride(0) == x.stride(0) and not added else None
+
+
+def join(call: FunctionCall) -> Meaning | None:
+    """Rows that are joined along another dimension."""
+    parts = tensors_in(call.args[0])
+    like = next((x for x in parts if isinstance(call.of(x), Rows)), parts[0])
+    joined = call.joined(parts, like.shape) if len({x.dim() for x in parts}) < 2 else None
+    if not isinstance(joined, Rows):  # Constants may be there for each row.
+        return VARIED if isinstance(joined, Constant) else None
+    return joined if call.argument(1, "dim", 0) % call.out.dim() or len(parts) == 1 and "cat" in call.name else None
+
+
+def index(call: FunctionCall) -> Meaning | None:
+    """Entries by slices and numbers, by a mask, or one of each row."""
+    (x, given), rows, ledger = call.args, call.meaning, call.ledger
+    places = given if isinstance(given, tuple) else (given,)
+    if not any([isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places]):
+        bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
+        if ledger.may_be_read([y for y in numbers_among(bounds) if abs(y) > 1]):
+            return Unknown(ledger.read)
+        if not all([isinstance(ledger.of(y), Constant) for y in bounds]):
+            return None  # x[:, :lengths.max()]
+        if not isinstance(rows, Rows):
+            return view(call)
+        first: Any = places[0] if places else Ellipsis
+        behind = first is Ellipsis and sum([each is not None for each in places[1:]]) < x.dim()
+        cut = isinstance(first, slice) and (first.start or 0, first.step or 1) == (0, 1)
+        cut = cut and (first.stop is None or first.stop in ledger.sizes)  # x[:4] may be a part of the batch.
+        whole = (behind or cut) and call.out.shape[:1] == x.shape[:1]
+        return rows if whole else Unknown("a part of the rows")
+    [first, *rest], kinds = places, [call.of(each) for each in places]
+    if not isinstance(rows, Rows):  # A table with an entry for each class.
+        table = rows is GIVEN and isinstance(kinds[0], Rows) and first.dtype != torch.bool and not rest
+        return kinds[0] if table else None
+    if kinds[0] is Constant.POSITIONS and len(first) == len(x):  # x[arange(len(x)), labels]
+        of_rows = [isinstance(y, int) or y.dim() == 1 and y.dtype != torch.bool and rows.alike(kind)
+                   for y, kind in zip(rest, kinds[1:])]
+        return rows if all(of_rows) else None
+    selects = not rest and first.dtype == torch.bool and first.dim() and first.shape == x.shape[: first.dim()]
+    return replace(rows, chosen=first, selected=True) if selects and rows.alike(kinds[0]) else None
+
+
+def gather(call: FunctionCall) -> Meaning | None:
+    """Entries that an index takes from each row, or to which it writes."""
+    plain = 0 not in dims_of(call.args[0], call.argument(1, "dim"))
+    return call.joined(shape=call.out.shape) if plain and isinstance(call.of(call.argument(2, "index")), Rows) else None
 
 
 #: Functions along dimensions: the position of these among the arguments, and their default (None: all).
@@ -41,8 +132,6 @@ def along(call: FunctionCall) -> Meaning | None:
     whole = call.args[0] if one else torch.broadcast_tensors(*call.operands)[0]
     rows = call.meaning if one and isinstance(call.meaning, Rows) else call.joined(shape=whole.shape)
     dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
-    if isinstance(call.meaning, TimeMajor):
-        return call.meaning if call.name in ("softmax", "log_softmax") and 1 not in dims else None
     if not isinstance(rows, Rows):  # The sum of what code makes may count rows: torch.ones_like(output).sum()
         made = isinstance(rows, Constant) and rows is not GIVEN and whole.dim() and 0 in dims and call.name in _GROWS
         counts = made and call.ledger.rows == call.ledger.most and not len(whole) % call.ledger.rows
@@ -50,22 +139,14 @@ def along(call: FunctionCall) -> Meaning | None:
     if 0 not in dims:
         return rows
     if call.name == "mean":
-        return call.averaged(rows, float(len(whole) if whole.dim() else 1))
-    return call.summed(rows) if call.name in _ADDS else None
-
-
-def add_up(call: FunctionCall) -> Meaning | None:
-    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
-    _, dim, places, entries = call.args
-    rows, zeros = call.joined([entries, places], places.shape), call.meaning is Constant.ZEROS
-    plain = zeros and not dim and places.dim() == 1 and len(call.out) != call.ledger.rows
-    return call.summed(rows) if isinstance(rows, Rows) and plain else None
+        return call.added(rows, float(len(whole) if whole.dim() else 1))
+    return call.added(rows) if call.name in _ADDS else None
 
 
 def matmul(call: FunctionCall) -> Meaning | None:
     """Products of rows with constant weights."""
-    x, others = call.args[0], [call.of(y) is GIVEN and y.dim() < 3 for y in call.operands[1:]]
-    return call.joined() if Rows not in call.kinds else call.meaning if x.dim() > 1 and all(others) else None
+    constant = all([call.of(y) is GIVEN and y.dim() < 3 for y in call.operands[1:]])
+    return call.meaning if constant and call.args[0].dim() > 1 else None
 
 
 def create(call: FunctionCall) -> Meaning | None:
@@ -77,10 +158,10 @@ def create(call: FunctionCall) -> Meaning | None:
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
         like = "like" in name and Rows in call.kinds
-        return call.meaning if like else Constant.ZEROS if "zeros" in name else UNIFORM
+        return call.meaning if like else UNIFORM
     value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
-    if not all([isinstance(call.of(x), Constant) for x in tensors(each)]) or ledger.may_be_read(each):
+    if not all([isinstance(call.of(x), Constant) for x in tensors_in(value)]) or ledger.may_be_read(each):
         return None  # torch.tensor([mask.sum()])
     if ledger.may_count(numbers_among(each), size=each is value or not call.out.is_floating_point()):
         return MAY_COUNT
@@ -117,7 +198,7 @@ _ELEMENTS = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_e
                       "binary_cross_entropy_with_logits hinge_embedding_loss soft_margin_loss gaussian_nll_loss "
                       "margin_ranking_loss".split())
 _SAMPLES = frozenset("multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss "
-                     "triplet_margin_loss triplet_margin_with_distance_loss ctc_loss".split())
+                     "triplet_margin_loss triplet_margin_with_distance_loss".split())
 LOSSES = _COUNTED | _ELEMENTS | _SAMPLES
 
 
@@ -126,7 +207,7 @@ def loss(call: FunctionCall) -> Meaning | None:
     rows, how = _entries(call), call.kwargs.get("reduction", "mean")
     if not isinstance(rows, Rows) or how == "none":
         return rows
-    return call.summed(rows) if how == "sum" else call.averaged(rows, count_of(call))
+    return call.added(rows, None if how == "sum" else _count(call))
 
 
 def _entries(call: FunctionCall) -> Meaning | None:
@@ -141,31 +222,22 @@ def _entries(call: FunctionCall) -> Meaning | None:
             return None  # It divides by the length of a constant.
         return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
     rows, others = call.of(x), [(y, call.of(y)) for y in call.operands if y is not x and y is not weight]
-    if isinstance(rows, TimeMajor) and call.name == "ctc_loss":
-        return Rows() if all([isinstance(each, Rows) or each is UNIFORM for _, each in others]) else None
     if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
     plain = x.dim() > 1 and isinstance(call.of(target), Rows) if counted else x.dim() == 2
     return rows if plain and all([
-        rows.alike(each) or isinstance(each, Constant) and (each.uniform or counted and y is not target)
+        rows.alike(each) or isinstance(each, Constant) and (each is UNIFORM or counted and y is not target)
         for y, each in others
     ]) else None
 
 
-def is_weighted(call: FunctionCall) -> bool:
-    """True for a mean of rows weighted by class: if all weights are 0, gradients of torch's own mean are NaN."""
-    mean = call.kwargs.get("weight") is not None and call.kwargs.get("reduction", "mean") == "mean"
-    counts = mean and call.name in _COUNTED and isinstance(_entries(call), Rows)
-    return counts and not call.kwargs["target"].is_floating_point()
-
-
-def count_of(call: FunctionCall) -> Tensor | float:
+def _count(call: FunctionCall) -> Tensor | float:
     """What a loss's mean divides by, or what is in proportion to that."""
-    x = next((y for y in call.operands if isinstance(call.of(y), (Rows, TimeMajor))), call.operands[0])
+    x = next((y for y in call.operands if isinstance(call.of(y), Rows)), call.operands[0])
     target, weight = call.kwargs.get("target"), call.kwargs.get("weight")
     if call.name not in _COUNTED or not isinstance(target, Tensor) or target.is_floating_point():
-        return float(x.shape[call.name == "ctc_loss"] if x.dim() else 1)
+        return float(len(x) if x.dim() else 1)
     ignored = call.kwargs.get("ignore_index")
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(
@@ -179,9 +251,9 @@ _RAGGED = frozenset(["an entry of a list with one per row", *"nonzero argwhere u
 #: Rules that answer Python, or make a tensor, also of numbers.
 ANSWERS = frozenset([read, size, create])
 #: Rules that say themselves what Unknown arguments mean.
-OF_ANYTHING = frozenset([*ANSWERS, views.index])
+OF_ANYTHING = frozenset([*ANSWERS, index])
 #: Rules for which a number of Python is a size or a position, not a factor.
-BY_PLACE = frozenset([views.view, views.index, views.join, views.keep, along, create])
+BY_PLACE = frozenset([view, index, join, keep, along, create])
 _GROUPS: list[tuple[Rule, str]] = [
     (each_entry, "abs absolute acos and asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil cos cosh "
                  "digamma elu erf exp exp2 expit expm1 fill floor floor_divide floordiv fmod gelu hardtanh invert "
@@ -192,15 +264,16 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
                  "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
                  "itruediv idiv rdiv rtruediv broadcast_tensors"),
-    (along, " ".join(_ALONG)), (add_up, "scatter_add"), (matmul, "matmul linear"),
+    (along, " ".join(_ALONG)), (matmul, "matmul linear"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor {' '.join(_COPIES)} {' '.join(_VARIED)}"),
-    (views.keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "
+    (keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "
                  "cuda alias data real one_hot view_as_real pad interpolate"),
-    (views.view, " ".join({"squeeze", "expand", "expand_as", "broadcast_to", "select"}.union(
-        views.RESHAPING, views.TURNING, views.DIVIDING))),
-    (views.join, "stack cat concat concatenate hstack"),
-    (views.index, "__getitem__ masked_select"), (views.gather, "gather scatter"),
+    (view, " ".join({"squeeze", "expand", "expand_as", "broadcast_to", "select"}.union(
+        _RESHAPING, _TURNING, _DIVIDING))),
+    (join, "stack cat concat concatenate hstack"),
+    (index, "__getitem__ masked_select"),
+    (gather, "gather scatter"),
     (loss, " ".join(LOSSES)),
     (read, "__bool__ equal allclose is_nonzero __contains__ item tolist __int__ __float__ __index__ __complex__ numpy "
            "__array__"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.note import uncompiled
+from splitpipe.core.tensors import map_tensors, tensors_in
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
-from splitpipe.loss import views
 from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, VARIED, Constant, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied, mapped, tensors
-from splitpipe.loss.rules import ANSWERS, BY_PLACE, LOSSES, OF_ANYTHING, RULES, count_of, is_weighted, loss
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied
+from splitpipe.loss.rules import ANSWERS, BY_PLACE, LOSSES, OF_ANYTHING, REPEATING, RULES, index, keep, loss
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
@@ -56,7 +55,7 @@ class Trace(TorchFunctionMode):
         ledger = self.ledger
         with DisableTorchFunction():
             numbers = ledger.note_numbers(value, block)
-            for x in tensors((value,)):
+            for x in tensors_in(value):
                 number = not block and (x.numel() < ledger.rows or isinstance(ledger.of(x), Number))
                 ledger.put(x, ledger.of(x) if number else ledger.of_block(x, block))
                 numbers = numbers or number
@@ -74,14 +73,12 @@ class Trace(TorchFunctionMode):
                 before, function = args[0].clone(), getattr(Tensor, name, getattr(Tensor, f"__{name[1:]}__", None))
                 ledger.put(before, ledger.of(args[0]))
                 call = FunctionCall(ledger, name, (before, *args[1:]), kwargs)
-            weighted = bool(parameters) and is_weighted(call)
-        call.total = func(**{**call.kwargs, "reduction": "sum"}) if weighted else None
-        out: Any = call.total / count_of(call) if weighted else func(*args, **kwargs)
+        out = func(*args, **kwargs)
         with DisableTorchFunction():
             if peek_interpreter_stack() is not None:
                 ledger.read = ledger.read or "a transform of torch.func"  # What leaves it is seen by no mode.
             whole = args[0] if in_place and args else out
-            for call.out in tensors((whole,)) or [whole]:
+            for call.out in tensors_in(whole) or [whole]:
                 piece = call.out is not whole and Number in call.kinds  # What is recorded would return all of them.
                 meaning = None if piece else _meaning(call, function, in_place)
                 if isinstance(call.out, Tensor):
@@ -97,25 +94,22 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         value = isinstance(call.out, Tensor) and call.out.is_floating_point() and rule is not loss  # Or a position.
         if ledger.may_be_read([x for x in call.scalars if value or type(x) is float]):
             return Unknown(ledger.read)
-        call.counting = _may_count(call)
-    call.counting |= any([isinstance(x, Rows) and x.counting for x in call.meanings])
-    if call.counting and Rows not in call.kinds and call.kinds:
-        return MAY_COUNT
-    if rule is views.keep and isinstance(call.meaning, Number):  # loss.to(rows)
+        if call.kinds and _may_count(call):
+            return MAY_COUNT
+    if rule is keep and isinstance(call.meaning, Number):  # loss.to(rows)
         call, function = FunctionCall(ledger, "to", (call.args[0], call.out.dtype), {}, call.out), Tensor.to
     if Number in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
     if rule is None and unknown is None and call.kinds <= {Constant}:
-        return GIVEN if {*call.meanings} == {GIVEN} and call.name not in views.REPEATING else VARIED
+        return GIVEN if {*call.meanings} == {GIVEN} and call.name not in REPEATING else VARIED
     if rule is None or unknown is not None and rule not in OF_ANYTHING:
         return unknown
     try:
-        meaning = rule(call)
+        return rule(call)
     except torch.OutOfMemoryError:
         raise
     except ODD:
         return None
-    return replace(meaning, counting=True) if call.counting and isinstance(meaning, Rows) else meaning
 
 
 def _may_count(call: FunctionCall) -> bool:
@@ -125,7 +119,7 @@ def _may_count(call: FunctionCall) -> bool:
         return may_count(call.scalars, size=Rows not in call.kinds and not sums)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
-    return may_count([x for x in call.scalars if type(x) is float or call.name == "pad"], size=True)
+    return may_count([x for x in call.scalars if type(x) is float and abs(x) >= 1 or call.name == "pad"], size=True)
 
 
 def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Number | Unknown | None:
@@ -138,17 +132,17 @@ def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) 
     numbers: dict[int, Any] = {}
     for x in call.operands:
         meaning = numbers[id(x)] = call.of(x)
-        if meaning is GIVEN or isinstance(meaning, Constant) and meaning.uniform:
+        if meaning in (GIVEN, UNIFORM):
             numbers[id(x)] = amount("a constant", x, constant=True) if x.requires_grad else x.clone()
         elif not isinstance(meaning, Number):
             return meaning if isinstance(meaning, Unknown) else None
-    if name not in RULES or function is None or RULES[name] is views.index and len(call.operands) > 1:
+    if name not in RULES or function is None or RULES[name] is index and len(call.operands) > 1:
         return None  # There may be as many as n[n > 0] has.
     if out.numel() > sum([x.numel() for x in call.operands if not x.dim() or isinstance(call.of(x), Number)]):
         return MAY_COUNT  # Repeated, perhaps for each row: loss * torch.ones_like(x)
     if name in SCALING and 0 in call.scalars:
         return amount("0", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
-    args, kwargs = mapped(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
+    args, kwargs = map_tensors(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
     formulas = [x.formula for x in numbers.values() if isinstance(x, Number)]
     nothing = all([x.nothing for x in formulas]) and len(formulas) == len(numbers) and not call.scalars
     grows = any([x.grows for x in formulas]) and not (name in DIVIDING and len(formulas) == 2)

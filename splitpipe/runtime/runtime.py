@@ -37,7 +37,7 @@ from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
 from splitpipe.loss.objective import TARGET, Objective
-from splitpipe.loss.reduction import AS_FUNCTION, NO_FUNCTION, BatchLoss, Reducer
+from splitpipe.loss.reduction import AS_FUNCTION, BatchLoss, Reducer
 from splitpipe.microbatch.custom_split import CustomSplit, Split
 from splitpipe.microbatch.division import Divider, Division, move, read_input
 from splitpipe.microbatch.gather import gather
@@ -158,7 +158,10 @@ class Runtime:
                 "one tuple, which the layers take; for a target, SplitPipe(..., schedule='1f1b', loss_fn=criterion)."
             )
         if callable(self.options.reduction):
-            raise ValueError(NO_FUNCTION)
+            raise ValueError(
+                "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
+                "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
+            )
         if not state.grad:
             return None
         if self.hand_over is not None and self.hand_over.dropped:

@@ -313,11 +313,8 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
 
 
 HAND: Table = {
-    "ctc": ("letters", _ctc),
     "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
     "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
-    "letters of words first": ("letters", lambda o, t: F.ctc_loss(
-        o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt()),
     "product with itself": ("flat", lambda o, t: (lambda x: x * x)(F.mse_loss(o, t))),
     "at least": ("flat", lambda o, t: (o - t).square().sum().clamp(min=0.5)),
@@ -550,6 +547,9 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "ctc": ("letters", _ctc),
+    "letters of words first": ("letters", lambda o, t: F.ctc_loss(
+        o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),
     "products of each row": ("values", lambda o, t: torch.bmm(o, t.mT).square().mean() + (o @ t.mT).mean()),
     "gathered weights": ("classes", lambda o, t: (
         WEIGHT.gather(-1, t) * F.cross_entropy(o, t, reduction="none")).mean()),
