@@ -146,7 +146,6 @@ class Rig:
             self._runtime = Runtime(resolved)
         else:
             self._runtime = piped(module, subject.names[1:], options).runtime
-        self._runtime.hand_over = None  # Losses are dropped.
 
     def run(self, microbatches: int = 1) -> None:
         self.call.microbatches = microbatches

@@ -109,10 +109,11 @@ class ModuleRuntime(Runtime):
         for part in (module, *self._blocks.blocks, *self._blocks.opened):
             surround(part)
         self._placement.begin(module)
+        self.called = self._placement.called
 
     def _layers(self, module: nn.Module, objective: Objective | None) -> ModelLayers:
         """The blocks that each stage has called, and the loss."""
-        blocks, called, options = self._blocks.blocks, self._placement.called, self.options
+        blocks, called, options = self._blocks.blocks, self.called, self.options
         parts = [[(blocks[x], x) for x in own if x in blocks] for own in called]
         layers = ModelLayers(module, parts, options.places, options.schedule, objective)
         # A first call, which shows the layers of each stage, is to do the same as later ones.

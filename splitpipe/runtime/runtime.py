@@ -9,7 +9,6 @@ Here, the module is an nn.Sequential; what any other one does differently is in 
 """
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from splitpipe.core.worker import Resources
 from splitpipe.engine.drop_in import Output, attach_outputs
 from splitpipe.engine.record import Recordings
 from splitpipe.engine.rows import OpRows, forward_rows, schedule_rows
-from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
+from splitpipe.engine.scheduled_step import ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
@@ -88,6 +87,7 @@ class Runtime:
 
     own_forward = False  #: Whether a microbatch runs through the module's own forward, rather than layer by layer.
     named_dims: Sequence[int] = ()  #: Those that ``batched`` names, even of a state that is None at first.
+    called: Sequence[Any] = ()  #: With cuts, the modules that each stage has called.
 
     def __init__(self, options: Options, divider: Divider | None = None) -> None:
         self.options = options
@@ -95,7 +95,6 @@ class Runtime:
         self.recordings = Recordings(options.schedule, options.places)
         self._compiler = Compiler(options.compiling, options.split_backward)
         self._said, self._hooks = set[str](), LeafHooks()  #: ``_said``: of which losses was warned.
-        self.hand_over: HandOver | None = HandOver()  #: Of the last scheduled step; None: one was warned of.
         self._objective = None if options.loss_fn is None else Objective(options.loss_fn, options.reduction, self._said)
         self._rows: Callable[..., OpRows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
         #: Whether the model draws from the CPU's generator, as calls of each kind have shown.
@@ -164,13 +163,6 @@ class Runtime:
             )
         if not state.grad:
             return None
-        if self.hand_over is not None and self.hand_over.dropped:
-            warnings.warn(
-                "the loss of the last call was dropped without a backward: a schedule computes gradients in the call, "
-                "but only loss.backward() adds them to .grad. Expected loss.backward(), or torch.no_grad().",
-                stacklevel=4,
-            )
-            self.hand_over = None
         if scaler is not None and scaler.is_enabled():
             return scaler.scale(torch.ones((), device=self._resources.devices[-1]))  # type: ignore[no-any-return]
         if any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
@@ -185,9 +177,8 @@ class Runtime:
         """The loss of the batch, whose backward hands the gradients over."""
         call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said, AS_FUNCTION)
         batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
-        scheduled = ScheduledStep(step, target, scale, batch_loss)
-        loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed), shared)
-        self.hand_over = self.hand_over and scheduled.hand_over
+        rows = self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed)
+        loss = ScheduledStep(step, target, scale, batch_loss).run(rows, shared)
         if step.recorder is not None:
             step.recorder.end(step.traces)
         return loss
@@ -219,7 +210,7 @@ class Runtime:
             self._known = None
             self._forget(batch.module)
         objective = None if batch.target is None else self._objective
-        key = objective, *map(len, self._placement.called)
+        key = objective, *map(len, self.called)
         if self._known is None or self._known[0] != key:
             self._known = key, self._layers(batch.module, objective)
         layers = self._known[1]
