@@ -11,10 +11,8 @@ opened modules, runs under a function mode that sees which values cross from sta
 """
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
@@ -25,20 +23,14 @@ _LISTS = nn.Module.forward, nn.Sequential.forward
 
 
 class Blocks:
-    """The blocks and cuts of a module in its current state, which may refer to this: it isn't kept."""
+    """The blocks and cuts of a module in its current state; the module, which may refer to this, isn't kept."""
 
     def __init__(self, module: nn.Module, cuts: Iterable[str]) -> None:
-        self._module = weakref.ref(module)
         #: The stage that starts with each cut's first call.
         self.cuts: dict[nn.Module, int] = {module.get_submodule(name): j for j, name in enumerate(cuts, 1)}
         self.blocks: dict[nn.Module, str] = {}
-        self.opened: dict[nn.Module, str] = {}  #: Those inside the module that have cuts inside.
+        self.opened: dict[nn.Module, str] = {}  #: Submodules with cuts inside.
         self._look(module, "")
-
-    @property
-    def module(self) -> Any:
-        """The module."""
-        return self._module()
 
     def _look(self, module: nn.Module, prefix: str) -> None:
         for own, child in module._modules.items():

@@ -73,7 +73,7 @@ class ModuleRuntime(Runtime):
         It has the devices of blocks by name; before the first call, a guess from the order of definition.
         """
         self._mapped, blocks = len(self.stage_of), Blocks(self.module, self.options.cuts)
-        vars(self.module)["hf_device_map"] = device_map(blocks, self.stage_of, self._resources.devices)
+        vars(self.module)["hf_device_map"] = device_map(self.module, blocks, self.stage_of, self._resources.devices)
 
     def _stages_of(self, module: nn.Module) -> Mapping[nn.Module, int]:
         return self.stage_of
@@ -100,21 +100,19 @@ class ModuleRuntime(Runtime):
         unsplit = not module.training and target is None and bool(cache)
         return Batch(module, args, kwargs, target, unsplit, labels, kind)
 
-    def _forget(self, module: nn.Module) -> None:
-        """It looks at all modules and parameters again: the next calls are first calls."""
-        super()._forget(module)
-        self._blocks, self._modules, self._attributes = Blocks(module, self.options.cuts), {}, Attributes()
-        self.draws.clear()
-        self._compiler.compile(self._blocks.blocks)
-        for part in (module, *self._blocks.blocks, *self._blocks.opened):
-            surround(part)
-        self._placement.begin(module)
-        self.called = self._placement.called
-
-    def _layers(self, module: nn.Module, objective: Objective | None) -> ModelLayers:
-        """The blocks that each stage has called, and the loss."""
-        blocks, called, options = self._blocks.blocks, self.called, self.options
-        parts = [[(blocks[x], x) for x in own if x in blocks] for own in called]
+    def _layers(self, module: nn.Module, objective: Objective | None, anew: bool) -> ModelLayers:
+        """The blocks that each stage has called, and the loss; ``anew``: the next calls are first calls."""
+        options = self.options
+        if anew:
+            self._blocks, self._modules, self._attributes = Blocks(module, options.cuts), {}, Attributes()
+            self.draws.clear()
+            self._compiler.compile(self._blocks.blocks)
+            for part in (module, *self._blocks.blocks, *self._blocks.opened):
+                surround(part)
+            self._placement.begin(module)
+            self.called = self._placement.called
+        blocks = self._blocks.blocks
+        parts = [[(blocks[x], x) for x in own if x in blocks] for own in self.called]
         layers = ModelLayers(module, parts, options.places, options.schedule, objective)
         # A first call, which shows the layers of each stage, is to do the same as later ones.
         bytes = sum([x.nbytes for x in module.parameters() if x.requires_grad])
@@ -135,8 +133,8 @@ class ModuleRuntime(Runtime):
         if not step.drop_in:
             finish = keep_own_loss if self._objective is None else partial(keep_loss, self._objective, targets)
         own = ModuleCall(
-            step, self._forward_of(batch.module), self._blocks, placement, shared, attributes, traced, self._modules,
-            batch.labels, partial(StitchedCrossing, streams) if stitched else Crossing,
+            step, self._forward_of(batch.module), batch.module, self._blocks, placement, shared, attributes, traced,
+            self._modules, batch.labels, partial(StitchedCrossing, streams) if stitched else Crossing,
             CheckpointedBlocks if stitched else BlockChains, finish,
         )
         parts = call.scatter(call.input, detached=not stitched)

@@ -99,7 +99,8 @@ class Runtime:
         self._rows: Callable[..., OpRows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
         #: Whether the model draws from the CPU's generator, as calls of each kind have shown.
         self.draws: dict[Any, bool] = {}
-        self._known: tuple[Any, ModelLayers] | None = None  # The layers for a key, if they may be used again.
+        self._known: ModelLayers | None = None  # The layers for a key, if they may be used again.
+        self._key: tuple[Any, ...] = ()
         self._last: list[StageLayers] = []  # Those of the last call with grad mode.
         self._looked = False  # Whether a step has shown what layers keep.
         if divider is None:
@@ -206,16 +207,13 @@ class Runtime:
     def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division | None]:
         """The step of a call, and the target."""
         resources, options, training = self._resources, self.options, batch.module.training
-        if self._known is None or not self._known[1].same():
-            self._known = None
-            self._forget(batch.module)
-        objective = None if batch.target is None else self._objective
-        key = objective, *map(len, self.called)
-        if self._known is None or self._known[0] != key:
-            self._known = key, self._layers(batch.module, objective)
-        layers = self._known[1]
-        if layers.computed:
-            self._known = None
+        objective, layers = None if batch.target is None else self._objective, self._known
+        anew = layers is None or not layers.same()
+        if layers is None or anew or self._key != (objective, *map(len, self.called)):
+            verify_ungathered(batch.module)
+            layers = self._layers(batch.module, objective, anew)
+            self._key = objective, *map(len, self.called)
+            self._known = None if layers.computed else layers
         if layers.computed and state.grad and (options.split_backward or not drop_in):
             raise RuntimeError(
                 f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
@@ -244,12 +242,8 @@ class Runtime:
             traces=() if recorder is None else recorder.begin(stages),
         ), target
 
-    def _forget(self, module: nn.Module) -> None:
-        """Called for a module with other parts than before."""
-        verify_ungathered(module)
-
-    def _layers(self, module: nn.Module, objective: Objective | None) -> ModelLayers:
-        """The layers of all stages, of which the loss is the last if there is a target."""
+    def _layers(self, module: nn.Module, objective: Objective | None, anew: bool) -> ModelLayers:
+        """The layers of all stages, and the loss; ``anew``: the module may have other parts than before."""
         stages = self._stages(module)
         self._compiler.compile(layer for stage in stages for _, layer in stage)
         return ModelLayers(module, stages, self.options.places, self.options.schedule, objective)
