@@ -110,12 +110,13 @@ def find_size(root: Node, chunks: int) -> BatchSize:
     # Another value decides if only one of the sizes matches it.
     matching = [[size for size in sizes if size in other] for _, other in others]
     decided = {each[0] for each in matching if len(each) == 1}
-    size = decided.pop() if len(decided) == 1 else None
-    several = chunks > 1 and (sizes[0] if size is None else size) > 1
-    if size is None and len(sizes) > 1 and several:
-        one, latter = f"{sizes[0]} rows, one entry each", f"a batch of {sizes[1]} rows"
-        raise two_readings(first, one, latter, ROWS, 0)
-    return BatchSize(sizes[0] if size is None else size, first.where, several)
+    if len(decided) == 1:
+        sizes = [*decided]
+    several = min(sizes[0], chunks) > 1
+    if several and len(sizes) > 1:
+        one, other = f"{sizes[0]} rows, one entry each", f"a batch of {sizes[1]} rows"
+        raise two_readings(first, one, other, ROWS, 0)
+    return BatchSize(sizes[0], first.where, several)
 
 
 def shown(node: Node) -> list[tuple[Node, list[int]]]:
@@ -162,8 +163,8 @@ def entries_per_row(node: Node, size: int, batch: BatchSize) -> int:
     if listed and (inner and size != rows or not alike(x)):
         return 0
     if batch.several and inner:
-        one, latter = f"one entry for each of {rows} rows", f"tensors whose first dimension is the {rows} rows"
-        raise two_readings(node, one, latter, ROWS, 0)
+        one, other = f"one entry for each of {rows} rows", f"tensors whose first dimension is the {rows} rows"
+        raise two_readings(node, one, other, ROWS, 0)
     if batch.several and times > 1:
         one = f"{times} entries for each of the {rows} rows of {batch.shown_by}"
         raise two_readings(node, one, "one value for all rows", GROUPS, False)

@@ -123,7 +123,7 @@ def is_pipeline(module: nn.Module) -> bool:
 
 
 def untraced(args: Sequence[Any], run: Callable[..., Any], *given: Any) -> Any:
-    """Calls ``run`` outside of torch.compile's traces; raises for what would export a call with these arguments."""
+    """Calls ``run``, which torch.compile doesn't trace; raises for what would export a call with these arguments."""
     if torch.compiler.is_exporting() or any([isinstance(x, Proxy) for x in args]):  # While traced code can raise.
         raise RuntimeError(_REFUSED.format("by torch.export, torch.onnx.export or torch.fx"))
     return _untraced(run, *given) if "torch._dynamo" in sys.modules else run(*given)
