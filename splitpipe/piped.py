@@ -16,7 +16,7 @@ from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint, verify_options
 from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device
-from splitpipe.loss.reduction import Reduce
+from splitpipe.loss.numbers import Reduce
 from splitpipe.microbatch.chunk_spec import verify_named
 from splitpipe.microbatch.custom_split import Split
 from splitpipe.partition.device_map import Hooks, put_back, take_off

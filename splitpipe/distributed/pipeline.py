@@ -40,9 +40,9 @@ class Pipeline(nn.Module):
         balance: number of layers of each stage.
         chunks: number of microbatches, which must divide the batch size.
         schedule: a name from ``splitpipe.schedule.names()``, or a Schedule with a row for each process.
-        loss_fn: ``loss_fn(output, target)`` returns a number, which is traced as by ``SplitPipe``; pairs aren't
-            accepted. If counts depend on the target, it is called again for each microbatch, with an output of zeros:
-            counts must not depend on the output.
+        loss_fn: ``loss_fn(output, target)`` returns a number, which is traced as by ``SplitPipe``, or a pair
+            (total, count). If counts depend on the target, it is called again for each microbatch, with an output of
+            zeros: counts must not depend on the output.
         device: the device of this process. Default: the current accelerator, or else the CPU.
         group: the processes, one per row, in order. Default: all.
 
@@ -205,7 +205,7 @@ class Loss:
     """A microbatch's part of the loss of the batch; all have the same size."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], chunks: int) -> None:
-        self._objective, self._chunks = Objective(loss_fn, None, set(), pairs=False), chunks
+        self._objective, self._chunks = Objective(loss_fn, None, set()), chunks
         self.begin(None)
 
     def begin(self, target: Any) -> None:

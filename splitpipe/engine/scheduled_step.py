@@ -23,8 +23,7 @@ from splitpipe.core.transfer import brought
 from splitpipe.engine.drop_in import input_gradients
 from splitpipe.engine.rows import OpRows
 from splitpipe.engine.step import StepRun
-from splitpipe.loss.objective import TARGET
-from splitpipe.loss.reduction import BatchLoss
+from splitpipe.loss.objective import TARGET, BatchLoss
 from splitpipe.stage.call import Origin, hand
 from splitpipe.stage.segment import RunningStage
 from splitpipe.stage.shared_parameters import SharedParameters

@@ -6,19 +6,18 @@
     Number          its rows were added up, or it is computed of such numbers
     Unknown         it is anything else: the function where recognition ended
 
-Numbers of Python don't show where they come from. One is a constant unless Python had read
-
-    a size along the rows      and it, or its inverse, is a multiple of the rows of the largest microbatch: then it may
-                               count rows. Among the entries of what code makes, only a size that was read may
-    a value of the batch       then any number may be computed from that
+Numbers of Python don't show where they come from. Once Python has read a value of the batch, any may be computed from
+it; once it has read a size along the rows, a multiple of the largest microbatch's rows, or the inverse of a multiple,
+may count them (of the entries of what code makes, only a size that was read). All others are constants.
 """
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch.nn import Parameter
 
 from splitpipe.core.tensors import tensors_in, version_of
 from splitpipe.core.torch_private import DisableTorchFunction, tree_flatten
-from splitpipe.loss.numbers import Number, Unknown, amount
+from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, mean
 
 MAY_COUNT = Unknown("a number that may count rows")
 
@@ -38,18 +37,19 @@ class Rows:
     """It has the rows of the batch along its first dimension.
 
     ``chosen``: the mask that has selected entries. ``selected``: whether it is a mask, or one has selected entries or
-    made them 0.
+    made them 0. ``counting``: whether its sum, unlike its mean, may have a number of rows as a factor.
     """
 
     chosen: Tensor | None = None
     selected: bool = False
+    counting: bool = False
 
     def alike(self, other: Meaning) -> bool:
         """True for rows that the same mask has selected, or none."""
-        if not isinstance(other, Rows) or self.chosen is None or other.chosen is None:
-            return isinstance(other, Rows) and self.chosen is other.chosen
-        x, y = self.chosen, other.chosen  # Selecting by them has waited for the device already.
-        return x is y or x.shape == y.shape and x.device == y.device and x.equal(y)
+        x, y = self.chosen, other.chosen if isinstance(other, Rows) else self
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            return x is y
+        return x is y or x.shape == y.shape and x.device == y.device and x.equal(y)  # They have been waited for.
 
 
 class Constant(Enum):
@@ -151,17 +151,84 @@ class Ledger:
         if rows.chosen is not None:
             self.read = self.read or "the length of a selection"
 
-    def may_be_read(self, values: Iterable[Any]) -> bool:
-        """True if Python has read values of the batch, from which one of these numbers may be computed."""
-        return bool(self.read) and bool(self._variable(values))
-
     def may_count(self, values: Iterable[Any], size: bool = False) -> bool:
         """True if one of the numbers, or its inverse, is a multiple of the rows; if ``size``: a size that was read."""
         if not self.sizes or self.rows < self.most:  # The largest microbatch decides.
             return False
-        either = [y for x in self._variable(values) if x and math.isfinite(x) for y in (abs(x), abs(1 / x))]
+        either = [y for x in self.variable(values) if x and math.isfinite(x) for y in (abs(x), abs(1 / x))]
         found = [round(x) for x in either if round(x) and math.isclose(round(x), x, rel_tol=1e-6)]
         return any([n in self.sizes if size else not n % self.rows for n in found])
 
-    def _variable(self, values: Iterable[Any]) -> list[float]:
+    def variable(self, values: Iterable[Any]) -> list[float]:
+        """Those numbers that may differ between microbatches."""
         return [x for x in values if isinstance(x, (int, float)) and (x and x not in self.given or x in self.sizes)]
+
+
+class FunctionCall:
+    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned.
+
+    ``counting``: whether a number of Python that may count rows is a factor.
+    """
+
+    def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any = None) -> None:
+        self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
+        self.out, self.counting = out, False
+        #: The tensors among the arguments.
+        self.operands = tensors_in((*args, *kwargs.values()))
+        self._of = {id(x): ledger.of(x) for x in self.operands}
+        self.meanings = [*self._of.values()]  #: What they are.
+        self.meaning = self.of(args[0]) if args else Unknown(name)  #: What the first argument is.
+        self.kinds = {*map(type, self.meanings)}
+
+    @cached_property
+    def scalars(self) -> list[float]:
+        """The numbers of Python or NumPy among the arguments."""
+        return scalars_in((*self.args, *self.kwargs.values()))
+
+    def of(self, x: Any) -> Meaning:
+        """What an argument is."""
+        return self._of.get(id(x), GIVEN)
+
+    def argument(self, at: int, name: str, default: Any = None) -> Any:
+        """An argument by its position or name."""
+        return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
+
+    def added(self, rows: Rows, count: Amount | None = None) -> Number | Unknown:
+        """The result, as a sum of these rows or of their entries, or as a mean with this count."""
+        if count is None:
+            return MAY_COUNT if self.counting else amount(self.name, self.out.clone(), selected=rows.selected)
+        # It counts entries that a mask has made 0, too; but not targets that are ignored.
+        selected = isinstance(count, Tensor) or rows.chosen is not None
+        return mean(self.out, count, self.name, self.out.requires_grad, selected)
+
+    def joined(
+        self, operands: Sequence[Any] | None = None, shape: Sequence[int] | None = None
+    ) -> Rows | Constant | None:
+        """The result of an elementwise function of operands, with this shape; None: not recognised."""
+        operands, shape = operands or self.operands, self.out.shape if shape is None else shape
+        pairs = [(x, self.of(x)) for x in operands]
+        rows = [(x, each) for x, each in pairs if isinstance(each, Rows)]
+        constants = [(x, each) for x, each in pairs if isinstance(each, Constant)]
+        if len(rows) + len(constants) < len(pairs):
+            return None
+        if not rows:
+            return GIVEN if all([each is GIVEN or each is UNIFORM and not x.dim() for x, each in constants]) else VARIED
+        x, first = rows[0]
+        if any([y.dim() != x.dim() or y.shape[:1] != x.shape[:1] or not each.alike(first) for y, each in rows[1:]]):
+            return None  # Rows meet other rows: x[:, None] - x[None].
+        for y, constant in constants:
+            if constant is not UNIFORM and y.dim() >= max(1, x.dim()):
+                if not x.dim() or len(y) > 1 and y.stride(0) or constant is not GIVEN and self.ledger.most == 1:
+                    return None  # Entry k meets the k-th row of every microbatch.
+        if len(shape) != x.dim() or shape[:1] != x.shape[:1]:
+            return None
+        masks = self.name in SCALING and any([each.selected for _, each in rows])
+        selected = masks or first.chosen is not None or getattr(self.out, "dtype", None) is torch.bool
+        return Rows(first.chosen, selected)
+
+
+def scalars_in(values: Iterable[Any]) -> list[float]:
+    """The numbers of Python or NumPy among values."""
+    given = [x for x in values if not isinstance(x, Tensor)]
+    each = [x.item() if getattr(x, "shape", None) == () and hasattr(x, "item") else x for x in given]  # Not a dtype.
+    return [x for x in each if type(x) is not bool and isinstance(x, (int, float))]

@@ -5,7 +5,8 @@ what it counts.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,9 +109,13 @@ def quotient(
     total: Tensor, count: Amount, like: Tensor, name: str = "loss_fn", grad: bool = True, selected: bool = False
 ) -> Number:
     """A total by a count, with the type of a tensor: the batch's is the sum of totals by that of counts."""
-    above = Number({Formula(name, grad, selected=selected, grows=True): total})
-    given = above, amount(name, count, selected=selected), like.dtype
-    return applied("div", lambda x, y, dtype: (x / y).to(dtype), given, {}, grad)
+    above, below = [Formula(name, has_graph, selected=selected, grows=True) for has_graph in (grad, False)]
+    given = (above, below, like.dtype), dict[str, Any]()
+    return Number({above: total, below: count, Formula("div", grad, _divided, given): None})
+
+
+def _divided(total: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
+    return (total / count).to(dtype)
 
 
 def mean(value: Tensor, count: Amount, *facts: Any) -> Number:
@@ -145,3 +150,63 @@ def _added(values: Sequence[Any]) -> Any:
     inexact = like.is_floating_point() or like.is_complex()
     wide = torch.promote_types(like.dtype, torch.float32) if inexact else like.dtype  # A sum overflows sooner.
     return torch.as_tensor(sum([x.to(like.device, wide) for x in values])).to(like.dtype)
+
+
+Reduce = Callable[[list[Tensor], list[int]], Tensor]
+#: A number of a call that wasn't traced, since earlier calls of its kind had returned none.
+UNSEEN = Unknown("a block that returned no number before")
+#: What else a user can do.
+AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
+
+
+
+def warn(said: set[str], function: str) -> None:
+    """Warns that a number that isn't recognised is taken as a mean over rows; once for each function, not ``said``."""
+    if function not in said:
+        said.add(function)
+        warnings.warn(
+            f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
+            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). If that "
+            "is right, reduction='mean' silences this warning. Otherwise, pass reduction='sum' or a function; or, with "
+            f"a loss_fn, {AS_PAIR}. For a loss over the whole batch, compute it from model(x), without a schedule.",
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """Combines numbers of microbatches."""
+
+    reduction: str | Reduce | None
+    numbers: Sequence[Mapping[int, Number | Unknown]]  #: What each microbatch's consist of, by their identity.
+    said: set[str]
+
+    def reduces(self, column: Sequence[Any]) -> bool:
+        """True for numbers that are combined into one, rather than joined; with dimensions, if the trace knows them."""
+        if not all([isinstance(x, Tensor) for x in column]):
+            return False
+        return not any([x.dim() for x in column]) or self.reduction is None and bool(self.numbers) and all([
+            isinstance(each.get(id(x)), Number) for x, each in zip(column, self.numbers)
+        ])
+
+    def reduced(self, column: Sequence[Tensor], rows: list[int]) -> Tensor:
+        """The number of the batch."""
+        # A microbatch may have skipped the last stages, so that its values are on another device.
+        values = [x.to(column[0].device) for x in column]
+        like = values[0]
+        if callable(self.reduction):
+            return self.reduction(values, rows)
+        if self.reduction == "sum":
+            return torch.stack(values).sum()
+        each = [known.get(id(x), UNSEEN) for x, known in zip(column, self.numbers)] if self.reduction is None else []
+        found = batch(each)
+        if found is None and not like.is_floating_point():
+            raise ValueError(f"the output has a number of type {like.dtype}, which is different for every microbatch: "
+                             "expected a floating-point number, a sum, or a function as reduction=.")
+        if found is None and self.reduction is None:
+            unknown = [x.function for x in each if isinstance(x, Unknown)]
+            warn(self.said, [*unknown, "code that differs between microbatches"][0])
+        by_rows = [mean(x, float(count)) for x, count in zip(values, rows)] if found is None else []
+        number, totals = found or batch(by_rows)  # type: ignore[misc]
+        whole: Tensor = number.evaluate(totals).to(like.dtype)
+        return whole if any([x.requires_grad for x in values]) else whole.detach()

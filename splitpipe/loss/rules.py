@@ -1,6 +1,7 @@
 """The list of functions that are recognised: for each, what its result is. Those of all others are Unknown."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -11,19 +12,25 @@ from torch import Tensor
 
 from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.tensors import tensors_in
-from splitpipe.loss.function_call import FunctionCall, Rule, dims_of, numbers_among
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, FunctionCall, Meaning, Rows, scalars_in
 from splitpipe.loss.numbers import Number, Unknown
 
+#: What a result of a call is; None: not recognised.
+Rule = Callable[[FunctionCall], Meaning | None]
 #: Elementwise functions, with broadcasting.
 each_entry: Rule = FunctionCall.joined
-
-
 _RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
 _TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
 _DIVIDING = frozenset("unbind split chunk tensor_split".split())
 #: Functions that repeat entries, perhaps for each row.
 REPEATING = frozenset("expand expand_as broadcast_to repeat tile repeat_interleave".split())
+
+
+def dims_of(x: Tensor, dims: Any) -> list[int]:
+    """The dimensions that an argument names; None: all."""
+    if dims is None or dims == () or dims == []:
+        return [*range(x.dim())]
+    return [dim % max(1, x.dim()) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])]
 
 
 def keep(call: FunctionCall) -> Meaning | None:
@@ -77,7 +84,7 @@ def index(call: FunctionCall) -> Meaning | None:
     places = given if isinstance(given, tuple) else (given,)
     if not any([isinstance(each, (Tensor, list)) or hasattr(each, "__array__") for each in places]):
         bounds = [y for each in places for y in ((each.start, each.stop) if isinstance(each, slice) else (each,))]
-        if ledger.may_be_read([y for y in numbers_among(bounds) if abs(y) > 1]):
+        if ledger.read and ledger.variable([y for y in scalars_in(bounds) if abs(y) > 1]):
             return Unknown(ledger.read)
         if not all([isinstance(ledger.of(y), Constant) for y in bounds]):
             return None  # x[:, :lengths.max()]
@@ -115,9 +122,8 @@ _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys("sort argsort".split(), (1, -1)),
     **dict.fromkeys("normalize cosine_similarity".split(), (2, 1)), "topk": (2, -1),
 }
-#: Those that add up: along the rows, they make numbers of the batch. Those that grow with the number of entries.
+#: Those that add up: along the rows, they make numbers of the batch.
 _ADDS = frozenset("sum mean nansum count_nonzero".split())
-_GROWS = _ADDS - {"mean"} | set("prod logsumexp norm vector_norm linalg_vector_norm linalg_norm".split())
 
 
 def along(call: FunctionCall) -> Meaning | None:
@@ -133,9 +139,9 @@ def along(call: FunctionCall) -> Meaning | None:
     rows = call.meaning if one and isinstance(call.meaning, Rows) else call.joined(shape=whole.shape)
     dims = dims_of(whole, dims) or [0]  # What was squeezed out of a single row.
     if not isinstance(rows, Rows):  # The sum of what code makes may count rows: torch.ones_like(output).sum()
-        made = isinstance(rows, Constant) and rows is not GIVEN and whole.dim() and 0 in dims and call.name in _GROWS
-        counts = made and call.ledger.rows == call.ledger.most and not len(whole) % call.ledger.rows
-        return MAY_COUNT if counts else rows if rows in (GIVEN, None) else VARIED
+        made = isinstance(rows, Constant) and rows is not GIVEN
+        counts = made and call.ledger.rows == call.ledger.most and not whole.numel() % call.ledger.rows
+        return MAY_COUNT if counts and call.name in _ADDS else VARIED if made else rows
     if 0 not in dims:
         return rows
     if call.name == "mean":
@@ -152,8 +158,8 @@ def matmul(call: FunctionCall) -> Meaning | None:
 def create(call: FunctionCall) -> Meaning | None:
     """A new tensor: of a single number, of several, or a copy."""
     name, args, ledger = call.name, call.args, call.ledger
-    if name in _VARIED:  # Numbers of positions begin again in each microbatch. Random ones may be of each row.
-        return Constant.POSITIONS if name == "arange" and len(args) == 1 else VARIED
+    if name == "arange":  # Numbers of positions begin again in each microbatch.
+        return Constant.POSITIONS if len(args) == 1 else VARIED
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
@@ -161,14 +167,13 @@ def create(call: FunctionCall) -> Meaning | None:
         return call.meaning if like else UNIFORM
     value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
-    if not all([isinstance(call.of(x), Constant) for x in tensors_in(value)]) or ledger.may_be_read(each):
+    if not all([isinstance(call.of(x), Constant) for x in tensors_in(value)]) or ledger.read and ledger.variable(each):
         return None  # torch.tensor([mask.sum()])
-    if ledger.may_count(numbers_among(each), size=each is value or not call.out.is_floating_point()):
+    if ledger.may_count(scalars_in(each), size=each is value or not call.out.is_floating_point()):
         return MAY_COUNT
-    return UNIFORM if len(each) == len(numbers_among(each)) == 1 else VARIED
+    return UNIFORM if len(each) == len(scalars_in(each)) == 1 else VARIED
 
 
-_VARIED = "arange", "range", "linspace", "logspace", "randperm", "eye", "rand", "randn", "randint"
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
 
 
@@ -266,7 +271,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "itruediv idiv rdiv rtruediv broadcast_tensors"),
     (along, " ".join(_ALONG)), (matmul, "matmul linear"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
-             f"new_tensor {' '.join(_COPIES)} {' '.join(_VARIED)}"),
+             f"new_tensor arange {' '.join(_COPIES)}"),
     (keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "
                  "cuda alias data real one_hot view_as_real pad interpolate"),
     (view, " ".join({"squeeze", "expand", "expand_as", "broadcast_to", "select"}.union(

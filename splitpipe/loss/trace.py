@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,13 +23,14 @@ from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import map_tensors, tensors_in
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
-from splitpipe.loss.function_call import ODD, FunctionCall
-from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, Ledger, Meaning, Rows
+from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, FunctionCall, Ledger, Meaning, Rows
 from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied
 from splitpipe.loss.rules import ANSWERS, BY_PLACE, LOSSES, OF_ANYTHING, REPEATING, RULES, index, keep, loss
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
+#: What a rule may raise for arguments that it doesn't know.
+_ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError
 #: Functions that may multiply or divide by numbers of Python, or fill a tensor with one.
 _FACTORS = SCALING | DIVIDING | set("addcmul addcdiv lerp where masked_fill fill setitem scatter".split())
 
@@ -92,10 +94,12 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
     unknown = next((x for x in call.meanings if isinstance(x, Unknown)), None)
     if (rule not in BY_PLACE or call.name == "pad") and (ledger.read or ledger.sizes):
         value = isinstance(call.out, Tensor) and call.out.is_floating_point() and rule is not loss  # Or a position.
-        if ledger.may_be_read([x for x in call.scalars if value or type(x) is float]):
+        if ledger.read and ledger.variable([x for x in call.scalars if value or type(x) is float]):
             return Unknown(ledger.read)
-        if call.kinds and _may_count(call):
-            return MAY_COUNT
+        call.counting = _may_count(call)
+    call.counting |= any([isinstance(x, Rows) and x.counting for x in call.meanings])
+    if call.counting and Rows not in call.kinds and call.kinds:
+        return MAY_COUNT
     if rule is keep and isinstance(call.meaning, Number):  # loss.to(rows)
         call, function = FunctionCall(ledger, "to", (call.args[0], call.out.dtype), {}, call.out), Tensor.to
     if Number in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
@@ -105,11 +109,12 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
     if rule is None or unknown is not None and rule not in OF_ANYTHING:
         return unknown
     try:
-        return rule(call)
+        meaning = rule(call)
     except torch.OutOfMemoryError:
         raise
-    except ODD:
+    except _ODD:
         return None
+    return replace(meaning, counting=True) if call.counting and isinstance(meaning, Rows) else meaning
 
 
 def _may_count(call: FunctionCall) -> bool:
@@ -119,7 +124,7 @@ def _may_count(call: FunctionCall) -> bool:
         return may_count(call.scalars, size=Rows not in call.kinds and not sums)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
-    return may_count([x for x in call.scalars if type(x) is float and abs(x) >= 1 or call.name == "pad"], size=True)
+    return may_count([x for x in call.scalars if type(x) is float or call.name == "pad"], size=True)
 
 
 def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Number | Unknown | None:

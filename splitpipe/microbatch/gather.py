@@ -25,7 +25,7 @@ def gather(
     outputs: Sequence[Any], rows: Sequence[int], along: Sequence[int] = (0,), reducer: Any = None,
     where: str = "the output",
 ) -> Any:
-    """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.reduction``).
+    """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.numbers``).
 
     ``along``: the dimensions along which values of the input were split; ``where``: what messages call the output.
     """

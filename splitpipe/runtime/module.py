@@ -19,8 +19,8 @@ from splitpipe.engine.module_output import keep_loss, keep_output, keep_own_loss
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.copy import Lane
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing
+from splitpipe.loss.numbers import UNSEEN
 from splitpipe.loss.objective import Objective
-from splitpipe.loss.reduction import UNSEEN
 from splitpipe.microbatch.arguments import name_arguments, read_arguments
 from splitpipe.microbatch.division import Divider
 from splitpipe.partition.attributes import Attributes

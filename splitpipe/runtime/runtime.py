@@ -35,8 +35,8 @@ from splitpipe.engine.scheduled_step import ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
-from splitpipe.loss.objective import TARGET, Objective
-from splitpipe.loss.reduction import AS_FUNCTION, BatchLoss, Reducer
+from splitpipe.loss.numbers import Reducer
+from splitpipe.loss.objective import TARGET, BatchLoss, Objective
 from splitpipe.microbatch.custom_split import CustomSplit, Split
 from splitpipe.microbatch.division import Divider, Division, move, read_input
 from splitpipe.microbatch.gather import gather
@@ -176,7 +176,7 @@ class Runtime:
 
     def _loss(self, step: StepRun, target: Division | None, scale: Tensor | None, shared: SharedParameters) -> Tensor:
         """The loss of the batch, whose backward hands the gradients over."""
-        call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said, AS_FUNCTION)
+        call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said)
         batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
         rows = self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed)
         loss = ScheduledStep(step, target, scale, batch_loss).run(rows, shared)

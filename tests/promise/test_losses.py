@@ -7,7 +7,6 @@ one of them nothing counts), in either order: what is found out in one must not 
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -280,16 +279,14 @@ def test_drop_in_several_terms_or_entries_each_have_their_count(loss: str) -> No
 
 @pytest.mark.parametrize("way", SCHEDULED)
 @pytest.mark.parametrize("loss", losses.SEVERAL)
-def test_scheduled_terms_whose_counts_are_not_proportional_are_an_error_that_has_them(loss: str, way: str) -> None:
-    name, function, counts = losses.SEVERAL[loss]
+def test_scheduled_terms_whose_counts_are_not_proportional_are_an_error(loss: str, way: str) -> None:
+    name, function = losses.SEVERAL[loss]
     plain, model, expected, found = sides = made(way, function)
     verify(name, EVEN, *sides)
     model.zero_grad()
     for _ in range(2):
-        with pytest.raises(ValueError, match="count") as error:
+        with pytest.raises(ValueError, match="terms whose counts aren't proportional"):
             found(*batch(name, UNEVEN))
-        numbers = set(re.findall(r"\d+", str(error.value)))
-        assert {str(count) for each in counts for count in each} <= numbers
         assert gradients(model) == [None] * 4
     verify(name, EVEN, *sides)
 
