@@ -144,12 +144,11 @@ def _verify(target: Any, loss: Any, against: Any, tolerance: Any) -> None:
 
 def _chosen(runtime: Runtime, batch: Batch, rows: int | None, few: bool) -> tuple[Division, Batch]:
     """The batch with the rows that are used, ``few`` or all by default, and its division."""
-    options = runtime.options
     division, targets = runtime.divider.divide(batch.args, batch.kwargs, batch.target, batch.unsplit)
-    if rows is not None and (not isinstance(rows, Integral) or rows < 1 or options.split is not None):
+    if rows is not None and (not isinstance(rows, Integral) or rows < 1 or runtime.options.split is not None):
         raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
-    if options.split is None and (few or rows is not None):
-        count = 4 * options.chunks if rows is None else rows
+    if runtime.options.split is None and (few or rows is not None):
+        count = 4 * runtime.options.chunks if rows is None else rows
         input, target = division.some(count), None if targets is None else targets.some(count)
         args, kwargs = input if runtime.own_forward else ((input,), {})
         smaller = runtime.batch(batch.module, args, kwargs, target)

@@ -157,11 +157,6 @@ class Runtime:
                 "a target was given, but there's no loss_fn to take it. For a second input, expected model((x, mask)), "
                 "one tuple, which the layers take; for a target, SplitPipe(..., schedule='1f1b', loss_fn=criterion)."
             )
-        if callable(self.options.reduction):
-            raise ValueError(
-                "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
-                "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
-            )
         if not state.grad:
             return None
         if scaler is not None and scaler.is_enabled():
