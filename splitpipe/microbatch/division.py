@@ -11,6 +11,7 @@ A list may have one entry per row, or hold tensors that are each split. If sizes
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -231,17 +232,16 @@ class Division:
 
 def divide(root: Node, rows: Sequence[int], batch: str) -> Division:
     """The division of a value whose nodes say how it is split; ``batch`` has shown the number of rows."""
-    leaves, parts = root.leaves, [(root.leaves, root.nesting)] * len(rows)
-    common = frozenset([k for k, leaf in enumerate(leaves) if not leaf.single])
-    if len(common) < len(leaves):
-        parts = [root.part(stop - count, count) for count, stop in zip(rows, accumulate(rows))]
-    whole = [k for k in common if leaves[k].dim is None and leaves[k].tensors and len(rows) > 1]
+    leaves, parts = root.leaves, [root.part(stop - count, count) for count, stop in zip(rows, accumulate(rows))]
+    common = frozenset([k for k, leaf in enumerate(leaves) if not leaf.single or len(rows) == 1])
+    counts = Counter([id(leaf.value) for own, _ in parts for leaf in own])
+    shared = [k for k, x in enumerate(leaves) if x.dim is None and x.tensors and counts[id(x.value)] > 1]
     numbers = {id(leaf): k for k, leaf in enumerate(leaves)}
     places = [[numbers[id(leaf)] for leaf in own] for own, _ in parts]
     sizes = [[count * leaf.times for count in rows] for leaf in leaves]
     return Division(
         [leaf.value for leaf in leaves], [leaf.dim for leaf in leaves], sizes, rows, places,
-        [nesting for _, nesting in parts], common, frozenset(whole), batch, root,
+        [nesting for _, nesting in parts], common, frozenset(shared), batch, root,
     )
 
 

@@ -43,10 +43,10 @@ class Node:
         self, value: Any, flag: Any, where: str, children: Sequence[Node] | None = None, rebuild: Any = None,
         listed: bool = False,
     ) -> None:
-        self.value, self.flag, self.where, self.children, self.listed = value, flag, where, children, listed
+        self.value, self.flag, self.where, self.listed = value, flag, where, listed
+        self.children, self._rebuild = children, rebuild
         self._leaves = [leaf for child in children or () for leaf in child.leaves]  # Not itself, which is a cycle.
         self.tensors = [x.value for x in self.leaves if isinstance(x.value, Tensor) and x.value.dim()]
-        self.nesting: Nesting = None if children is None else (rebuild, [child.nesting for child in children])
         # How it is split, as ``division`` decides:
         self.times = 0  #: The number of entries per row, if it is split.
         self.dim: int | None = None  #: The dimension along which a tensor is split.
@@ -59,11 +59,11 @@ class Node:
 
     def part(self, start: int, count: int) -> tuple[list[Node], Nesting]:
         """The leaves that a microbatch with these rows gets, or gets a part of, and their nesting."""
-        if self.children is None or self.nesting is None:
+        if self.children is None:
             return [self], None
         stop = (start + count) * self.times if self.times else None
         parts = [child.part(start, count) for child in self.children[start * self.times : stop]]
-        return [leaf for leaves, _ in parts for leaf in leaves], (self.nesting[0], [nesting for _, nesting in parts])
+        return [leaf for leaves, _ in parts for leaf in leaves], (self._rebuild, [nesting for _, nesting in parts])
 
 
 def open_level(value: Any, fields: bool = False) -> Level | None:
