@@ -68,10 +68,7 @@ class ModuleRuntime(Runtime):
         return type(module).forward.__get__(module) if self.own is None else self.own
 
     def write_map(self) -> None:
-        """Writes ``hf_device_map``: accelerate and Trainer don't move a model that has one.
-
-        It has the devices of blocks by name; before the first call, a guess from the order of definition.
-        """
+        """Writes ``hf_device_map``, by which accelerate and Trainer don't move it; before a call, a guess."""
         self._mapped, blocks = len(self.stage_of), Blocks(self.module, self.options.cuts)
         vars(self.module)["hf_device_map"] = device_map(self.module, blocks, self.stage_of, self._resources.devices)
 

@@ -102,7 +102,6 @@ class Runtime:
         self._known: ModelLayers | None = None  # The layers for a key, if they may be used again.
         self._key: tuple[Any, ...] = ()
         self._last: list[StageLayers] = []  # Those of the last call with grad mode.
-        self._looked = False  # Whether a step has shown what layers keep.
         if divider is None:
             flags, target_flags = options.batched
             divider = Divider(partial(read_input, flags=flags), target_flags, options.chunks)
@@ -194,8 +193,7 @@ class Runtime:
             self._last = [stage.own for stage in step.stages]
         call.draws.end(recomputes=call.checkpointed > 0 and call.state.grad)
         call.end()
-        if not self.own_forward and not self._looked and call.state.grad and call.microbatches > 1:
-            self._looked = True
+        if not self.own_forward and call.draws.first and call.state.grad and call.microbatches > 1:
             warn_of_losses(batch.module)
         return value
 
