@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from contextvars import Context, ContextVar
+from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,8 +27,10 @@ _log = logging.getLogger("splitpipe")
 
 
 class ChannelStatistics(NamedTuple):
-    """Statistics of each channel: the number of values, their mean and their unbiased variance."""
+    """Statistics of each channel in a microbatch: the number of values, their mean and their unbiased variance."""
 
+    layer: DeferredBatchNorm
+    microbatch: int | None  #: None: one that has no number.
     number: int
     mean: Tensor
     variance: Tensor
@@ -125,12 +127,12 @@ class DeferredBatchNorm(_BatchNorm):
             add_note(error, "Each microbatch is normalised separately: use fewer chunks, or a larger batch.")
             raise
         if not is_recomputing():
-            part = ChannelStatistics(input.numel() // max(1, input.shape[1]), mean, variance)
-            if (active := _active.get()) is not None:
-                statistics, microbatch = active
-                statistics._add(self, microbatch, part)
-            else:
-                _update({self: {0: [part]}})
+            call = collecting.get()
+            collected, microbatch = call or ([], None)
+            number = input.numel() // max(1, input.shape[1])
+            collected.append(ChannelStatistics(self, microbatch, number, mean, variance))
+            if call is None:
+                update(collected)
         return output
 
 
@@ -159,56 +161,37 @@ def undefer(module: nn.Module) -> None:
             del layer._original
 
 
-class Statistics:
-    """The statistics of one call: collected from any thread, one thread at a time per layer, committed once."""
-
-    def __init__(self) -> None:
-        self._rounds: dict[DeferredBatchNorm, dict[int, list[ChannelStatistics]]] = {}
-        self._calls: Counter[tuple[DeferredBatchNorm, int | None]] = Counter()
-        self._open = True
-
-    def collect(self, context: Context, microbatch: int | None = None) -> Context:
-        """Makes layers that run in this context, or in a copy of it, add to these statistics, for this microbatch."""
-        outer = context.get(_active)
-        # Inside a call of another model, the outer one collects: the inner model's batch is one of its microbatches.
-        owner = self if outer is None else outer[0]
-        context.run(_active.set, (owner, microbatch if owner is self else None))
-        return context
-
-    def _add(self, layer: DeferredBatchNorm, microbatch: int | None, part: ChannelStatistics) -> None:
-        if self._open:
-            # The k-th calls of all microbatches make one update. Without a number, each call is a new microbatch.
-            call = self._calls[layer, microbatch]
-            if microbatch is not None:
-                self._calls[layer, microbatch] += 1
-            self._rounds.setdefault(layer, defaultdict(list))[call].append(part)
-
-    def commit(self) -> object:
-        """Updates every layer once; returns the tensors that were read: keep them until their streams have waited."""
-        rounds, self._rounds, self._open = self._rounds, {}, False
-        _update(rounds)
-        return rounds
+#: In a call of a model, what layers collect, in any of its threads, and the microbatch if known.
+collecting: ContextVar[tuple[list[ChannelStatistics], int | None] | None] = ContextVar(
+    "splitpipe.batchnorm", default=None
+)
 
 
-#: The statistics being collected, and the microbatch if known.
-_active: ContextVar[tuple[Statistics, int | None] | None] = ContextVar("splitpipe.batchnorm", default=None)
-
-
-def _joined(parts: list[ChannelStatistics]) -> ChannelStatistics:
-    """The combined statistics (Chan, Golub & LeVeque 1983), without waiting for the device."""
+def _joined(parts: list[ChannelStatistics]) -> tuple[Tensor, Tensor]:
+    """The combined mean and variance (Chan, Golub & LeVeque 1983), without waiting for the device."""
     if len(parts) == 1:
-        return parts[0]
+        return parts[0].mean, parts[0].variance
     total = sum(part.number for part in parts)
     means = torch.stack([part.mean for part in parts])
     variances = torch.stack([part.variance for part in parts])
     counts = torch.cat([means.new_full((1, 1), part.number) for part in parts])
     mean = (means * (counts / total)).sum(0)
     squares = (variances * (counts - 1) + (means - mean).square() * counts).sum(0)
-    return ChannelStatistics(total, mean, squares / (total - 1))
+    return mean, squares / (total - 1)
 
 
-def _update(rounds: Mapping[DeferredBatchNorm, dict[int, list[ChannelStatistics]]]) -> None:
-    """Computes everything first, then writes in one call, so that no error or interrupt leaves it half done."""
+def update(collected: Iterable[ChannelStatistics]) -> None:
+    """Updates each layer once for each of its places in the model.
+
+    Computes everything first, then writes in one call, so that no error or interrupt leaves it half done.
+    """
+    rounds: dict[DeferredBatchNorm, dict[int, list[ChannelStatistics]]] = {}
+    calls = Counter[tuple[DeferredBatchNorm, int | None]]()
+    for part in collected:
+        # The k-th calls of all microbatches make one update. Without a number, each call is a new microbatch.
+        key = part.layer, part.microbatch
+        rounds.setdefault(part.layer, defaultdict(list))[calls[key]].append(part)
+        calls[key] += part.microbatch is not None
     buffers, values = list[Tensor](), list[Tensor]()
     with torch.no_grad():
         for layer, parts in rounds.items():
@@ -222,9 +205,9 @@ def _update(rounds: Mapping[DeferredBatchNorm, dict[int, list[ChannelStatistics]
                 tracked = tracked + 1
                 weight = tracked.to(wide).reciprocal() if layer.momentum is None else layer.momentum
                 if full := [part for part in each if part.number]:
-                    new = _joined(full)
-                    mean = new.mean * weight + mean * (1 - weight)
-                    variance = new.variance * weight + variance * (1 - weight)
+                    own_mean, own_variance = _joined(full)
+                    mean = own_mean * weight + mean * (1 - weight)
+                    variance = own_variance * weight + variance * (1 - weight)
             values += mean, variance, tracked
         if buffers:
             _foreach_copy_(buffers, values)

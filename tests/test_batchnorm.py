@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import splitpipe
 from splitpipe import SplitPipe
-from splitpipe.batchnorm import DeferredBatchNorm, Statistics
+from splitpipe.batchnorm import DeferredBatchNorm, collecting, update
 from splitpipe.core.phase import phase
 from splitpipe.core.thread_state import bound
 from tests.helpers.modules import module_of
@@ -37,10 +37,10 @@ def twins(kind=nn.BatchNorm2d, features=3, dtype=torch.float32, **options):
 
 def run(layer, microbatches):
     """One pass."""
-    statistics = Statistics()
-    context = statistics.collect(copy_context())
-    outputs = [context.run(layer, x) for x in microbatches]
-    statistics.commit()
+    collected = []
+    with bound(collecting, (collected, None)):
+        outputs = [layer(x) for x in microbatches]
+    update(collected)
     return outputs
 
 
@@ -68,22 +68,25 @@ def test_large_mean_does_not_swallow_the_variance():
     torch.testing.assert_close(deferred.running_var.double(), exact, rtol=1e-4, atol=0)
 
 
-def test_nothing_changes_before_the_commit_and_nothing_after_it():
+def test_nothing_changes_before_the_end_of_a_call_and_nothing_after_it():
     _, deferred = twins()
-    before = copy.deepcopy(deferred.state_dict())
-    statistics = Statistics()
-    context = statistics.collect(copy_context())
-    context.run(deferred, batch(4, 3, 4, 5))
-    assert all(deferred.state_dict()[key].equal(value) for key, value in before.items())
-    statistics.commit()
+    before, contexts = copy.deepcopy(deferred.state_dict()), []
+
+    def look(*_):
+        contexts.append(copy_context())
+        assert all(deferred.state_dict()[key].equal(value) for key, value in before.items())
+
+    deferred.register_forward_hook(look)
+    SplitPipe(nn.Sequential(deferred), [1], devices=["cpu"], chunks=2)(batch(4, 3, 4, 5))
     after = copy.deepcopy(deferred.state_dict())
     assert after["num_batches_tracked"] == 1
-    context.run(deferred, batch(4, 3, 4, 5))
-    statistics.commit()
+    deferred._forward_hooks.clear()
+    for context in contexts:
+        context.run(deferred, batch(4, 3, 4, 5))
     assert all(deferred.state_dict()[key].equal(value) for key, value in after.items())
 
 
-def test_commit_that_fails_changes_no_layer():
+def test_update_that_fails_changes_no_layer():
     model = convert(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
     before = copy.deepcopy(model.state_dict())
     model[1].momentum = "none"
@@ -96,14 +99,13 @@ def test_commit_that_fails_changes_no_layer():
 def test_layer_used_twice_a_microbatch_is_updated_twice(momentum):
     plain, deferred = twins(nn.BatchNorm1d, momentum=momentum)
     x = batch(10, 3)
-    statistics = Statistics()
-    context = statistics.collect(copy_context())
-    contexts = [statistics.collect(context.copy(), i) for i in range(2)]
+    collected = []
     # The second use in one microbatch comes before the first in the next.
-    for run_in, part in zip(contexts, x.split(5), strict=True):
-        run_in.run(deferred, part)
-        run_in.run(deferred, part * 2)
-    statistics.commit()
+    for i, part in enumerate(x.split(5)):
+        with bound(collecting, (collected, i)):
+            deferred(part)
+            deferred(part * 2)
+    update(collected)
     plain(x)
     plain(x * 2)
     assert_same(plain, deferred)
@@ -112,20 +114,11 @@ def test_layer_used_twice_a_microbatch_is_updated_twice(momentum):
 def test_pass_inside_a_pass_belongs_to_the_outer_one():
     plain, deferred = twins(nn.BatchNorm1d)
     x = batch(12, 3)
-    statistics = Statistics()
-    context = statistics.collect(copy_context())
-
-    def inner(values):
-        mine = Statistics()
-        contexts = [mine.collect(copy_context(), i) for i in range(2)]
-        for run_in, part in zip(contexts, values.split(3), strict=True):
-            run_in.run(deferred, part)
-        mine.commit()
-
-    for i, part in enumerate(x.split(6)):
-        statistics.collect(context.copy(), i).run(inner, part)
-    assert deferred.num_batches_tracked == 0
-    statistics.commit()
+    inner = SplitPipe(nn.Sequential(deferred), [1], devices=["cpu"], chunks=2)
+    inner.register_forward_hook(lambda *_: tracked.append(int(deferred.num_batches_tracked)))
+    tracked = []
+    SplitPipe(nn.Sequential(inner), [1], devices=["cpu"], chunks=2)(x)
+    assert tracked == [0, 0]
     plain(x)
     assert_same(plain, deferred)
 

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from splitpipe.backward.graph_walk import Walk
-from splitpipe.backward.rules import RULES, leaf_of
+from splitpipe.backward.graph_walk import RULES, Walk, leaf_of
 from splitpipe.schedule.draw.measures import aligned
 from splitpipe.schedule.op import counted
 

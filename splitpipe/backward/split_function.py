@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from splitpipe.backward.accumulate import Total
-from splitpipe.backward.rules import total_version
+from splitpipe.backward.graph_walk import total_version
 from splitpipe.backward.stand_ins import leftovers_of, stand_ins
+from splitpipe.backward.weight_gradients import Total
 from splitpipe.core import thread_state
 
 

@@ -1,17 +1,60 @@
 """W of linear layers, products with a matrix of weights on the right, convolutions and embeddings.
 
-Each function adds the weight gradients of several calls that use their weights alike to the sums, one per weight, or
-None where no gradient is needed. ``parts``: what each call has saved, and the gradient of its output.
+Each function adds the weight gradients of several calls that use their weights alike to sums, one per weight, or None
+where no gradient is needed. ``parts``: what each call has saved, and the gradient of its output.
+
+A sum is added to in place as soon as it has its own memory.
 """
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from splitpipe.backward.accumulate import Total
+
+@dataclass(eq=False, slots=True)
+class Total:
+    """A growing sum of a weight's gradients.
+
+    The first gradient's memory may be shared (a view of an output gradient): the sum refers to it, but writes nothing.
+    """
+
+    weight: Tensor
+    value: Tensor | None = None
+    owned: bool = False  #: Whether the sum has the value's memory for itself.
+
+    def allocate(self) -> None:
+        """Begins with zeros, on the current stream.
+
+        A gradient outlives backward: in the weight stream's memory, activations could never use its place again.
+        """
+        if self.value is None and type(self.weight.data) is Tensor and self.weight.layout is torch.strided:
+            self.value, self.owned = torch.zeros_like(self.weight), True
+
+    def add(self, grad: Tensor | None, fresh: bool = False) -> None:
+        """Adds a gradient that has or expands to the weight's shape; ``fresh``: its memory isn't shared."""
+        if grad is None:
+            return
+        if grad.shape != self.weight.shape:
+            grad = grad.sum_to_size(self.weight.shape)
+        plain = grad.layout is torch.strided
+        if self.value is None:
+            self.value = grad.to(self.weight.dtype)
+            self.owned = plain and (fresh or self.value is not grad)
+        elif self.adds_in_place(grad):
+            self.value.add_(grad)
+        else:  # A dense sum accepts a sparse summand, but a sparse sum doesn't accept a dense one.
+            self.value = grad + self.value if plain else self.value + grad
+            self.owned = self.value.layout is torch.strided
+
+    def adds_in_place(self, grad: Tensor) -> bool:
+        """True if a gradient would be added to memory that the sum has for itself."""
+        # Not to a subclass, as in autograd: a DTensor that is written to would keep its placement, whatever is added.
+        return self.owned and type(self.value) is Tensor and grad.layout is torch.strided
+
 
 Totals = Sequence[Total | None]
 Parts = Sequence[tuple[Any, Tensor]]
@@ -26,7 +69,11 @@ def linear(totals: Totals, parts: Parts) -> None:
     (weight, bias), (turned,) = totals, parts[0][0].way
     for x, grad in joined([(ctx.saved_for_weight[0], grad) for ctx, grad in parts]):
         if weight is not None:
-            weight.add_product(*((grad.t(), x) if turned else (x.t(), grad)))
+            a, b = (grad.t(), x) if turned else (x.t(), grad)
+            if weight.value is not None and a.dtype is weight.value.dtype and weight.adds_in_place(a):
+                weight.value.addmm_(a, b)
+            else:
+                weight.add(a.mm(b), fresh=True)
         if bias is not None:
             bias.add(grad.sum(0), fresh=True)
 

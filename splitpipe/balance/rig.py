@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from splitpipe.backward.rules import unchanged
+from splitpipe.backward.graph_walk import unchanged
 from splitpipe.balance.survey import START, Subject, copy_of, measuring
 from splitpipe.compiled.layers import release
 from splitpipe.core.note import add_note

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import Parameter
 
-from splitpipe.backward.accumulate import Total
-from splitpipe.backward.rules import total_version
+from splitpipe.backward.graph_walk import total_version
 from splitpipe.backward.stand_ins import leftovers_of, stand_ins
+from splitpipe.backward.weight_gradients import Total
 from splitpipe.core.torch_private import _current_autograd_node
 
 #: Takes a graph's arguments in a list, which it may empty.

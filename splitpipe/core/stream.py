@@ -4,16 +4,13 @@ The streams and events of a device's module (``torch.cuda``) and torch's generic
 and two streams with the same number aren't equal. So all have the device's own class here (``of_device_class``), and no
 other file makes or records any. This class releases the GIL in calls to the driver, which are long if a queue is full.
 
-Events are reused. A wait is for what the event represents when the wait is *called*, so an event may be recorded again
-once every wait for it has been called: the caller of the last one gives it back (``spent``). Given back earlier, a wait
-would be for its next record. Two threads never record one event: it is taken with ``deque.pop``, an atomic step.
+An event is recorded once, by ``mark``, so every wait for it, in any thread, is for the same work.
 
 No contexts: a device's context takes half a GiB, and setting the device creates one. Code that sets a device restores
 the previous one like torch.accelerator.device_index, by an exchange that creates no context.
 """
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,10 +28,10 @@ NamedStreams = Callable[[torch.device, str], Stream]
 
 
 @cache
-def _kind(device: torch.device) -> tuple[Any, Any, deque[Any]]:
-    """The classes of a device's streams and events, and its free events."""
+def _kind(device: torch.device) -> tuple[Any, Any]:
+    """The classes of a device's streams and events."""
     module = torch.get_device_module(device)
-    return getattr(module, "Stream", torch.Stream), getattr(module, "Event", torch.Event), deque()
+    return getattr(module, "Stream", torch.Stream), getattr(module, "Event", torch.Event)
 
 
 def of_device_class(stream: torch.Stream) -> torch.Stream:
@@ -70,18 +67,13 @@ def wait(stream: Stream, other: Stream) -> None:
     if stream is not None and other is not None and stream != other:
         event: Any = mark(other)
         event.wait(stream)
-        spent(event)
 
 
 def mark(stream: Stream) -> torch.Event | None:
-    """Records an event after the work queued on ``stream`` so far; after waiting for it, give it to ``spent``."""
+    """An event after the work queued on ``stream`` so far."""
     if stream is None:
         return None
-    _, kind, free = _kind(stream.device)
-    try:
-        event: torch.Event = free.pop()
-    except IndexError:
-        event = kind()
+    event: torch.Event = _kind(stream.device)[1]()
     event.record(stream)
     return event
 
@@ -93,16 +85,10 @@ def moment(stream: torch.Stream) -> Any:
     return event
 
 
-def wait_for(stream: Stream, event: torch.Event | None) -> None:
+def wait_for(stream: Stream, event: torch.Event) -> None:
     """Makes later work on ``stream`` wait for the event."""
-    if stream is not None and event is not None:
+    if stream is not None:
         event.wait(stream)
-
-
-def spent(event: torch.Event | None) -> None:
-    """Returns the event to the pool, when nothing will wait for it any more."""
-    if event is not None:
-        _kind(event.device)[2].append(event)
 
 
 def hold(tensor: Tensor, stream: Stream) -> None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,6 @@ def version_of(x: Tensor) -> int | None:
 
 def sharing(values: Sequence[Any], tainted: Sequence[Tensor] = ()) -> frozenset[int]:
     """The places of tensors that share a storage with another of the values, or with a tainted one."""
-    if len(values) < 2 and not tainted:
-        return frozenset()
     storages = [storage_of(x) if isinstance(x, Tensor) else 0 for x in values]
     counts = Counter([*storages, *{storage_of(x) for x in tainted}])
     return frozenset([k for k, storage in enumerate(storages) if storage and counts[storage] > 1])
@@ -64,3 +62,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     if not isinstance(value, (tuple, list, dict)):
         return []
     return [x for each in (value.values() if isinstance(value, dict) else value) for x in tensors_in(each)]
+
+
+def wait_for_collectives(values: Iterable[Any]) -> None:
+    """Waits for collectives whose results are dropped unread, as a recomputation's output: torch would keep them."""
+    for x in [x for x in values if isinstance(x, Tensor)]:
+        pending: Any = x.to_local() if hasattr(x, "to_local") else x
+        if hasattr(pending, "trigger_wait"):
+            pending.trigger_wait()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from splitpipe import checks
+from splitpipe.compiled.layers import is_compiled
 from splitpipe.core.tensors import map_tensors
 from splitpipe.distributed.stage import StageModule, runtime, verify_stages
 from splitpipe.loss.numbers import Number, Unknown
@@ -212,6 +213,7 @@ class Loss:
         """Begins a step with the target of the whole batch."""
         self._parts = [] if target is None else target.chunk(self._chunks)
         self._objective.begin([len(part) for part in self._parts] or [1] * self._chunks)
+        self._objective.compiled = is_compiled(self._objective.loss_fn)
         self.batch_loss = self._objective.batch_loss
 
     def __call__(self, output: Any, target: Any) -> Tensor:

@@ -21,8 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import pipelining
 
 from splitpipe.backward.graph_walk import walk
-from splitpipe.backward.input_backward import LeafHooks, backward_input
-from splitpipe.backward.weight_grad_store import WeightGradStore
+from splitpipe.backward.split_backward import LeafHooks, WeightGradStore, backward_input
 from splitpipe.core import thread_state
 from splitpipe.core.stream import Place
 from splitpipe.core.torch_private import RemovableHandle
@@ -145,7 +144,8 @@ class Stage(pipelining.PipelineStage):
             (store,) = bwd_kwargs["param_groups"]
             with thread_state.use(thread_state.capture().outside_forward()):  # As in B.
                 store.backward_weight()
-            if sums := [*store.sums]:  # By way of autograd, so that the leaves' hooks run.
+            sums = [total for total in store.sums.values() if total.value is not None]
+            if sums:  # By way of autograd, so that the leaves' hooks run.
                 torch.autograd.backward([total.weight for total in sums], [total.value for total in sums])
             return (), None
         if backward_type == "input":

@@ -73,7 +73,7 @@ class BlockChains:
             return output  # With its graph: R would get other inputs; numbers' terms or views would have lost theirs.
         if self.step.drop_in:
             ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
-            self._shared.reach(stage, walk([get_gradient_edge(y) for y in distinct], ends, False).parameters())
+            self._shared.reach(stage, walk([get_gradient_edge(y) for y in distinct], ends, False).reached)
         chain, tracked = self._chain, [*{id(x): x for x in inputs if x.requires_grad}.values()]
         if chain is None or chain.size >= _CAP or any([chain.place_of(x) is None for x in tracked]):
             chain = self._chain = BlockChain(self, stage, tracked)

@@ -62,7 +62,7 @@ class Crossing:
         self._step, self._i, self._placement, self._shared, self._link = step, i, placement, shared, link
         self._stage = 0
         self._first_nodes: list[int] = []  #: The number of the first node of each stage.
-        self._ends: dict[int, torch.Event | None] = {}  #: Of F of each stage: copies of its values wait for no more.
+        self._ends: dict[int, torch.Event] = {}  #: Of F of each stage: copies of its values wait for no more.
         self._values: dict[int, _Value] = {}
         #: The storages of values that were written to after they had crossed, and of what others have, too.
         self._written, self._tainted = set[int](), set[int]()
@@ -135,8 +135,8 @@ class Crossing:
         y, route = x.detach() if tracked else x, step.route(source, stage)
         if route is not None and x.device == route.source:
             [y], event = route.carry([y], step.timed(stage), self._ends.get(source))
-            stream.wait_for(step.stages[stage].compute, event)
-            stream.spent(event)
+            if event is not None:
+                stream.wait_for(step.stages[stage].compute, event)
         if not tracked:
             return y
         origin = source, step.stages[source].fwd_cache[i].leave(x)
@@ -151,9 +151,8 @@ class Crossing:
             storages = [storage_of(value.tensors[0]) for value in values]
             if any([each in self._tainted or storages.count(each) > 1 for each in self._written - {0}]):
                 raise RuntimeError(_MISSED)  # Each has crossed as a separate copy.
-        compute = self._step.stages[self._stage].compute
-        if compute is not None:
-            self._ends[self._stage] = stream.mark(compute)
+        if (event := stream.mark(self._step.stages[self._stage].compute)) is not None:
+            self._ends[self._stage] = event
 
     def leave(self, x: Tensor) -> Tensor:
         """An output as it was last; to ``end``, one of an earlier stage is a value, as if it had crossed."""
@@ -172,8 +171,6 @@ class Crossing:
         """Forgets all values at the end of the forward."""
         self._values.clear()
         self._link = None  # It refers to losses, with their graphs.
-        for event in self._ends.values():
-            stream.spent(event)
 
 
 #: Functions that ask for facts, for which nothing needs to cross.

@@ -56,7 +56,7 @@ def attach_outputs(step: StepRun, outputs: Sequence[Output], shared: SharedParam
     groups: dict[int | None, list[Tensor]] = {None: [call.leaves[k] for k in tracked]}
     groups.update({stage.index: [*stage.reached.values()] for stage in step.stages})
     compute = partial(_run_second_half, step, shared, tracked, [each[1:] for each in left.values()])
-    graph = OuterGraph([stage.device for stage in step.stages], compute)
+    graph = OuterGraph({stage.device for stage in step.stages}, compute)
     attached = dict(zip(left, graph.attach([each[0] for each in left.values()], groups)))
     return [output.changed(lambda x: attached.get(id(x), x)) for output in outputs]
 
@@ -92,10 +92,10 @@ def _run_second_half(
     gradients: Gradients = {}
     for stage in stages:
         sums = stage.store.sums
-        taken = [sums.take(x) for x in wanted.get(stage.index, ())]
+        taken = [sums.pop(id(x)).value if id(x) in sums else None for x in wanted.get(stage.index, ())]
         gradients[stage.index] = hand(taken, stage.compute, stream.current(stage.device))
         # Leaves to which only a recomputation has led, such as some that it has made: their hooks aren't called.
-        late = [total for total in sums if id(total.weight) not in stage.reached]
+        late = [total for key, total in sums.items() if key not in stage.reached]
         for x, y in [(total.weight, total.value) for total in late if adds_gradients([*chain(*wanted.values())])]:
             x.grad = y if x.grad is None or y is None else x.grad + y
     if None in wanted:

@@ -167,7 +167,7 @@ class ModuleForward:
             segment = stage.fwd_cache[self.i]
             segment.close(step.split, stage.own)
             if step.drop_in:
-                self._call.shared.reach(stage, segment.graph.parameters())
+                self._call.shared.reach(stage, segment.graph.reached)
 
     def take(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module's call: the split point if it is one, then the block itself, given only its arguments."""

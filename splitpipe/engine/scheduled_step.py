@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.backward.accumulate import Total
 from splitpipe.backward.outer_graph import Gradients, Groups, OuterGraph
+from splitpipe.backward.weight_gradients import Total
 from splitpipe.core import stream
-from splitpipe.core.dtensor import is_dtensor
-from splitpipe.core.transfer import brought
 from splitpipe.engine.drop_in import input_gradients
 from splitpipe.engine.rows import OpRows
 from splitpipe.engine.step import StepRun
@@ -65,12 +63,13 @@ class ScheduledStep:
                     grads = input_gradients(step, key, division)
                 sums[key] = stage, [Total(division.leaves[k], x) for k, x in grads.items()]
             shared.bring_home()
-            sums.update({stage.index: (stage, [*stage.store.sums]) for stage in step.stages})
+            for stage in step.stages:
+                sums[stage.index] = stage, [total for total in stage.store.sums.values() if total.value is not None]
         call.rejoin()
         if not self._tracked:
             return loss
         groups = {key: [total.weight for total in own] for key, (_, own) in sums.items()}
-        graph = OuterGraph([stage.device for stage in step.stages], partial(_scale, sums, unit))
+        graph = OuterGraph({stage.device for stage in step.stages}, partial(_scale, sums, unit))
         return graph.attach([loss], groups)[0]
 
 
@@ -81,12 +80,13 @@ def _scale(
     if not grads:
         return {key: [None] * len(tensors) for key, tensors in wanted.items()}
     grad: Any = grads[0] if unit is None else grads[0] * unit
-    if is_dtensor(grad):  # The loss was a DTensor (loss_parallel), which doesn't mix with plain gradients.
+    if hasattr(grad, "full_tensor"):  # The loss was a DTensor (loss_parallel), which doesn't mix with plain gradients.
         grad = grad.full_tensor()
-    factors = {device: brought(grad, device) for device in {x.device for own in wanted.values() for x in own}}
+    factors = {device: grad.to(device) for device in {x.device for own in wanted.values() for x in own}}
     gradients: Gradients = {}
     for key in wanted:
         stage, own = sums[key]
-        hand([total.value for total in own], stage.compute, stream.current(stage.device))
-        gradients[key] = [total.scaled(factors[total.weight.device], in_place=not keep) for total in own]
+        values: list[Any] = hand([total.value for total in own], stage.compute, stream.current(stage.device))
+        each = [(x, factors[total.weight.device], total.owned and not keep) for x, total in zip(values, own)]
+        gradients[key] = [x.mul_(factor) if in_place else x * factor for x, factor, in_place in each]
     return gradients

@@ -19,10 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from splitpipe.core import stream, thread_state
-from splitpipe.core.dtensor import wait_for_collectives
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import RNGStates
-from splitpipe.core.tensors import sharing, version_of
+from splitpipe.core.tensors import sharing, version_of, wait_for_collectives
 from splitpipe.engine.drop_in import Output
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.objective import MICROBATCH, TARGET
@@ -53,8 +52,8 @@ class SequentialForward:
         own, last, segment = stage.own, j == len(step.stages) - 1, Segment()
         given = {key: self._sent.pop(key) for key in (None, *own.arriving) if key in self._sent}
         for value in given.values():
-            stream.wait_for(stage.compute, value.event)
-            stream.spent(value.event)
+            if value.event is not None:
+                stream.wait_for(stage.compute, value.event)
         if last and self._target is not None:
             given[TARGET], given[MICROBATCH] = self._target, Activation(*flatten(i))
         if call.state.grad:
@@ -73,7 +72,7 @@ class SequentialForward:
                 if call.state.grad:
                     segment.close(step.split, own)
         if step.drop_in:
-            stage.reached.update(segment.graph.parameters())
+            stage.reached.update(segment.graph.reached)
         output = values[None]
         if last and self._target is not None:
             step.scheduled.start_backward(i, output.leaves[0], output.origins[0])
@@ -154,7 +153,7 @@ def run_layers(
             "memory, or that shares memory with another value between stages, whose gradient would miss the write. "
             "Write to a copy (x.clone()) in the layer, or return a copy from the layer that returns both."
         )
-    now_shared = {id(leaves[k]) for k in sharing(leaves, shared)}
+    now_shared = {id(leaves[k]) for k in sharing(leaves, shared)} if len(leaves) > 1 or shared else ()
     for value in values.values() if now_shared else ():
         value.shared = frozenset([k for k, x in enumerate(value.leaves) if id(x) in now_shared])
     return values

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from splitpipe.backward.input_backward import InputGradients, LeafHooks, backward_input
+from splitpipe.backward.split_backward import InputGradients, LeafHooks, backward_input
 from splitpipe.core import stream
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Stream
@@ -149,15 +149,14 @@ class StepRun:
             self.stages[source].fwd_cache[i].arrived.extend([(number, grad, event) for number, grad in pairs])
         if self.wants_weights:
             stage.store.add(i, gradients)
-            if stage.store.full:
+            if stage.store.waiting > stage.store.limit:
                 stage.store.backward_weight()
 
     def differentiate(self, stage: RunningStage, segment: Segment, keep: bool) -> InputGradients:
         """Runs backward from the gradients that have arrived at a segment's roots."""
         arrived, segment.arrived = segment.arrived, []
-        for event in {id(event): event for _, _, event in arrived}.values():
+        for event in {id(event): event for _, _, event in arrived if event is not None}.values():
             stream.wait_for(stage.compute, event)
-            stream.spent(event)
         roots, grads = [segment.roots[number] for number, _, _ in arrived], [grad for _, grad, _ in arrived]
         graph = segment.graph_for_backward()
         self.hooks.park(graph.leaves)

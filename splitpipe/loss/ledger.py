@@ -34,15 +34,11 @@ MAY_COUNT = Unknown("a number that may count rows")
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """It has the rows of the batch along its first dimension.
+    """It has the rows of the batch along its first dimension."""
 
-    ``chosen``: the mask that has selected entries. ``selected``: whether it is a mask, or one has selected entries or
-    made them 0. ``counting``: whether its sum, unlike its mean, may have a number of rows as a factor.
-    """
-
-    chosen: Tensor | None = None
-    selected: bool = False
-    counting: bool = False
+    chosen: Tensor | None = None  #: The mask that has selected entries.
+    selected: bool = False  #: Whether it is a mask, or one has selected entries or made them 0.
+    counting: bool = False  #: Whether its sum, unlike its mean, may have a number of rows as a factor.
 
     def alike(self, other: Meaning) -> bool:
         """True for rows that the same mask has selected, or none."""
@@ -57,18 +53,18 @@ class Constant(Enum):
 
     GIVEN = "given"
     UNIFORM = "made, and all entries are the same"
+    ZEROS = "made of zeros"
     VARIED = "made"
     POSITIONS = "torch.arange(n)"
 
 
-GIVEN, UNIFORM, VARIED = Constant.GIVEN, Constant.UNIFORM, Constant.VARIED
+GIVEN, UNIFORM, VARIED = Constant.GIVEN, (Constant.UNIFORM, Constant.ZEROS), Constant.VARIED
 Meaning = Rows | Constant | Number | Unknown
 
 
 class Ledger:
-    """The meanings of the tensors of one microbatch, which has ``rows`` rows along dimension ``dim``.
+    """The meanings of the tensors of one microbatch, which has ``rows`` rows along ``dim``, followed only if that is 0.
 
-    Along another dimension than the first one, they aren't followed.
     ``most``: the rows of the largest microbatch: if it has more than one, it shows what a single row can't.
     """
 
@@ -165,14 +161,11 @@ class Ledger:
 
 
 class FunctionCall:
-    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned.
-
-    ``counting``: whether a number of Python that may count rows is a factor.
-    """
+    """The function's name, its arguments, and what they were before it ran; ``out``: what it has returned."""
 
     def __init__(self, ledger: Ledger, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any = None) -> None:
         self.ledger, self.name, self.args, self.kwargs = ledger, name, args, kwargs
-        self.out, self.counting = out, False
+        self.out, self.counting = out, False  #: Whether a number of Python that may count rows is a factor.
         #: The tensors among the arguments.
         self.operands = tensors_in((*args, *kwargs.values()))
         self._of = {id(x): ledger.of(x) for x in self.operands}
@@ -212,12 +205,12 @@ class FunctionCall:
         if len(rows) + len(constants) < len(pairs):
             return None
         if not rows:
-            return GIVEN if all([each is GIVEN or each is UNIFORM and not x.dim() for x, each in constants]) else VARIED
+            return GIVEN if all([each is GIVEN or each in UNIFORM and not x.dim() for x, each in constants]) else VARIED
         x, first = rows[0]
         if any([y.dim() != x.dim() or y.shape[:1] != x.shape[:1] or not each.alike(first) for y, each in rows[1:]]):
             return None  # Rows meet other rows: x[:, None] - x[None].
         for y, constant in constants:
-            if constant is not UNIFORM and y.dim() >= max(1, x.dim()):
+            if constant not in UNIFORM and y.dim() >= max(1, x.dim()):
                 if not x.dim() or len(y) > 1 and y.stride(0) or constant is not GIVEN and self.ledger.most == 1:
                     return None  # Entry k meets the k-th row of every microbatch.
         if len(shape) != x.dim() or shape[:1] != x.shape[:1]:

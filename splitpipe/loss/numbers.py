@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.core.tensors import map_tensors, tensors_in
+from splitpipe.core.tensors import map_tensors
 from splitpipe.core.torch_private import DisableTorchFunction
 
 #: Names of functions.
@@ -21,6 +21,9 @@ ADDING = frozenset("add radd iadd sub subtract isub rsub".split())
 SCALING = frozenset("mul multiply rmul imul".split())
 DIVIDING = frozenset("div divide true_divide truediv itruediv idiv rdiv rtruediv".split())
 Amount = Tensor | float
+Reduce = Callable[[list[Tensor], list[int]], Tensor]
+#: What a user can do about a loss of a schedule.
+AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
 
 
 @dataclass(eq=False)
@@ -35,6 +38,7 @@ class Formula:
     selected: bool = False  #: Of a sum: whether a mask has selected what is added up.
     nothing: bool = False  #: Whether it is 0 whatever the rows are.
     grows: bool = False  #: Whether it grows with the rows, as a sum over them does.
+    detached: bool = False  #: Whether it leaves the graph of one that it is computed from.
 
 
 @dataclass(eq=False)
@@ -57,8 +61,8 @@ class Number:
         """The number with other tensors as its sums and constants."""
         return Number({x: change(y) if isinstance(y, Tensor) else y for x, y in self.steps.items()})
 
-    def evaluate(self, amounts: Sequence[Amount], detached: list[str] | None = None) -> Any:
-        """The number for other sums and constants; ``detached`` gets the names of functions that leave their graph."""
+    def evaluate(self, amounts: Sequence[Amount]) -> Any:
+        """The number for other sums and constants."""
         rest, found = iter(amounts), dict[Formula, Any]()
         for step in self.steps:
             if step.function is None:
@@ -68,8 +72,6 @@ class Number:
             with DisableTorchFunction():
                 out = step.function(*args, **kwargs)
                 found[step] = out.detach() if isinstance(out, Tensor) and not step.grad else out
-            if detached is not None and not step.grad and any([x.requires_grad for x in tensors_in((args, kwargs))]):
-                detached.append(step.name)
         return found[self.formula]
 
     def described(self) -> list[str]:
@@ -87,22 +89,14 @@ class Unknown:
     function: str
 
 
+#: A number of a call that wasn't traced, since earlier calls of its kind had returned none.
+UNSEEN = Unknown("a block that returned no number before")
+
+
 def amount(name: str, value: Amount, constant: bool = False, **facts: Any) -> Number:
     """A sum or a constant."""
     grad = isinstance(value, Tensor) and value.requires_grad
     return Number({Formula(name, grad, constant=constant, grows=not constant, **facts): value})
-
-
-def applied(name: str, function: Callable[..., Any], args: Any, kwargs: Any, grad: bool, **facts: Any) -> Number:
-    """The result of a function with numbers among its arguments."""
-    steps: dict[Formula, Amount | None] = {}
-
-    def formula(x: Number) -> Formula:
-        steps.update(x.steps)
-        return x.formula
-
-    given = map_tensors(formula, (args, kwargs), Number)
-    return Number({**steps, Formula(name, grad, function, given, **facts): None})
 
 
 def quotient(
@@ -111,11 +105,7 @@ def quotient(
     """A total by a count, with the type of a tensor: the batch's is the sum of totals by that of counts."""
     above, below = [Formula(name, has_graph, selected=selected, grows=True) for has_graph in (grad, False)]
     given = (above, below, like.dtype), dict[str, Any]()
-    return Number({above: total, below: count, Formula("div", grad, _divided, given): None})
-
-
-def _divided(total: Tensor, count: Amount, dtype: torch.dtype) -> Tensor:
-    return (total / count).to(dtype)
+    return Number({above: total, below: count, Formula("div", grad, lambda x, y, to: (x / y).to(to), given): None})
 
 
 def mean(value: Tensor, count: Amount, *facts: Any) -> Number:
@@ -129,8 +119,7 @@ def mean(value: Tensor, count: Amount, *facts: Any) -> Number:
 def batch(each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]] | None:
     """How the batch's number is computed, and its sums and constants, added up with the graphs of the microbatches.
 
-    None if one is Unknown, or if they were computed in different ways. A microbatch where nothing counts
-    (``if mask.any():``) may have 0, if masks decide what counts in the others.
+    None if one is Unknown, or if they differ. Where nothing counts (``if mask.any():``), 0 is none if masks decide.
     """
     known = [number for number in each if isinstance(number, Number)]
     some = [x for x in known if not x.formula.nothing] or known
@@ -152,23 +141,15 @@ def _added(values: Sequence[Any]) -> Any:
     return torch.as_tensor(sum([x.to(like.device, wide) for x in values])).to(like.dtype)
 
 
-Reduce = Callable[[list[Tensor], list[int]], Tensor]
-#: A number of a call that wasn't traced, since earlier calls of its kind had returned none.
-UNSEEN = Unknown("a block that returned no number before")
-#: What else a user can do.
-AS_PAIR = "let loss_fn return a pair (total, count), for the sum of totals divided by the sum of counts"
-
-
-
 def warn(said: set[str], function: str) -> None:
     """Warns that a number that isn't recognised is taken as a mean over rows; once for each function, not ``said``."""
     if function not in said:
         said.add(function)
         warnings.warn(
             f"the loss, or another number of the output, could not be traced beyond {function}: microbatches are "
-            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). If that "
-            "is right, reduction='mean' silences this warning. Otherwise, pass reduction='sum' or a function; or, with "
-            f"a loss_fn, {AS_PAIR}. For a loss over the whole batch, compute it from model(x), without a schedule.",
+            "averaged by their rows, which may differ from the value of the whole batch (see splitpipe.check). Pass "
+            "reduction='mean' if that is right, reduction='sum' if it is a sum, or reduction= as a function; or "
+            f"{AS_PAIR}. For a loss over the whole batch, compute it from model(x), without a schedule.",
             stacklevel=2,
         )
 
@@ -191,9 +172,8 @@ class Reducer:
 
     def reduced(self, column: Sequence[Tensor], rows: list[int]) -> Tensor:
         """The number of the batch."""
-        # A microbatch may have skipped the last stages, so that its values are on another device.
-        values = [x.to(column[0].device) for x in column]
-        like = values[0]
+        like = column[0]
+        values = [x.to(like.device) for x in column]  # If a microbatch skipped the last stages, it is elsewhere.
         if callable(self.reduction):
             return self.reduction(values, rows)
         if self.reduction == "sum":
@@ -202,11 +182,10 @@ class Reducer:
         found = batch(each)
         if found is None and not like.is_floating_point():
             raise ValueError(f"the output has a number of type {like.dtype}, which is different for every microbatch: "
-                             "expected a floating-point number, a sum, or a function as reduction=.")
+                             "expected a floating-point number, a sum, or reduction= as a function.")
         if found is None and self.reduction is None:
             unknown = [x.function for x in each if isinstance(x, Unknown)]
             warn(self.said, [*unknown, "code that differs between microbatches"][0])
-        by_rows = [mean(x, float(count)) for x, count in zip(values, rows)] if found is None else []
-        number, totals = found or batch(by_rows)  # type: ignore[misc]
+        number, totals = found or batch([mean(x, float(n)) for x, n in zip(values, rows)])  # type: ignore[misc]
         whole: Tensor = number.evaluate(totals).to(like.dtype)
         return whole if any([x.requires_grad for x in values]) else whole.detach()

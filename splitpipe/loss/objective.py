@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import NoneType
 from typing import Any
 
 import torch
@@ -25,10 +24,9 @@ from splitpipe.loss.trace import Trace
 from splitpipe.skip.tracker import Key, Namespace, current
 
 Count = Callable[[], list[Number | Unknown]]
-_NAMESPACE = Namespace()
 #: A microbatch's target and number are passed as skips, from the caller to the last stage.
-TARGET: Key = (_NAMESPACE, "target")
-MICROBATCH: Key = (_NAMESPACE, "microbatch")
+TARGET: Key = (Namespace(), "target")
+MICROBATCH: Key = (Namespace(), "microbatch")
 _REFUSED = (
     "the loss has terms of different kinds, or terms whose counts aren't proportional, in its microbatches: a schedule "
     "runs backward before all counts are known, and corrects all gradients by one factor. Expected the same terms, and "
@@ -37,25 +35,19 @@ _REFUSED = (
 
 
 class Objective(nn.Module):
-    """The loss of a microbatch, as a layer.
-
-    ``reduction``: as given by the user; None: from the trace. ``said``: of what was warned.
-    """
+    """The loss of a microbatch, as a layer; ``reduction`` and ``said`` as in ``BatchLoss``."""
 
     def __init__(self, loss_fn: Callable[..., Any], reduction: str | None, said: set[str]) -> None:
         super().__init__()
         # If loss_fn is a module, it becomes one of the stage's modules; any other callable is an attribute.
         self.loss_fn, self.reduction, self._said = loss_fn, reduction, said
+        self.compiled = is_compiled(loss_fn)
         self.begin([1, 1])
 
     def begin(self, rows: Sequence[int], input: Sequence[int | None] = (), target: Sequence[int | None] = ()) -> None:
-        """Begins a call whose microbatches have these rows.
-
-        ``input``, ``target``: the dimensions of the batch in their tensors. The output may have the input's.
-        """
+        """Begins a call whose microbatches have these rows, along these dimensions of input and target."""
         self.batch_loss = BatchLoss(rows, self.reduction, self._said)
         self._rows, self._input, self._target = rows, input, [dim for dim in target if dim is not None]
-        self.compiled = is_compiled(self.loss_fn)
 
     def forward(self, output: Any) -> Any:
         """The part of a microbatch in the batch's loss."""
@@ -75,9 +67,8 @@ class Objective(nn.Module):
             loss, count = _verified(value)
             if count is not None:
                 return loss, quotient(loss, count, loss)
-            if trace is None:
-                return loss, Unknown("a compiled function")
-            return loss, trace.ledger.number(value) or Unknown("loss_fn")
+            number = Unknown("a compiled function") if trace is None else trace.ledger.number(value)
+            return loss, number or Unknown("loss_fn")
 
     def _begun(self, trace: Trace | None, i: int, output: Any, target: Any) -> Trace:
         """A trace that knows where the rows are in the output and in the target."""
@@ -95,7 +86,7 @@ class Objective(nn.Module):
 def _verified(value: Any) -> tuple[Tensor, Amount | None]:
     """A loss, or the total and the count of a pair."""
     loss, count = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, None)
-    plain = isinstance(count, (int, float, NoneType)) or isinstance(count, Tensor) and count.numel() == 1
+    plain = count is None or isinstance(count, (int, float)) or isinstance(count, Tensor) and count.numel() == 1
     if not plain or isinstance(count, Tensor) and count.requires_grad or not (
         isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
     ):
@@ -115,10 +106,7 @@ def _shown(value: object) -> str:
 
 
 class BatchLoss:
-    """Makes the loss of the batch from those of microbatches with these numbers of rows.
-
-    ``reduction``: as given by the user. ``said``: of what was warned.
-    """
+    """Makes the loss of the batch; ``reduction``: as the user gave it; ``said``: of which functions was warned."""
 
     def __init__(self, rows: Sequence[int], reduction: str | None, said: set[str]) -> None:
         self._rows = rows if len(rows) > 1 else [1]  # A batch may have no rows.
@@ -177,11 +165,12 @@ class BatchLoss:
     def result(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss of the batch, and the correction of gradients from B that started with this scale (None: 1)."""
         number, totals = self._batch([each[bool(self._by_rows)] for _, each in sorted(self._numbers.items())])
-        loss, one = number.evaluate(totals).reshape(()), torch.ones(())
-        correction = self._correction(number, totals) if self._slopes else None if scale is None else one
-        if correction is not None:
-            correction = correction.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
-        return loss, correction if scale is None or correction is None else correction / scale
+        loss = number.evaluate(totals).reshape(())
+        if scale is None and not self._slopes:
+            return loss, None
+        correction = self._correction(number, totals) if self._slopes else torch.ones(())
+        correction = correction.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
+        return loss, correction if scale is None else correction / scale
 
     def _batch(self, each: Sequence[Number | Unknown]) -> tuple[Number, list[Amount]]:
         found = batch(each)
@@ -207,14 +196,13 @@ class BatchLoss:
 
 def _slopes(number: Number, amounts: Sequence[Amount]) -> tuple[dict[int, Tensor], bool]:
     """The number's derivatives by each sum that has a graph, and whether they depend on no sum."""
-    detached: list[str] = []
     with torch.inference_mode(False), torch.enable_grad():
         each: list[Any] = [x.detach().clone() if isinstance(x, Tensor) else x for x in amounts]
         live = {k: each[k].requires_grad_() for k, one in enumerate(number.amounts) if one.grad and not one.constant}
-        out = number.evaluate(each, detached)
+        out = number.evaluate(each)
         if not live or not out.requires_grad:
             return {}, True
         found = torch.autograd.grad(out, [*live.values()], create_graph=True, allow_unused=True)
     slopes = {k: x for k, x in zip(live, found) if x is not None}
-    linear = not detached and not any([x.requires_grad for x in slopes.values()])
+    linear = not any([x.requires_grad for x in slopes.values()]) and not any([step.detached for step in number.steps])
     return {k: x.detach() for k, x in slopes.items()}, linear

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.tensors import tensors_in
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, FunctionCall, Meaning, Rows, scalars_in
 from splitpipe.loss.numbers import Number, Unknown
@@ -36,8 +35,8 @@ def dims_of(x: Tensor, dims: Any) -> list[int]:
 def keep(call: FunctionCall) -> Meaning | None:
     """The same values in another dtype or place, or some more entries of each row."""
     sized = call.name != "one_hot" or call.argument(1, "num_classes", -1) > 0
-    longer = isinstance(call.meaning, Rows) and len(call.out) != len(call.args[0])
-    return call.meaning if sized and not longer else None
+    same = not isinstance(call.meaning, Rows) or len(call.out) == len(call.args[0])
+    return call.meaning if sized and same and not isinstance(call.meaning, Number) else None  # Not loss.to(rows).
 
 
 def view(call: FunctionCall) -> Meaning | None:
@@ -92,9 +91,7 @@ def index(call: FunctionCall) -> Meaning | None:
             return view(call)
         first: Any = places[0] if places else Ellipsis
         behind = first is Ellipsis and sum([each is not None for each in places[1:]]) < x.dim()
-        cut = isinstance(first, slice) and (first.start or 0, first.step or 1) == (0, 1)
-        cut = cut and (first.stop is None or first.stop in ledger.sizes)  # x[:4] may be a part of the batch.
-        whole = (behind or cut) and call.out.shape[:1] == x.shape[:1]
+        whole = (behind or first == slice(None)) and call.out.shape[:1] == x.shape[:1]
         return rows if whole else Unknown("a part of the rows")
     [first, *rest], kinds = places, [call.of(each) for each in places]
     if not isinstance(rows, Rows):  # A table with an entry for each class.
@@ -149,6 +146,14 @@ def along(call: FunctionCall) -> Meaning | None:
     return call.added(rows) if call.name in _ADDS else None
 
 
+def add_up(call: FunctionCall) -> Meaning | None:
+    """Sums of entries for each place, as in torch.zeros(n).scatter_add(0, places, entries)."""
+    _, dim, places, entries = call.args
+    rows, zeros = call.joined([entries, places], places.shape), call.meaning is Constant.ZEROS
+    plain = zeros and not dim and places.dim() == 1 and len(call.out) != call.ledger.rows
+    return call.added(rows) if isinstance(rows, Rows) and plain else None
+
+
 def matmul(call: FunctionCall) -> Meaning | None:
     """Products of rows with constant weights."""
     constant = all([call.of(y) is GIVEN and y.dim() < 3 for y in call.operands[1:]])
@@ -163,15 +168,15 @@ def create(call: FunctionCall) -> Meaning | None:
     if name in _COPIES and isinstance(args[0], Tensor):
         return call.meaning if call.out.requires_grad == args[0].requires_grad else None  # torch.tensor(loss)
     if "zeros" in name or "ones" in name or "empty" in name:
-        like = "like" in name and Rows in call.kinds
-        return call.meaning if like else UNIFORM
+        made = Constant.ZEROS if "zeros" in name else Constant.UNIFORM
+        return call.meaning if "like" in name and Rows in call.kinds else made
     value: Any = call.kwargs.get("fill_value", args[-1] if args else None)
     each = value if isinstance(value, (list, tuple)) else [value]
     if not all([isinstance(call.of(x), Constant) for x in tensors_in(value)]) or ledger.read and ledger.variable(each):
         return None  # torch.tensor([mask.sum()])
     if ledger.may_count(scalars_in(each), size=each is value or not call.out.is_floating_point()):
         return MAY_COUNT
-    return UNIFORM if len(each) == len(scalars_in(each)) == 1 else VARIED
+    return Constant.UNIFORM if len(each) == len(scalars_in(each)) == 1 else VARIED
 
 
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"
@@ -232,7 +237,7 @@ def _entries(call: FunctionCall) -> Meaning | None:
     counted = call.name in _COUNTED  # Of classes of rows, and not of a single one.
     plain = x.dim() > 1 and isinstance(call.of(target), Rows) if counted else x.dim() == 2
     return rows if plain and all([
-        rows.alike(each) or isinstance(each, Constant) and (each is UNIFORM or counted and y is not target)
+        rows.alike(each) or isinstance(each, Constant) and (each in UNIFORM or counted and y is not target)
         for y, each in others
     ]) else None
 
@@ -247,7 +252,7 @@ def _count(call: FunctionCall) -> Tensor | float:
     counts = target != (-100 if ignored is None else ignored)
     count: Any = counts.sum() if weight is None else torch.where(
         counts, weight.detach()[torch.where(counts, target, 0)], 0).sum()
-    return count.full_tensor() if is_dtensor(count) else count  # type: ignore[no-any-return]
+    return count.full_tensor() if hasattr(count, "full_tensor") else count  # type: ignore[no-any-return]
 
 
 #: Where recognition ended at values whose number depends on the batch.
@@ -269,7 +274,7 @@ _GROUPS: list[tuple[Rule, str]] = [
                  "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
                  "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
                  "itruediv idiv rdiv rtruediv broadcast_tensors"),
-    (along, " ".join(_ALONG)), (matmul, "matmul linear"),
+    (along, " ".join(_ALONG)), (matmul, "matmul linear"), (add_up, "scatter_add"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor arange {' '.join(_COPIES)}"),
     (keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "

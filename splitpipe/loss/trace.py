@@ -1,10 +1,7 @@
 """Traces what numbers consist of while they are computed: a function mode over the code of one microbatch.
 
 Guarantee: numbers (``Ledger.number``) are exact for functions on the list (``rules``), or else name the one where
-recognition ended.
-
-Of a module, that is the code between blocks, and in blocks without parameters, such as a criterion. A number that any
-other block returns is unknown.
+recognition ended. Of a module, code between blocks is traced, and in blocks without parameters, such as a criterion.
 """
 from __future__ import annotations
 
@@ -24,13 +21,11 @@ from splitpipe.core.note import uncompiled
 from splitpipe.core.tensors import map_tensors, tensors_in
 from splitpipe.core.torch_private import DisableTorchFunction, peek_interpreter_stack
 from splitpipe.loss.ledger import GIVEN, MAY_COUNT, UNIFORM, VARIED, Constant, FunctionCall, Ledger, Meaning, Rows
-from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Number, Unknown, amount, applied
-from splitpipe.loss.rules import ANSWERS, BY_PLACE, LOSSES, OF_ANYTHING, REPEATING, RULES, index, keep, loss
+from splitpipe.loss.numbers import ADDING, DIVIDING, SCALING, Formula, Number, Unknown, amount
+from splitpipe.loss.rules import ANSWERS, BY_PLACE, LOSSES, OF_ANYTHING, REPEATING, RULES, index, loss
 from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.tree import hidden
 
-#: What a rule may raise for arguments that it doesn't know.
-_ODD = AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError
 #: Functions that may multiply or divide by numbers of Python, or fill a tensor with one.
 _FACTORS = SCALING | DIVIDING | set("addcmul addcdiv lerp where masked_fill fill setitem scatter".split())
 
@@ -100,8 +95,6 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
     call.counting |= any([isinstance(x, Rows) and x.counting for x in call.meanings])
     if call.counting and Rows not in call.kinds and call.kinds:
         return MAY_COUNT
-    if rule is keep and isinstance(call.meaning, Number):  # loss.to(rows)
-        call, function = FunctionCall(ledger, "to", (call.args[0], call.out.dtype), {}, call.out), Tensor.to
     if Number in call.kinds and rule not in ANSWERS and Rows not in call.kinds:
         return _recorded(call, function, in_place)
     if rule is None and unknown is None and call.kinds <= {Constant}:
@@ -112,7 +105,7 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
         meaning = rule(call)
     except torch.OutOfMemoryError:
         raise
-    except _ODD:
+    except Exception:  # Of arguments that the rule doesn't know.
         return None
     return replace(meaning, counting=True) if call.counting and isinstance(meaning, Rows) else meaning
 
@@ -129,29 +122,33 @@ def _may_count(call: FunctionCall) -> bool:
 
 def _recorded(call: FunctionCall, function: Callable[..., Any], in_place: bool) -> Number | Unknown | None:
     """What the result of a function is, if it has numbers of the batch among its arguments, and no rows."""
-    name, ledger, out = call.name, call.ledger, call.out
-    if name == "register_hook":
-        ledger.put(call.args[0], Unknown(name))
+    name, out = call.name, call.out
     if not isinstance(out, Tensor) or in_place and out.requires_grad and not torch.is_grad_enabled():
         return None  # The graph doesn't have what is written.
-    numbers: dict[int, Any] = {}
+    steps, values = dict[Formula, Any](), dict[int, Any]()  # ``values``: in place of the tensors among the arguments.
     for x in call.operands:
-        meaning = numbers[id(x)] = call.of(x)
-        if meaning in (GIVEN, UNIFORM):
-            numbers[id(x)] = amount("a constant", x, constant=True) if x.requires_grad else x.clone()
-        elif not isinstance(meaning, Number):
+        meaning = call.of(x)
+        if meaning in (GIVEN, *UNIFORM) and x.requires_grad:
+            meaning = amount("a constant", x, constant=True)
+        if isinstance(meaning, Number):
+            steps.update(meaning.steps)
+        elif meaning not in (GIVEN, *UNIFORM):
             return meaning if isinstance(meaning, Unknown) else None
+        values[id(x)] = meaning.formula if isinstance(meaning, Number) else x.clone()
     if name not in RULES or function is None or RULES[name] is index and len(call.operands) > 1:
         return None  # There may be as many as n[n > 0] has.
     if out.numel() > sum([x.numel() for x in call.operands if not x.dim() or isinstance(call.of(x), Number)]):
         return MAY_COUNT  # Repeated, perhaps for each row: loss * torch.ones_like(x)
     if name in SCALING and 0 in call.scalars:
         return amount("0", torch.where(out.isfinite(), out, 0), constant=True, nothing=True)
-    args, kwargs = map_tensors(lambda x: numbers.get(id(x), x), (call.args, call.kwargs))
-    formulas = [x.formula for x in numbers.values() if isinstance(x, Number)]
-    nothing = all([x.nothing for x in formulas]) and len(formulas) == len(numbers) and not call.scalars
-    grows = any([x.grows for x in formulas]) and not (name in DIVIDING and len(formulas) == 2)
-    return applied(name, function, args, kwargs, out.requires_grad, nothing=nothing, grows=grows)
+    formulas = [x for x in values.values() if isinstance(x, Formula)]
+    formula = Formula(
+        name, out.requires_grad, function, map_tensors(lambda x: values.get(id(x), x), (call.args, call.kwargs)),
+        nothing=all([x.nothing for x in formulas]) and len(formulas) == len(values) and not call.scalars,
+        grows=any([x.grows for x in formulas]) and not (name in DIVIDING and len(formulas) == 2),
+        detached=not out.requires_grad and any([x.grad for x in formulas]),
+    )
+    return Number({**steps, formula: None})
 
 
 @lru_cache(1024)
@@ -165,7 +162,7 @@ def _name_of(function: Any) -> tuple[str, bool, tuple[str, ...]]:
     if name == "__get__":
         return getattr(function.__self__, "__name__", ""), False, ()
     plain = name.removeprefix("special_").strip("_")
-    in_place = plain + "_" == name and name != "requires_grad_" or name in _IN_PLACE
+    in_place = plain + "_" == name and name != "requires_grad_" or name in (*_IN_PLACE, "register_hook")
     return name if name in RULES else plain, in_place, ()
 
 

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from splitpipe.backward.input_backward import LeafHooks
 from splitpipe.backward.report import DeferralReport, report
+from splitpipe.backward.split_backward import LeafHooks
 from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_ungathered
 from splitpipe.compiled.backend import CompileOptions
-from splitpipe.compiled.layers import Compiler
+from splitpipe.compiled.layers import Compiler, is_compiled
 from splitpipe.core import thread_state
-from splitpipe.core.dtensor import is_dtensor
 from splitpipe.core.note import add_note
 from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place
@@ -207,6 +206,8 @@ class Runtime:
             layers = self._layers(batch.module, objective, anew)
             self._key = objective, *map(len, self.called)
             self._known = None if layers.computed else layers
+            if objective is not None:
+                objective.compiled = is_compiled(objective.loss_fn)
         if layers.computed and state.grad and (options.split_backward or not drop_in):
             raise RuntimeError(
                 f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
@@ -218,7 +219,8 @@ class Runtime:
         checkpointed = 0 if tail is None else max(0, microbatches - tail)
         draws = Draws(self.draws, (training, state.grad, microbatches > 1))
         call = Call(division, options.places, state, checkpointed, draws, self.own_forward)
-        odd = thread_state.is_odd() or layers.odd or draws.watched or any(map(is_dtensor, call.leaves))
+        sharded = any([isinstance(x, Tensor) and hasattr(x, "full_tensor") for x in call.leaves])  # A DTensor.
+        odd = thread_state.is_odd() or layers.odd or draws.watched or sharded
         if target is not None and self._objective is not None:
             target = move(target, resources.devices[-1:], call.unread)
             self._objective.begin(division.rows, division.dims, target.dims)

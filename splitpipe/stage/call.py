@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitpipe.batchnorm import Statistics
+from splitpipe.batchnorm import ChannelStatistics, collecting, update
 from splitpipe.core import stream
 from splitpipe.core.random_numbers import Draws
 from splitpipe.core.stream import Place, Stream
@@ -63,11 +63,16 @@ class Call:
         self.computes = [place.stream or caller for place, caller in zip(places, self.callers)]
         #: How many microbatches are checkpointed, from the first one; and of these, R's: with cuts, B recomputes.
         self.checkpointed, self.recomputed, self.draws = checkpointed, 0 if own_forward else checkpointed, draws
+        #: What deferred BatchNorm layers collect; in a call inside another one, for that one, as a single microbatch.
+        self.statistics: list[ChannelStatistics] = []
+        outer = collecting.get()
+        collected = self.statistics if outer is None else outer[0]
         #: The caller's context variables, and a copy of them for each microbatch.
         self.variables = contextvars.copy_context()
-        self._statistics = Statistics()
-        self._statistics.collect(self.variables)
-        self.contexts = [self._statistics.collect(self.variables.copy(), i) for i in range(self.microbatches)]
+        self.variables.run(collecting.set, (collected, None))
+        self.contexts = [self.variables.copy() for _ in range(self.microbatches)]
+        for i, context in enumerate(self.contexts if outer is None else ()):
+            context.run(collecting.set, (collected, i))
 
     def scatter(self, value: Division, key: Key | None = None, detached: bool = False) -> list[Activation]:
         """The microbatches of a value; ``detached``: as leaves with origins, outside the caller's graph."""
@@ -76,12 +81,14 @@ class Call:
         activations, tracked = [], detached and self.state.grad
         for places, (leaves, nesting) in zip(value.places, parts):
             given = [value.leaves[k] for k in places]
-            shared = sharing(given) | {at for at, k in enumerate(places) if k in value.shared_places}  # All have these.
+            shared = {at for at, k in enumerate(places) if k in value.shared_places}  # All microbatches have these.
+            if len(given) > 1:
+                shared |= sharing(given)
             for caller, compute in zip(self.callers, self.computes):
                 hand(leaves, caller, compute)
             needs = [tracked and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]
             origins: list[Origin | None] = [(key, k) if each else None for k, each in zip(places, needs)]
-            activations.append(Activation(leaves, nesting, origins, shared))
+            activations.append(Activation(leaves, nesting, origins, frozenset(shared)))
         return activations
 
     def rejoin(self) -> None:
@@ -93,10 +100,11 @@ class Call:
         """Updates statistics, and waits until pinned memory has been read."""
         for event in self.unread:
             event.synchronize()
-        read = self._statistics.commit()
-        for compute, caller in zip(self.computes, self.callers) if read else ():
-            stream.wait(compute, caller)
-        del read  # If it were freed earlier, a stage's stream could reuse memory that the commit still reads.
+        if self.statistics:
+            update(self.statistics)
+            for compute, caller in zip(self.computes, self.callers):
+                stream.wait(compute, caller)
+            self.statistics.clear()  # Not earlier: a stage's stream could reuse memory that the update still reads.
 
 
 def hand(leaves: list[Any], giver: Stream, taker: Stream) -> list[Any]:

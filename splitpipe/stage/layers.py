@@ -14,7 +14,6 @@ from torch import nn
 
 from splitpipe.backward.report import Uses
 from splitpipe.compiled.layers import is_compiled
-from splitpipe.core.dtensor import sharded
 from splitpipe.core.stream import Place
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import crossing
@@ -67,8 +66,10 @@ class ModelLayers:
         self._modules = list(dict.fromkeys(chain.from_iterable(root.modules() for _, root in roots)))
         self._tables: list[Any] = [table for m in (module, *self._modules) for table in (m._modules, m._parameters)]
         self._parts = self._look()
-        #: True if a module is compiled, or a parameter or buffer a DTensor: ops then run in the caller's thread.
-        self.odd = any(map(is_compiled, (module, *self._modules))) or sharded([module, *[root for _, root in roots]])
+        state = [x for m in (module, *self._modules) for x in (*m._parameters.values(), *m._buffers.values())]
+        #: True if a module is compiled, or a parameter or buffer a DTensor: ops then run in the caller's thread. For
+        #: processes match collectives by the order of the calls, which would vary with a thread per stage.
+        self.odd = any(map(is_compiled, (module, *self._modules))) or any([hasattr(x, "full_tensor") for x in state])
         named = [(name, x) for name, x in module._parameters.items() if x is not None]
         named += [each for name, root in roots for each in root.named_parameters(name)]
         self.names = {id(x): name for name, x in reversed(named)}  #: Those of parameters, by identity.

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from splitpipe.backward.graph_walk import Walk, walk
 from splitpipe.backward.report import uses
-from splitpipe.backward.weight_grad_store import WeightGradStore
+from splitpipe.backward.split_backward import WeightGradStore
 from splitpipe.core.stream import NamedStreams
 from splitpipe.core.torch_private import RemovableHandle
 from splitpipe.stage.call import Activation, Call, Origin
@@ -56,7 +56,7 @@ class Segment:
         self.entries: list[GradientEdge] = []
         self.origins: list[Origin] = []
         self.roots: list[GradientEdge] = []  #: The edges of values that have left.
-        self.graph = Walk({}, {}, [])
+        self.graph = Walk({}, {}, [], {})
         #: Gradients: the number of the root, and the event after which they are there.
         self.arrived: list[tuple[int, Tensor, torch.Event | None]] = []
         self.recompute = recompute

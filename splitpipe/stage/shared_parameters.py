@@ -62,10 +62,10 @@ class SharedParameters:
         for x, copy, _ in self._copies.values():
             home = self._stages[self._home(x)]
             for stage in self._stages:
-                grad = stage.store.sums.take(copy)
-                if grad is not None:
+                total = stage.store.sums.pop(id(copy), None)
+                if total is not None and total.value is not None:
                     with stream.use(stage.compute, home.compute):
-                        home.store.sums.of(x).add(brought(grad, x.device))
+                        home.store.total(x).add(brought(total.value, x.device))
 
     def verify(self) -> None:
         """Raises for a copy that was written to: the original hasn't changed."""

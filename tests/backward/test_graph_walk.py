@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe, deferral_report
-from splitpipe.backward import rules
+from splitpipe.backward import graph_walk
 from tests.helpers.deferring import WAYS, Call, Scale, deferred, fused, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
@@ -93,11 +93,11 @@ def test_what_a_newer_torch_calls_by_another_name_loses_deferral_alone(what, lay
     def read(node: Any, edges: Any) -> Any:
         return node._saved_under_another_name
 
-    for kind in [kind for kind in rules.RULES if kind.__name__[:5] in ("Addmm", "Convo", "Embed")]:
+    for kind in [kind for kind in graph_walk.RULES if kind.__name__[:5] in ("Addmm", "Convo", "Embed")]:
         if what == "node":
-            monkeypatch.delitem(rules.RULES, kind)
+            monkeypatch.delitem(graph_walk.RULES, kind)
         else:
-            monkeypatch.setitem(rules.RULES, kind, (read, rules.RULES[kind][1]))
+            monkeypatch.setitem(graph_walk.RULES, kind, (read, graph_walk.RULES[kind][1]))
     value = torch.randint(0, 11, (7, 5)) if shape is None else torch.randn(shape)
     why = fused(trained(copy.deepcopy(layer).double(), value, schedule="zb-h1"))["1.weight"]
     assert why.endswith("has no rule" if what == "node" else REFUSED)

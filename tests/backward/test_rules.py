@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from splitpipe import SplitPipe
-from splitpipe.backward import rules, weight_gradients
+from splitpipe.backward import graph_walk, weight_gradients
 from splitpipe.backward.graph_walk import walk
 from tests.helpers.deferring import Call, deferred, drop_in, fused, in_more_ways, trained, tried
 from tests.helpers.deferring import apart as apart
@@ -98,8 +98,8 @@ def test_a_weight_before_it_in_its_stage_gets_its_gradient(name: str, way: dict[
 def test_b_follows_all_edges_but_those_to_the_weights(name: str) -> None:
     layer, x = layer_of(RULED[name])
     for node, found in walk([get_gradient_edge(layer(x.requires_grad_()))], [], True).weight_nodes.items():
-        edges, behind = node.next_functions, rules.RULES[type(node)][1]
-        left = [rules.leaf_of(after)[0] for after, _ in edges if after not in dict(edges[behind])]
+        edges, behind = node.next_functions, graph_walk.RULES[type(node)][1]
+        left = [graph_walk.leaf_of(after)[0] for after, _ in edges if after not in dict(edges[behind])]
         assert {*map(id, left)} - {id(None)} == {*map(id, found.weights)} - {id(None)}
 
 
@@ -205,7 +205,7 @@ def test_microbatches_share_a_kernel_that_is_not_too_large(layer, shape, chunks,
 
 def test_a_convolution_that_does_not_pay_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(rules, "_MANY", 2**10)
+    monkeypatch.setattr(graph_walk, "_MANY", 2**10)
     layers = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.Tanh(), nn.Conv2d(4, 16, 3, bias=False))
     model = trained(layers, torch.randn(6, 3, 6, 6), checkpoint="never")
     assert deferred(model) == {"1.2.weight": "convolution"} and fused(model) == {"1.0.weight": CONV}

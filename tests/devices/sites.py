@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import splitpipe
-from splitpipe.backward.weight_grad_store import WeightGradStore
+from splitpipe.backward.split_backward import WeightGradStore
 from splitpipe.core import stream
 
 from .cases import Case
@@ -24,7 +24,7 @@ VERBS: dict[str, Callable[..., Any]] = {"wait": lambda *_: None,
                                         "use": lambda *_: nullcontext()}
 ROOT = Path(splitpipe.__file__).parent
 #: What W may still be reading, kept until the compute stream has waited for it.
-READING = "backward/weight_grad_store.py: WeightGradStore._reading"
+READING = "backward/split_backward.py: WeightGradStore._reading"
 
 
 def _case(subject: str, schedule: str | None, checkpoint: str, own: Any, parts: bool, *more: Any) -> Case:
@@ -36,9 +36,9 @@ def _case(subject: str, schedule: str | None, checkpoint: str, own: Any, parts: 
 #: Places without which a case has a hazard.
 CAUGHT = {
     READING: _case("elsewhere, a batch without grad", None, "never", False, False, "split", "cpu", 4, 2),
-    "backward/weight_grad_store.py: WeightGradStore.backward_weight: wait":
+    "backward/split_backward.py: WeightGradStore.backward_weight: wait":
         _case("module: tied", None, "always", False, False, "split", "pinned", 4, 2),
-    "backward/weight_grad_store.py: WeightGradStore.finish: wait_for":
+    "backward/split_backward.py: WeightGradStore.finish: wait_for":
         _case("dropouts", None, "never", False, False, "split", "cpu", 4, 2),
     "core/transfer.py: Route._move: hold": _case("slices", "zb-v", "except_last", True, False, "split", "elsewhere"),
     "core/transfer.py: Route._move: use": _case("skips", None, "except_last", True, False),
@@ -81,8 +81,8 @@ EXPLAINED = {
     "partition/call_hook.py: _brought.<locals>.bring: hold":
         "Which thread of autograd's is first, chance decides.",
     "engine/step.py: StepRun.run_rows: wait": "After an error: see test_steps.py.",
-    "backward/weight_grad_store.py: WeightGradStore.clear: wait": "After an error: see test_steps.py.",
-    "backward/weight_grad_store.py: WeightGradStore.backward_weight: use":
+    "backward/split_backward.py: WeightGradStore.clear: wait": "After an error: see test_steps.py.",
+    "backward/split_backward.py: WeightGradStore.backward_weight: use":
         "W runs beside B: a replay, whose devices do one launch at a time, doesn't show it.",
     "engine/stitched/checkpoint.py: Checkpoint._repeat: use": _OTHERS,
     "engine/stitched/copy.py: Copy.forward: use": "In backward, a thread has any stream of the other device.",

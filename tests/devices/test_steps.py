@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from splitpipe import SplitPipe
-from splitpipe.backward.weight_grad_store import WeightGradStore
+from splitpipe.backward.split_backward import WeightGradStore
 from splitpipe.core import stream
 from tests.devices import predicted
 from tests.devices.log import launches, settle, softcuda

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitFunction, deferral_report
-from splitpipe.backward import rules
+from splitpipe.backward import graph_walk
 from tests.helpers.covering import few
 from tests.helpers.scheduled import assert_transparent
 
@@ -50,7 +50,7 @@ def double() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits convolutions that are too small to gain by it, too."""
-    monkeypatch.setattr(rules, "_MANY", 0)
+    monkeypatch.setattr(graph_walk, "_MANY", 0)
 
 
 class Call(nn.Module):

@@ -313,6 +313,7 @@ def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
 
 
 HAND: Table = {
+    "repeated words": ("values", lambda o, t: (o.repeat_interleave(2, 1) - t.repeat_interleave(2, 1)).square().mean()),
     "weighted": ("labels", lambda o, t: (each(o, t) * WEIGHT[t]).sum() / WEIGHT[t].sum()),
     "selected first": ("tokens", lambda o, t: F.cross_entropy(o[t != IGNORED], t[t != IGNORED])),
     "rmse": ("values", lambda o, t: F.mse_loss(o, t).sqrt()),
@@ -322,7 +323,6 @@ HAND: Table = {
     "over a mean": ("flat", lambda o, t: 1 / (1 + F.mse_loss(o, t))),
     "one hot by writing": ("classes", lambda o, t: (
         -(torch.full_like(o, 0.02).scatter_(1, t[:, None], 0.92) * o.log_softmax(1)).sum(1).mean())),
-    "rows up to a size": ("flat", lambda o, t: F.mse_loss(o[: len(t)], t)),
     "beside an array": ("some", lambda o, t: (np.asarray(o.detach(), dtype=np.float32), F.cross_entropy(o, t))[1]),
     "of weight 0": ("flat", lambda o, t: torch.tensor(0.0).double() * F.mse_loss(o, t)),
     "two masked, one of weight 0": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum() + (
@@ -332,7 +332,6 @@ HAND: Table = {
         lambda m: (each(o, t) * m.double()).sum() / m.sum() if m.any() else o.sum() * 0)(t != IGNORED)),
     "resized": ("values", lambda o, t: F.mse_loss(F.interpolate(o, 10), F.interpolate(t, 10))),
     "squeezed rows": ("flat", lambda o, t: F.mse_loss(o[:, :1].squeeze(), t[:, :1].squeeze())),
-    "repeated words": ("values", lambda o, t: (o.repeat_interleave(2, 1) - t.repeat_interleave(2, 1)).square().mean()),
     "from a zero": ("flat", lambda o, t: (torch.zeros(()) + (o - t) - torch.tensor(0.0)).square().mean()),
     "masked": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum()),
     "clamped": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / counted(t).sum().clamp(min=1)),
@@ -340,7 +339,6 @@ HAND: Table = {
     "count_nonzero": ("tokens", lambda o, t: each(o, t).sum() / torch.count_nonzero(t != IGNORED)),
     "reciprocal": ("tokens", lambda o, t: each(o, t).sum() * (1.0 / counted(t).sum())),
     "of a constant": ("flat", lambda o, t: F.poisson_nll_loss(WEIGHT, o.abs()) + o.mean()),
-    "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
     "boolean index": ("tokens", lambda o, t: each(o, t)[t != IGNORED].mean()),
     "sum in torch's loss": ("tokens", lambda o, t: F.cross_entropy(
         o.flatten(0, 1), t.flatten(), reduction="sum") / (t != IGNORED).sum()),
@@ -546,6 +544,8 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "rows up to a size": ("flat", lambda o, t: F.mse_loss(o[: len(t)], t)),
+    "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
     "ctc": ("letters", _ctc),
     "letters of words first": ("letters", lambda o, t: F.ctc_loss(
         o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe import SplitPipe
-from splitpipe.backward.input_backward import LeafHooks
+from splitpipe.backward.split_backward import LeafHooks
 from tests.helpers import scheduled
 from tests.helpers.covering import few
 from tests.helpers.deferring import double as double

@@ -1,12 +1,15 @@
 """Sums of gradients: nobody else's memory is written to, and products are added in the weight's type."""
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from splitpipe.backward.accumulate import Sums, Total
+from splitpipe.backward.split_backward import InputGradients, WeightGradStore
+from splitpipe.backward.weight_gradients import Total, linear
 from tests.helpers.deferring import double as double
 
 
@@ -16,6 +19,11 @@ def no_grad() -> Any:
         yield
 
 
+def add_product(total: Total, grad: Tensor, x: Tensor) -> None:
+    """W of a linear layer: adds ``grad.t() @ x``."""
+    linear([total, None], [(SimpleNamespace(saved_for_weight=(x,), way=(True,)), grad)])
+
+
 def test_gradients_are_taken_as_they_are_and_never_written_to() -> None:
     given = [torch.randn(3, 3) for _ in range(3)]
     before, total = [x.clone() for x in given], Total(given[0])
@@ -23,16 +31,18 @@ def test_gradients_are_taken_as_they_are_and_never_written_to() -> None:
     assert total.value is None
     total.add(given[0])
     assert total.value is given[0]
-    total.add_product(*given[1:])
-    torch.testing.assert_close(total.value, before[0] + before[1] @ before[2])
+    add_product(total, *given[1:])
+    torch.testing.assert_close(total.value, before[0] + before[1].t() @ before[2])
     assert all(map(torch.equal, given, before))
 
 
 def test_gradients_that_are_added_together_are_those_of_the_weights_given_and_never_written_to() -> None:
-    sums, weights, given = Sums(), [torch.empty(2) for _ in range(3)], [[torch.ones(2)] * 2 for _ in range(3)]
+    weights, given = [torch.empty(2) for _ in range(3)], [[torch.ones(2)] * 2 for _ in range(3)]
+    store = WeightGradStore(None)
     for own, grads in zip((weights[:2], weights[:2], weights[1:]), given):
-        sums.add([*zip(own, grads)])
-    assert [total.value.tolist() for total in sums] == [[2.0] * 2, [3.0] * 2, [1.0] * 2]  # type: ignore[union-attr]
+        store.add(0, InputGradients([], [*zip(own, grads)], []))
+    sums: list[Any] = [store.total(x).value for x in weights]
+    assert [x.tolist() for x in sums] == [[2.0] * 2, [3.0] * 2, [1.0] * 2]
     assert all(x.tolist() == [1.0, 1.0] for grads in given for x in grads)
 
 
@@ -40,8 +50,8 @@ def test_products_of_another_type_are_added_in_the_weights_type() -> None:
     a, b = torch.ones(2, 300, dtype=torch.bfloat16), torch.ones(300, 2, dtype=torch.bfloat16)
     total = Total(torch.empty(2, 2, dtype=torch.float32))
     for _ in range(3):
-        total.add_product(a[:, :1], b[:1])
-        total.add_product(a[:, :256], b[:256])
+        add_product(total, a[:, :1].t(), b[:1])
+        add_product(total, a[:, :256].t(), b[:256])
     torch.testing.assert_close(total.value, torch.full((2, 2), 771.0, dtype=torch.float32))  # bfloat16 would have 772.
 
 
