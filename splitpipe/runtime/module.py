@@ -50,8 +50,7 @@ class ModuleRuntime(Runtime):
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
         self._mapped = 0  # How many there were when ``hf_device_map`` was written.
         self._traced: dict[Any, bool] = {}  #: Whether calls of a kind have returned numbers; others aren't traced.
-        # Those of the last call, which begin anew if modules or parameters change.
-        self._blocks: Any = None
+        self._blocks: Any = None  # They begin anew if modules or parameters change, and so do the next ones.
         self._attributes, self._modules = Attributes(), dict[nn.Module, Modules]()
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:

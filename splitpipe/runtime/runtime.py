@@ -102,8 +102,7 @@ class Runtime:
         self._key: tuple[Any, ...] = ()
         self._last: list[StageLayers] = []  # Those of the last call with grad mode.
         if divider is None:
-            flags, target_flags = options.batched
-            divider = Divider(partial(read_input, flags=flags), target_flags, options.chunks)
+            divider = Divider(partial(read_input, flags=options.batched[0]), options.batched[1], options.chunks)
         self.divider: Divider | CustomSplit = divider
         if options.split is not None:
             self.divider = CustomSplit(divider, options.split, options.chunks, options.schedule is not None)
