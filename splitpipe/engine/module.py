@@ -31,7 +31,7 @@ from splitpipe.engine.crossing import SIMPLE, Crossing, Follow, changed
 from splitpipe.engine.executor import Stopped
 from splitpipe.engine.step import StepRun
 from splitpipe.loss.trace import Trace, sees
-from splitpipe.microbatch.divider import holds_objects
+from splitpipe.microbatch.arguments import holds_objects
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
@@ -49,6 +49,7 @@ class ModuleCall(NamedTuple):
 
     step: StepRun
     forward: Callable[..., Any]
+    module: nn.Module
     blocks: Blocks
     placement: Placement
     shared: SharedParameters
@@ -95,7 +96,7 @@ class ModuleForward:
             first = [self._follow] if self._follow_first else []
             try:
                 self._enter(0)
-                placement.settle(self._call.blocks.module, False, 0)
+                placement.settle(self._call.module, False, 0)
                 given, self._activation = self._activation, None
                 leaves = self.crossing.enter(given)
                 args, kwargs = unflatten(leaves, given.nesting)
@@ -150,7 +151,7 @@ class ModuleForward:
     def _leave(self) -> None:
         self._chains.end()
         self.crossing.end()
-        self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
+        self._call.attributes.withdraw(self.stage, self._call.module if self.i == 0 else None)
         self._within.close()
         stage, begun = self.step.stages[self.stage], self._inside
         if begun is not None and (self.step.call.draws.drew or begun != position_of(stage.device)):
