@@ -73,6 +73,11 @@ def verify_options(*, chosen: bool = False, own_loss: bool = False, **given: Any
             f"schedule {getattr(schedule, 'name', schedule) or 'custom'!r} runs backward inside the forward, so it "
             "needs the loss there: expected loss_fn=criterion, and calls of the model with target=."
         )
+    if schedule is not None and callable(given.get("reduction")):
+        raise ValueError(
+            "reduction= is a function, but a schedule runs backward before all losses are known: expected None, 'mean' "
+            "or 'sum', or a loss_fn that returns a pair (total, count)."
+        )
     if schedule is None and has_loss:
         raise ValueError("loss_fn is given without a schedule, which would call it: expected both or neither.")
     if given.get("grad_scaler") is not None and not has_loss and (schedule is None or not own_loss):

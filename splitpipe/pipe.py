@@ -14,9 +14,9 @@ from splitpipe.batchnorm import defer
 from splitpipe.checks import Checkpoint
 from splitpipe.microbatch.chunk_spec import verify_batched
 from splitpipe.partition.placement import by_stage, move_stages
-from splitpipe.partition.resident import Resident, outside_transforms
+from splitpipe.partition.resident import Resident, untraced
 from splitpipe.piped import Arguments, complete, described, options_of, piped, with_arguments
-from splitpipe.runtime.runtime import Runtime
+from splitpipe.runtime.runtime import Batch, Runtime
 from splitpipe.schedule.construct.library import build
 from splitpipe.schedule.op import Schedule
 from splitpipe.skip.skippable import verify_skippables
@@ -169,16 +169,7 @@ class SplitPipe(Resident):
             BaseException: whatever a layer raises, with a note that names stage, layer and microbatch. The model stays
                 usable.
         """
-        return outside_transforms(self._run, input, target)
-
-    def _run(self, input: Any, target: Any) -> Any:
-        checks.verify_ungathered(self)
-        if target is not None and self._runtime.options.loss_fn is None:
-            raise ValueError(
-                "a target was given, but there's no loss_fn to take it. For a second input, expected model((x, mask)), "
-                "one tuple, which the layers take; for a target, SplitPipe(..., schedule='1f1b', loss_fn=criterion)."
-            )
-        return self._runtime.run(self._runtime.batch(self, (input,), {}, target))
+        return untraced((input,), self._runtime.run, Batch(self, (input,), {}, target))
 
     def extra_repr(self) -> str:
         return described(self._runtime.options)

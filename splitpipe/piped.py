@@ -18,9 +18,9 @@ from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device
 from splitpipe.loss.numbers import Reduce
 from splitpipe.microbatch.chunk_spec import verify_named
-from splitpipe.microbatch.divider import Split
+from splitpipe.microbatch.custom_split import Split
 from splitpipe.partition.device_map import Hooks, put_back, take_off
-from splitpipe.partition.resident import Resident, apply_at_home, is_pipeline, outside_transforms
+from splitpipe.partition.resident import Resident, apply_at_home, is_pipeline, untraced
 from splitpipe.runtime.module import ModuleRuntime
 from splitpipe.runtime.runtime import Options, Runtime
 from splitpipe.schedule.construct.library import build
@@ -46,19 +46,15 @@ class Piped:
         self.__signature__ = runtime.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return outside_transforms(self._run, args, kwargs)
+        return untraced(args, self._run, args, kwargs)
 
     __code__ = __call__.__code__  #: torch.export reads it before it calls.
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self.runtime
-        checks.verify_ungathered(runtime.module)
         # The call's keyword arguments are a separate dict.
         target = kwargs.pop("target", None) if runtime.options.loss_fn is not None else None
-        value = runtime.run(runtime.batch(runtime.module, args, kwargs, target))
-        if runtime.mapped != len(runtime.stage_of):
-            self.write_map()
-        return value
+        return runtime.run(runtime.batch(runtime.module, args, kwargs, target))
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """The attached module's ``_apply``, which its ``to`` and ``cuda`` call, and its parent's."""
@@ -68,12 +64,6 @@ class Piped:
         """What ``print`` shows of the attached module, besides its layers."""
         own = type(self.runtime.module).extra_repr(self.runtime.module)
         return f"{own}{', ' if own else ''}{described(self.runtime.options)}"
-
-    def write_map(self) -> None:
-        """Writes ``hf_device_map``: accelerate and Trainer don't move a model that has one."""
-        runtime = self.runtime
-        runtime.mapped = len(runtime.stage_of)
-        vars(runtime.module)["hf_device_map"] = runtime.device_map()
 
 
 def described(options: Options) -> str:
@@ -199,7 +189,7 @@ def piped(module: nn.Module, cuts: Sequence[str], given: Arguments) -> Piped:
         raise
     defer(module, options.chunks, given["deferred_batch_norm"])
     own["forward"] = forward
-    forward.write_map()
+    forward.runtime.write_map()
     return forward
 
 

@@ -196,7 +196,7 @@ def device_map(module: nn.Module, devices: Iterable[Device] | None = None) -> di
     places = _rows(devices, [], None)
     names, places = _by_bytes(module, places, [*repeated(module)])
     blocks = Blocks(module, names)
-    found = map_of(blocks, {}, [place.device for place in places])
+    found = map_of(module, blocks, {}, [place.device for place in places])
     # A block whose tensors are all an earlier block's is where these are: accelerate runs it there.
     for block, name in blocks.blocks.items():
         tensors = [f"{name}.{own}" for own in block.state_dict(keep_vars=True)]

@@ -26,8 +26,7 @@ from splitpipe.compiled.layers import release
 from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
 from splitpipe.core.tensors import map_tensors
-from splitpipe.microbatch.divider import divide_target
-from splitpipe.microbatch.rows import chunk_rows
+from splitpipe.microbatch.division import chunk_rows, divide_target
 from splitpipe.microbatch.tree import flatten
 from splitpipe.partition.placement import move_stages
 from splitpipe.piped import Arguments, complete, options_of, piped
@@ -147,7 +146,6 @@ class Rig:
             self._runtime = Runtime(resolved)
         else:
             self._runtime = piped(module, subject.names[1:], options).runtime
-        self._runtime.hand_over = None  # Losses are dropped.
 
     def run(self, microbatches: int = 1) -> None:
         self.call.microbatches = microbatches

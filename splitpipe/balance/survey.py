@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 from splitpipe.checks import is_layered
 from splitpipe.core.note import add_note
 from splitpipe.core.tensors import map_tensors
-from splitpipe.microbatch.divider import ArgumentDivider, Divider
-from splitpipe.microbatch.division import Division
+from splitpipe.microbatch.arguments import read_arguments
+from splitpipe.microbatch.division import Divider, Division, read_input
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.partition.blocks import no_blocks, repeated
 from splitpipe.partition.call_hook import expose
@@ -55,9 +57,9 @@ def survey(module: nn.Module, sample: object, whose: str = "sample") -> Subject:
         verify_skippables(module)
         if not len(module):
             raise ValueError("the module has no layers: expected at least one.")
-        batch, _ = Divider((None, None), None, 2, whose=whose).divide((sample,), {})
+        batch, _ = Divider(partial(read_input, flags=None, whose=whose), None, 2).divide((sample,), {})
     elif repeated(module):
-        divider = ArgumentDivider(module.forward, None, None, 2, whose=whose)
+        divider = Divider(partial(read_arguments, inspect.signature(module.forward), {}, whose), None, 2)
         batch, _ = divider.divide(*arguments_of(sample))
     else:
         raise no_blocks(module)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from splitpipe.core import thread_state
 from splitpipe.core.tensors import dense, map_tensors, version_of
 from splitpipe.core.torch_private import _BatchNorm
-from splitpipe.microbatch.division import Division, describe
+from splitpipe.microbatch.division import Division
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.microbatch.tree import PLAIN, open_level
 from splitpipe.partition.resident import Resident, is_pipeline
@@ -144,16 +144,16 @@ def _verify(target: Any, loss: Any, against: Any, tolerance: Any) -> None:
 
 def _chosen(runtime: Runtime, batch: Batch, rows: int | None, few: bool) -> tuple[Division, Batch]:
     """The batch with the rows that are used, ``few`` or all by default, and its division."""
-    options, (division, targets) = runtime.options, runtime.divide(batch)
-    if rows is not None and (not isinstance(rows, Integral) or rows < 1 or options.split is not None):
+    division, targets = runtime.divider.divide(batch.args, batch.kwargs, batch.target, batch.unsplit)
+    if rows is not None and (not isinstance(rows, Integral) or rows < 1 or runtime.options.split is not None):
         raise ValueError(f"rows is {rows!r}: expected a positive number, and none with split=, which takes all rows.")
-    if options.split is None and (few or rows is not None):
-        count = 4 * options.chunks if rows is None else rows
+    if runtime.options.split is None and (few or rows is not None):
+        count = 4 * runtime.options.chunks if rows is None else rows
         input, target = division.some(count), None if targets is None else targets.some(count)
         args, kwargs = input if runtime.own_forward else ((input,), {})
         smaller = runtime.batch(batch.module, args, kwargs, target)
         with suppress(ValueError):
-            part, _ = runtime.divide(smaller)
+            part, _ = runtime.divider.divide(smaller.args, smaller.kwargs, smaller.target, smaller.unsplit)
             if part.dims == division.dims:  # Another argument may happen to have as few rows.
                 return part, smaller
     return division, batch
@@ -265,7 +265,7 @@ def _compared(one: Run, many: Run, how: str, division: Division, tolerance: floa
     first = next((kind for kind, names in different.items() if names), None)
     lines.append(f"{'The' if first is None else 'Not the'} same. (Numbers are parts of the largest element of each.)")
     if first is not None:
-        lines += describe(division)
+        lines += division.described()
         tensors = [x for name in different[first] if isinstance(x := one.values[first].get(name), Tensor) and x.numel()]
         advice = f"{_ADVICE[first]} See docs/limits.md."
         if max(worst) < 1e-3:

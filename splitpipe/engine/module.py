@@ -34,7 +34,7 @@ from splitpipe.engine.step import StepRun, Stopped
 from splitpipe.loss.numbers import Number, Unknown
 from splitpipe.loss.objective import Objective
 from splitpipe.loss.trace import Trace, sees
-from splitpipe.microbatch.divider import holds_objects
+from splitpipe.microbatch.arguments import holds_objects
 from splitpipe.microbatch.gather import find_loss
 from splitpipe.microbatch.tree import flatten, unflatten
 from splitpipe.partition.attributes import Attributes
@@ -52,6 +52,7 @@ class ModuleCall(NamedTuple):
 
     step: StepRun
     forward: Callable[..., Any]
+    module: nn.Module
     blocks: Blocks
     placement: Placement
     attributes: Attributes | None  #: None: nothing is left in any.
@@ -99,7 +100,7 @@ class ModuleForward:
             first = [self.crossing] if self._follow_first else []
             try:
                 self._enter(0)
-                placement.settle(self._call.blocks.module, False, 0)
+                placement.settle(self._call.module, False, 0)
                 given, self._activation = self._activation, None
                 leaves = self.crossing.enter(given)
                 args, kwargs = unflatten(leaves, given.nesting)
@@ -157,7 +158,7 @@ class ModuleForward:
             self._chains.end()
         self.crossing.end()
         if self._call.attributes is not None:
-            self._call.attributes.withdraw(self.stage, self._call.blocks.module if self.i == 0 else None)
+            self._call.attributes.withdraw(self.stage, self._call.module if self.i == 0 else None)
         if self.stage == len(step.stages) - 1:  # Not earlier: it may take further values from graphs of earlier stages.
             for each in step.stages:
                 if (segment := each.fwd_cache.get(self.i)) is not None:

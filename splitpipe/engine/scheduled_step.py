@@ -8,7 +8,6 @@ DistributedDataParallel, accumulation and autograd.grad see an ordinary backward
 """
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -27,17 +26,13 @@ from splitpipe.stage.segment import RunningStage
 
 #: The gradients of tensors, and the stage that has computed these, by the key of the group.
 Sums = dict[Any, tuple[RunningStage, list[Total]]]
-#: The outer graph of a step's loss; empty if that has no gradients, or has handed them over.
-HandOver = list[weakref.ref[OuterGraph]]
 
 
 class ScheduledStep:
     """The loss of a step."""
 
     def __init__(self, step: StepRun, target: Any, scale: Tensor | None, batch_loss: BatchLoss) -> None:
-        self._step, self._target = step, target
-        self.hand_over: HandOver = []
-        self.batch_loss, self._scale = batch_loss, scale
+        self._step, self._target, self.batch_loss, self._scale = step, target, batch_loss, scale
         self._tracked = False  #: Whether a part of the loss has a graph.
         step.scheduled = self
 
@@ -73,16 +68,14 @@ class ScheduledStep:
         if not self._tracked:
             return loss
         groups = {key: [total.weight for total in own] for key, (_, own) in sums.items()}
-        graph = OuterGraph({stage.device for stage in step.stages}, partial(_scale, sums, unit, self.hand_over))
-        self.hand_over.append(weakref.ref(graph))
+        graph = OuterGraph({stage.device for stage in step.stages}, partial(_scale, sums, unit))
         return graph.attach([loss], groups)[0]
 
 
 def _scale(
-    sums: Sums, unit: Tensor | None, hand_over: HandOver, grads: Mapping[int, Tensor], wanted: Groups, keep: bool
+    sums: Sums, unit: Tensor | None, grads: Mapping[int, Tensor], wanted: Groups, keep: bool
 ) -> Gradients:
     """The gradients, times that of the loss and ``unit`` (None: 1); in place, unless they are needed again."""
-    hand_over.clear()
     if not grads:
         return {key: [None] * len(tensors) for key, tensors in wanted.items()}
     grad: Any = grads[0] if unit is None else grads[0] * unit

@@ -186,7 +186,6 @@ class Reducer:
         if found is None and self.reduction is None:
             unknown = [x.function for x in each if isinstance(x, Unknown)]
             warn(self.said, [*unknown, "code that differs between microbatches"][0])
-        by_rows = [mean(x, float(count)) for x, count in zip(values, rows)] if found is None else []
-        number, totals = found or batch(by_rows)  # type: ignore[misc]
+        number, totals = found or batch([mean(x, float(n)) for x, n in zip(values, rows)])  # type: ignore[misc]
         whole: Tensor = number.evaluate(totals).to(like.dtype)
         return whole if any([x.requires_grad for x in values]) else whole.detach()

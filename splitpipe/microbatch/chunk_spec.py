@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from splitpipe.microbatch.tree import Level, described
+from splitpipe.microbatch.messages import misfit
+from splitpipe.microbatch.tree import Level
 
 ROWS, GROUPS = "rows", "groups"
 #: What a nesting of flags is made of.
@@ -52,11 +53,3 @@ def flags_inside(flag: dict[str, Any] | tuple[Any, ...], value: Any, level: Leve
     if isinstance(flag, tuple) and not isinstance(value, Mapping) and len(level.parts) == len(flag):
         return [*flag]
     raise misfit(where, flag, value)
-
-
-def misfit(where: str, flag: Any, value: Any) -> ValueError:
-    """The error for flags that don't match a value."""
-    return ValueError(
-        f"{where} is {described(value)}, but batched says {flag!r} there: expected a nesting that matches the outer "
-        "levels of the input; 'rows' for a list; for a tensor, the dimension of the batch, or 'groups'."
-    )

@@ -11,45 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from splitpipe.core.note import add_note
-from splitpipe.microbatch.rows import alike
-from splitpipe.microbatch.tree import PLAIN, described, flatten, open_level
+from splitpipe.microbatch.tree import PLAIN, alike, described, flatten, open_level
 
 
-class _Batch(NamedTuple):
-    rows: list[int]
-    along: list[int]
-    reducer: Any
-
-    def has_rows(self, column: Sequence[Tensor], dim: int) -> bool:
-        return all(dim < x.dim() and x.shape[dim] == count for x, count in zip(column, self.rows))
-
-
-def gather(outputs: Sequence[Any], rows: Sequence[int], along: Sequence[int | None] = (0,), reducer: Any = None) -> Any:
+def gather(
+    outputs: Sequence[Any], rows: Sequence[int], along: Sequence[int] = (0,), reducer: Any = None,
+    where: str = "the output",
+) -> Any:
     """The output of the batch, whose microbatches have these rows; ``reducer`` combines numbers (``loss.numbers``).
 
-    ``along``: the dimensions along which values of the input were split, None for what was not.
+    ``along``: the dimensions along which values of the input were split; ``where``: what messages call the output.
     """
-    dims = sorted({dim for dim in along if dim is not None})
-    return _join([*outputs], _Batch([*rows], dims or [0], reducer), "the output")
-
-
-def _join(column: list[Any], batch: _Batch, where: str) -> Any:
-    first = column[0]
-    if len(column) > 1 and all(x is first for x in column):
+    first = outputs[0]
+    if len(outputs) > 1 and all(x is first for x in outputs):
         return first
-    if all(isinstance(x, Tensor) for x in column):
-        return _join_tensors(column, batch, where)
-    if type(first) in (list, tuple) and _is_by_rows(column, batch, where):
-        return type(first)(chain.from_iterable(column))
-    levels = [None if isinstance(x, PackedSequence) else open_level(x, fields=True) for x in column]
-    for number, (x, level) in enumerate(zip(column, levels)):
+    if all(isinstance(x, Tensor) for x in outputs):
+        return _join_tensors(outputs, rows, along, reducer, where)
+    if type(first) in (list, tuple) and _is_by_rows(outputs, rows, along, where):
+        return type(first)(chain.from_iterable(outputs))
+    levels = [None if isinstance(x, PackedSequence) else open_level(x, fields=True) for x in outputs]
+    for number, (x, level) in enumerate(zip(outputs, levels)):
         if level is not None and levels[0] is not None:
             same = level.kind == levels[0].kind
         else:  # Of other classes, == may be any code.
@@ -63,27 +51,30 @@ def _join(column: list[Any], batch: _Batch, where: str) -> Any:
     if levels[0] is None:
         return first
     columns = zip(*(level.parts for level in levels if level is not None))
-    parts = [_join([*each], batch, f"{where}[{key!r}]") for key, each in zip(levels[0].keys, columns)]
-    return levels[0].rebuild(parts)
+    named = zip(levels[0].keys, columns)
+    return levels[0].rebuild([gather(each, rows, along, reducer, f"{where}[{key!r}]") for key, each in named])
 
 
-def _join_tensors(column: list[Tensor], batch: _Batch, where: str) -> Tensor:
-    first, rows = column[0], batch.rows
-    if batch.reducer is not None and batch.reducer.reduces(column):
-        return batch.reducer.reduced(column, rows)  # type: ignore[no-any-return]
+def _join_tensors(
+    column: Sequence[Tensor], rows: Sequence[int], along: Sequence[int], reducer: Any, where: str
+) -> Tensor:
+    first = column[0]
+    if reducer is not None and reducer.reduces(column):
+        return reducer.reduced(column, rows)  # type: ignore[no-any-return]
     if not any(x.dim() for x in column):
-        return torch.stack(column)
+        return torch.stack([*column])
     if len(column) == 1:
         return first
     # A microbatch may have skipped the last stages, so that its values are on another device.
     column = [x.to(first.device) for x in column]
     same = all(x.shape == first.shape for x in column)
-    dims = [dim for dim in batch.along if batch.has_rows(column, dim)] or [0] * batch.has_rows(column, 0)
+    fits = {dim: all([[*x.shape[dim : dim + 1]] == [n] for x, n in zip(column, rows)]) for dim in (0, 1, *along)}
+    dims = [dim for dim in along if fits[dim]] or [0] * fits[0]
     if not dims and same and all(torch.equal(x, first) for x in column):
         return first
-    second = batch.has_rows(column, 1) and (max(rows) > 1 or first.dim() > 2)
+    second = fits[1] and (max(rows) > 1 or first.dim() > 2)
     several = not dims and not second and (not same or len({*rows}) == 1 and first.shape[0] % rows[0] == 0)
-    if several and 0 in batch.along:
+    if several and 0 in along:
         dims = [0]  # Several entries per row, or selected ones; those of rows that are second may be in any order.
     if len(dims) != 1:
         raise ValueError(
@@ -98,9 +89,9 @@ def _join_tensors(column: list[Tensor], batch: _Batch, where: str) -> Tensor:
         raise
 
 
-def _is_by_rows(column: list[Any], batch: _Batch, where: str) -> bool:
+def _is_by_rows(column: Sequence[Any], rows: Sequence[int], along: Sequence[int], where: str) -> bool:
     """True for a list with one entry per row; raises if it may as well have one for each layer, for example."""
-    first, rows = column[0], batch.rows
+    first = column[0]
     if any(type(x) is not type(first) or len(x) != count for x, count in zip(column, rows)):
         return False
     shared = all(x is y and not isinstance(x, PLAIN) for each in column[1:] for x, y in zip(each, first))
@@ -111,7 +102,7 @@ def _is_by_rows(column: list[Any], batch: _Batch, where: str) -> bool:
         return True  # Objects can't be joined in any other way.
     # An entry that holds for all rows, such as a layer's, has the batch as a dimension in every microbatch.
     tensors = [own for own in ([x for x in each if x.dim()] for each in entries) if own]
-    whole = [all(any([*x.shape[dim : dim + 1]] == rows[:1] for dim in batch.along) for x in own) for own in tensors]
+    whole = [all(any([*x.shape[dim : dim + 1]] == [rows[0]] for dim in along) for x in own) for own in tensors]
     if type(first) is list and whole and not any(whole):
         return True
     layers = all(whole) and all(x is None or isinstance(x, Tensor) and x.dim() for x in first)

@@ -33,6 +33,39 @@ class Level(NamedTuple):
 Nesting = tuple[Callable[[list[Any]], Any], list[Any]] | None
 
 
+class Node:
+    """A value of a call, its flag of ``batched=``, its name in messages, and the nodes inside; None: a leaf.
+
+    ``rebuild`` makes it from its parts; ``listed``: it may be a list with one entry per row.
+    """
+
+    def __init__(
+        self, value: Any, flag: Any, where: str, children: Sequence[Node] | None = None, rebuild: Any = None,
+        listed: bool = False,
+    ) -> None:
+        self.value, self.flag, self.where, self.listed = value, flag, where, listed
+        self.children, self._rebuild = children, rebuild
+        self._leaves = [leaf for child in children or () for leaf in child.leaves]  # Not itself, which is a cycle.
+        self.tensors = [x.value for x in self.leaves if isinstance(x.value, Tensor) and x.value.dim()]
+        # How it is split, as ``division`` decides:
+        self.times = 0  #: The number of entries per row, if it is split.
+        self.dim: int | None = None  #: The dimension along which a tensor is split.
+        self.single = False  #: Whether one microbatch has it, as an entry of a list.
+
+    @property
+    def leaves(self) -> list[Node]:
+        """The leaves inside; of a leaf, itself."""
+        return [self] if self.children is None else self._leaves
+
+    def part(self, start: int, count: int) -> tuple[list[Node], Nesting]:
+        """The leaves that a microbatch with these rows gets, or gets a part of, and their nesting."""
+        if self.children is None:
+            return [self], None
+        stop = (start + count) * self.times if self.times else None
+        parts = [child.part(start, count) for child in self.children[start * self.times : stop]]
+        return [leaf for leaves, _ in parts for leaf in leaves], (self._rebuild, [nesting for _, nesting in parts])
+
+
 def open_level(value: Any, fields: bool = False) -> Level | None:
     """One level of a container; None for a leaf. ``fields``: a dataclass is a container of its fields."""
     kind = type(value)
@@ -66,6 +99,14 @@ def described(value: Any) -> str:
         return f"{value!r:.60}"
     has = [*value] if isinstance(value, Mapping) else len(value) if type(value) in (list, tuple) else None
     return f"a {type(value).__name__}" + ("" if has is None else f" of {has!r:.60}")
+
+
+def alike(values: list[Any] | tuple[Any, ...]) -> bool:
+    """True if values are of one kind: tensors with the same dtype and number of dimensions, dicts, strings, numbers."""
+    entries = [x for x in values if x is not None]
+    kinds = {Tensor if isinstance(x, Tensor) else float if isinstance(x, (int, float)) else type(x) for x in entries}
+    tensors = {(x.dtype, x.dim()) for x in entries if isinstance(x, Tensor)}
+    return len(kinds) == 1 and len(tensors) < 2 and not callable(entries[0])
 
 
 def flatten(value: Any, fields: bool = False) -> tuple[list[Any], Nesting]:

@@ -23,14 +23,13 @@ _LISTS = nn.Module.forward, nn.Sequential.forward
 
 
 class Blocks:
-    """The blocks and cuts of a module in its current state."""
+    """The blocks and cuts of a module in its current state; the module, which may refer to this, isn't kept."""
 
     def __init__(self, module: nn.Module, cuts: Iterable[str]) -> None:
-        self.module = module
         #: The stage that starts with each cut's first call.
         self.cuts: dict[nn.Module, int] = {module.get_submodule(name): j for j, name in enumerate(cuts, 1)}
         self.blocks: dict[nn.Module, str] = {}
-        self.opened: dict[nn.Module, str] = {module: ""}
+        self.opened: dict[nn.Module, str] = {}  #: Submodules with cuts inside.
         self._look(module, "")
 
     def _look(self, module: nn.Module, prefix: str) -> None:

@@ -38,7 +38,7 @@ def put_back(hooks: Hooks) -> None:
 
 
 def device_map(
-    blocks: Blocks, stage_of: Mapping[nn.Module, int], devices: Sequence[torch.device]
+    module: nn.Module, blocks: Blocks, stage_of: Mapping[nn.Module, int], devices: Sequence[torch.device]
 ) -> dict[str, torch.device]:
     """The devices by name of blocks, and of tensors in no block or on a different device.
 
@@ -48,9 +48,9 @@ def device_map(
     found: dict[str, torch.device] = {}
     homes: dict[int, torch.device] = {}  # Of tensors that several modules have: the device of the first of these.
     stage = 0
-    for prefix, part in blocks.module.named_modules(remove_duplicate=False):
+    for prefix, part in module.named_modules(remove_duplicate=False):
         block = part in blocks.blocks
-        if not block and part not in blocks.opened:
+        if not block and part not in blocks.opened and part is not module:
             continue
         stage = blocks.cuts.get(part, stage)
         device = devices[stage_of.get(part, stage)]

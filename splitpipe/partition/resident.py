@@ -122,22 +122,22 @@ def is_pipeline(module: nn.Module) -> bool:
     return isinstance(module, Resident) or hasattr(vars(module).get("forward"), "runtime")
 
 
-def outside_transforms(run: Callable[..., Any], *given: Any) -> Any:
-    """Calls ``run`` with what a pipeline was given; raises where that can't be followed."""
-    if torch.compiler.is_exporting() or isinstance(given[0], Proxy):  # Now, while code that is traced can still raise.
+def untraced(args: Sequence[Any], run: Callable[..., Any], *given: Any) -> Any:
+    """Calls ``run``, which torch.compile doesn't trace; raises for what would export a call with these arguments."""
+    if torch.compiler.is_exporting() or any([isinstance(x, Proxy) for x in args]):  # While traced code can raise.
         raise RuntimeError(_REFUSED.format("by torch.export, torch.onnx.export or torch.fx"))
-    return (_untraced if "torch._dynamo" in sys.modules else _run_outside)(run, *given)
+    return _untraced(run, *given) if "torch._dynamo" in sys.modules else run(*given)
 
 
-def _run_outside(run: Callable[..., Any], *given: Any) -> Any:
+#: torch.compile can't trace a call because of the threads; it does trace the code around it, and its layers.
+_untraced: Callable[..., Any] = _disable_dynamo(lambda run, *given: run(*given))
+
+
+def verify_untransformed() -> None:
+    """Raises inside a transform that a pipeline can't follow."""
     if peek_interpreter_stack() is not None:
         raise RuntimeError(_REFUSED.format("inside a torch.func transform (grad, vmap, jvp ...)"))
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(_REFUSED.format("by torch.jit.trace (or torch.onnx.export with dynamo=False)"))
     if forward_ad._current_level >= 0:
         raise RuntimeError(_REFUSED.format("inside forward-mode AD (forward_ad.dual_level)"))
-    return run(*given)
-
-
-#: Not traced by torch.compile, which can't because of the threads; code around it and its layers are.
-_untraced: Callable[..., Any] = _disable_dynamo(_run_outside)

@@ -13,7 +13,7 @@ from splitpipe import checks
 from splitpipe.balance.survey import survey
 from splitpipe.compiled.backend import verify_compile
 from splitpipe.core.stream import Device, Place
-from splitpipe.microbatch.rows import chunk_rows
+from splitpipe.microbatch.division import chunk_rows
 from splitpipe.partition.by_bytes import memory_of
 from splitpipe.planner.choose import Choice, choose
 from splitpipe.planner.measure import Profile, profile

@@ -1,6 +1,7 @@
 """Calls of any module through its forward: what differs from those of an nn.Sequential."""
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,9 @@ from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.copy import Lane
 from splitpipe.engine.stitched.forward import CheckpointedBlocks, StitchedCrossing
 from splitpipe.loss.numbers import UNSEEN
-from splitpipe.microbatch.divider import ArgumentDivider, name_arguments
+from splitpipe.loss.objective import Objective
+from splitpipe.microbatch.arguments import name_arguments, read_arguments
+from splitpipe.microbatch.division import Divider
 from splitpipe.partition.attributes import Attributes
 from splitpipe.partition.blocks import Blocks
 from splitpipe.partition.call_hook import surround
@@ -39,13 +42,16 @@ class ModuleRuntime(Runtime):
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, options: Options) -> None:
         self._module_of = weakref.ref(module)  # The module refers to this, as its forward.
         self.own = own  #: The instance's previous forward, if it had one.
-        super().__init__(options, divider=partial(ArgumentDivider, self._forward))
-        self.signature, self._placement = self._divider.signature, Placement(options.places)
+        self.signature, flags = inspect.signature(self._forward_of(module)), options.batched or {}
+        read = partial(read_arguments, self.signature, flags, "the input")
+        super().__init__(options, Divider(read, flags.get("target"), options.chunks))
+        self.named_dims = [dim for dim in flags.values() if type(dim) is int and dim > 0]
+        self._placement = Placement(options.places)
         self.stage_of = self._placement.stage_of  #: The stage of each module that was called.
-        self.mapped = 0  #: How many there were when ``hf_device_map`` was written.
+        self._mapped = 0  # How many there were when ``hf_device_map`` was written.
         self._traced: dict[Any, bool] = {}  #: Whether calls of a kind have returned numbers; others aren't traced.
-        self._attributes = Attributes()
-        self._modules: dict[nn.Module, Modules] = {}
+        self._blocks: Any = None  # They begin anew if modules or parameters change, and so do the next ones.
+        self._attributes, self._modules = Attributes(), dict[nn.Module, Modules]()
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
         return ModuleRuntime, (self.module, self.own, self.options)
@@ -57,14 +63,13 @@ class ModuleRuntime(Runtime):
             raise ReferenceError("the module of this forward is gone: expected it to be kept alive while it is called.")
         return module
 
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        return type(self.module).forward.__get__(self.module) if self.own is None else self.own
+    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        return type(module).forward.__get__(module) if self.own is None else self.own
 
-    def device_map(self) -> dict[str, torch.device]:
-        """The devices of blocks by name; before the first call, a guess from the order of definition."""
-        blocks = Blocks(self.module, self.options.cuts)
-        return device_map(blocks, self.stage_of, self._resources.devices)
+    def write_map(self) -> None:
+        """Writes ``hf_device_map``, by which accelerate and Trainer don't move it; before a call, a guess."""
+        self._mapped, blocks = len(self.stage_of), Blocks(self.module, self.options.cuts)
+        vars(self.module)["hf_device_map"] = device_map(self.module, blocks, self.stage_of, self._resources.devices)
 
     def _stages_of(self, module: nn.Module) -> Mapping[nn.Module, int]:
         return self.stage_of
@@ -73,7 +78,7 @@ class ModuleRuntime(Runtime):
         """Places parameters by a call with one row of a sample (all of it with split=), which leaves no other trace."""
         args, kwargs = arguments_of(sample)
         if self.options.split is None:
-            args, kwargs = self._divider.divide(args, kwargs)[0].some(1)
+            args, kwargs = self.divider.divide(args, kwargs)[0].some(1)
         args, kwargs = map_tensors(lambda x: x.detach().clone(), (args, kwargs))
         with rehearsal(self.module, self._resources.devices):
             self.run(self.batch(self.module, args, kwargs))
@@ -89,28 +94,26 @@ class ModuleRuntime(Runtime):
             kwargs = {**kwargs, "use_cache": False}
         cache = cache or takes and cache is None and not labels
         unsplit = not module.training and target is None and bool(cache)
-        return Batch(module, args, kwargs, target, unsplit, Blocks(module, self.options.cuts), labels, kind)
+        return Batch(module, args, kwargs, target, unsplit, labels, kind)
 
-    def _layers(self, batch: Batch) -> ModelLayers:
-        """If modules or parameters have changed, it looks at all of them again."""
-        blocks, placement, options = batch.blocks, self._placement, self.options
-        if self._known is None or not self._known[1].same():
-            self._known, self._modules, self._attributes = None, {}, Attributes()
-            self.draws.clear()  # The next calls are first calls.
-            self._compiler.compile(blocks.blocks)
-            for part in (*blocks.blocks, *blocks.opened):
+    def _layers(self, module: nn.Module, objective: Objective | None, anew: bool) -> ModelLayers:
+        """The blocks that each stage has called, and the loss; ``anew``: the next calls are first calls."""
+        options = self.options
+        if anew:
+            self._blocks, self._modules, self._attributes = Blocks(module, options.cuts), {}, Attributes()
+            self.draws.clear()
+            self._compiler.compile(self._blocks.blocks)
+            for part in (module, *self._blocks.blocks, *self._blocks.opened):
                 surround(part)
-            placement.begin(batch.module)
-        key = [*map(len, placement.called)]
-        if self._known is not None and self._known[0] == key:
-            return self._known[1]
-        parts = [[(blocks.blocks[x], x) for x in own if x in blocks.blocks] for own in placement.called]
-        layers = ModelLayers(batch.module, parts, options.places, options.schedule, self._objective)
+            self._placement.begin(module)
+            self.called = self._placement.called
+        blocks = self._blocks.blocks
+        parts = [[(blocks[x], x) for x in own if x in blocks] for own in self.called]
+        layers = ModelLayers(module, parts, options.places, options.schedule, objective)
         # A first call, which shows the layers of each stage, is to do the same as later ones.
-        bytes = sum([x.nbytes for x in batch.module.parameters() if x.requires_grad])
+        bytes = sum([x.nbytes for x in module.parameters() if x.requires_grad])
         for stage in layers.stages:
             stage.weight_bytes = bytes // len(parts)
-        self._known = None if layers.computed else (key, layers)
         return layers
 
     def _begin_forwards(self, batch: Batch, step: StepRun, targets: Sequence[Activation | None]) -> None:
@@ -125,8 +128,8 @@ class ModuleRuntime(Runtime):
         if placement.several:
             step.shared = SharedParameters(batch.module, placement, step.stages, carry)
         own = ModuleCall(
-            step, self._forward, batch.blocks, placement, attributes, traced, self._modules, batch.labels,
-            partial(StitchedCrossing, streams) if stitched else Crossing,
+            step, self._forward_of(batch.module), batch.module, self._blocks, placement, attributes, traced,
+            self._modules, batch.labels, partial(StitchedCrossing, streams) if stitched else Crossing,
             CheckpointedBlocks if stitched else BlockChains, self._objective, targets,
         )
         parts = call.scatter(call.input, detached=not stitched)
@@ -134,11 +137,14 @@ class ModuleRuntime(Runtime):
         if call.first:  # It moves parameters, and shows what is left in attributes.
             step.pool = None
 
-    def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output]) -> None:
+    def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output], loss: Tensor | None) -> Any:
         if step.call.microbatches > 1:
             numbers = not step.drop_in or any([output.numbers for output in outputs])
             numbers = numbers or any([isinstance(x, Tensor) and not x.dim() for x in outputs[0].leaves])
             if not self._traced.setdefault(batch.kind, numbers) and numbers:
                 self._traced[batch.kind] = True
                 self._said.discard(UNSEEN.function)  # It is said once for each kind of call.
-        super()._end(batch, step, outputs)
+        value = super()._end(batch, step, outputs, loss)
+        if self._mapped != len(self.stage_of):
+            self.write_map()
+        return value

@@ -9,7 +9,6 @@ Here, the module is an nn.Sequential; what any other one does differently is in 
 """
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -19,28 +18,30 @@ from torch import Tensor, nn
 
 from splitpipe.backward.report import DeferralReport, report
 from splitpipe.backward.split_backward import LeafHooks
-from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint
+from splitpipe.checks import UNCHECKPOINTED_TAIL, Checkpoint, verify_ungathered
 from splitpipe.compiled.backend import CompileOptions
 from splitpipe.compiled.layers import Compiler, is_compiled
 from splitpipe.core import thread_state
+from splitpipe.core.note import add_note
 from splitpipe.core.stream import Place
 from splitpipe.core.thread_state import State
 from splitpipe.core.worker import Resources
 from splitpipe.engine.drop_in import Output, attach_outputs
 from splitpipe.engine.record import Recordings
 from splitpipe.engine.rows import OpRows, forward_rows, schedule_rows
-from splitpipe.engine.scheduled_step import HandOver, ScheduledStep
+from splitpipe.engine.scheduled_step import ScheduledStep
 from splitpipe.engine.sequential import SequentialForward
 from splitpipe.engine.step import StepRun
 from splitpipe.engine.stitched.forward import StitchedForward
 from splitpipe.loss.numbers import Reducer
 from splitpipe.loss.objective import TARGET, BatchLoss, Objective
-from splitpipe.microbatch.divider import Divider, Split
-from splitpipe.microbatch.division import Division, move, noted
+from splitpipe.microbatch.custom_split import CustomSplit, Split
+from splitpipe.microbatch.division import Divider, Division, move, read_input
 from splitpipe.microbatch.gather import gather
 from splitpipe.microbatch.tree import unflatten
 from splitpipe.partition.attributes import warn_of_losses
 from splitpipe.partition.placement import by_stage
+from splitpipe.partition.resident import verify_untransformed
 from splitpipe.schedule.op import Schedule, counted
 from splitpipe.stage.call import Activation, Call
 from splitpipe.stage.layers import ModelLayers, Named, StageLayers
@@ -74,7 +75,6 @@ class Batch(NamedTuple):
     kwargs: dict[str, Any]
     target: Any = None
     unsplit: bool = False
-    blocks: Any = None  #: The module's own, if it isn't an nn.Sequential.
     labels: bool = False  #: Whether there are any among its arguments.
     kind: Any = None
 
@@ -83,22 +83,27 @@ class Runtime:
     """Runs an nn.Sequential, one call at a time: another thread's waits until the forward has returned."""
 
     own_forward = False  #: Whether a microbatch runs through the module's own forward, rather than layer by layer.
+    named_dims: Sequence[int] = ()  #: Those that ``batched`` names, even of a state that is None at first.
+    called: Sequence[Any] = ()  #: With cuts, the modules that each stage has called.
 
-    def __init__(self, options: Options, divider: Any = Divider) -> None:
+    def __init__(self, options: Options, divider: Divider | None = None) -> None:
         self.options = options
         self._resources = Resources(options.places)
         self.recordings = Recordings(options.schedule, options.places)
         self._compiler = Compiler(options.compiling, options.split_backward)
         self._said, self._hooks = set[str](), LeafHooks()  #: ``_said``: of which losses was warned.
-        self.hand_over: HandOver | None = []  #: Of the last scheduled step; None: one was warned of.
         self._objective = None if options.loss_fn is None else Objective(options.loss_fn, options.reduction, self._said)
         self._rows: Callable[..., OpRows] = lru_cache(None)(partial(schedule_rows, options.schedule))  # type: ignore
         #: Whether the model draws from the CPU's generator, as calls of each kind have shown.
         self.draws: dict[Any, bool] = {}
-        self._known: tuple[Any, ModelLayers] | None = None  # The layers for a key, if they may be used again.
+        self._known: ModelLayers | None = None  # The layers for a key, if they may be used again.
+        self._key: tuple[Any, ...] = ()
         self._last: list[StageLayers] = []  # Those of the last call with grad mode.
-        self._looked = False  # Whether a step has shown what layers keep.
-        self._divider = divider(options.batched, options.split, options.chunks, options.schedule is not None)
+        if divider is None:
+            divider = Divider(partial(read_input, flags=options.batched[0]), options.batched[1], options.chunks)
+        self.divider: Divider | CustomSplit = divider
+        if options.split is not None:
+            self.divider = CustomSplit(divider, options.split, options.chunks, options.schedule is not None)
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[Any, ...]]:
         return Runtime, (self.options,)
@@ -109,18 +114,19 @@ class Runtime:
 
     def run(self, batch: Batch) -> Any:
         """The output; given a target, the loss; with a schedule and the module's own loss, the output with it."""
+        verify_untransformed()
         self._resources.refuse_own_threads()
         with self._resources.lock:
             state, options = thread_state.capture(), self.options
             own_loss = options.schedule is not None and options.loss_fn is None and batch.module.training and state.grad
             drop_in, loss = batch.target is None and not own_loss, None
-            scale = None if drop_in else self._begin_scheduled(state)
+            scale = None if drop_in else self._begin_scheduled(batch, state)
             if drop_in and not options.split_backward and any([enabled for _, enabled, _ in state.autocast]):
                 # In one graph, microbatches that shared a weight's cast would add up its gradient in low precision.
                 state = state._replace(autocast_cache=False)
             step, target = self._begin(batch, state, drop_in)
             call = step.call
-            with noted(call.input, target):
+            try:
                 targets = [None] * call.microbatches if target is None else call.scatter(target, TARGET, detached=True)
                 self._begin_forwards(batch, step, targets)
                 forwards = step.forwards
@@ -133,27 +139,23 @@ class Runtime:
                     outputs = [forward.output for forward in forwards]
                 if step.shared is not None:
                     step.shared.verify()
-            value = self._gather(call, outputs, loss) if batch.target is None else loss
-            self._end(batch, step, outputs)
-            return value
+            except Exception as error:
+                for lines in [division.described() for division in (call.input, target) if division is not None]:
+                    if lines:
+                        add_note(error, "\n    ".join(lines))
+                raise
+            return self._end(batch, step, outputs, loss)
 
-    def _begin_scheduled(self, state: State) -> Tensor | None:
+    def _begin_scheduled(self, batch: Batch, state: State) -> Tensor | None:
         """Raises for what a schedule can't compute; returns the scale of the gradient scaler, if there is one."""
         scaler = self.options.grad_scaler
-        if callable(self.options.reduction):
+        if batch.target is not None and self._objective is None:
             raise ValueError(
-                "reduction= is a function, but a schedule runs backward before all losses are known: expected None, "
-                "'mean' or 'sum', or a loss_fn that returns a pair (total, count)."
+                "a target was given, but there's no loss_fn to take it. For a second input, expected model((x, mask)), "
+                "one tuple, which the layers take; for a target, SplitPipe(..., schedule='1f1b', loss_fn=criterion)."
             )
         if not state.grad:
             return None
-        if self.hand_over and self.hand_over[0]() is None:  # There can be no backward any more.
-            warnings.warn(
-                "the loss of the last call was dropped without a backward: a schedule computes gradients in the call, "
-                "but only loss.backward() adds them to .grad. Expected loss.backward(), or torch.no_grad().",
-                stacklevel=4,
-            )
-            self.hand_over = None
         if scaler is not None and scaler.is_enabled():
             return scaler.scale(torch.ones((), device=self._resources.devices[-1]))  # type: ignore[no-any-return]
         if any(enabled and dtype is torch.float16 for _, enabled, dtype in state.autocast):
@@ -168,50 +170,52 @@ class Runtime:
         """The loss of the batch, whose backward hands the gradients over."""
         call, own = step.call, BatchLoss(step.call.input.rows, self.options.reduction, self._said)
         batch_loss = own if target is None or self._objective is None else self._objective.batch_loss
-        scheduled = ScheduledStep(step, target, scale, batch_loss)
-        loss = scheduled.run(self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed))
-        self.hand_over = None if self.hand_over is None else scheduled.hand_over
+        rows = self._rows(step.workers, call.microbatches, call.state.grad, call.recomputed)
+        loss = ScheduledStep(step, target, scale, batch_loss).run(rows)
         if step.recorder is not None:
             step.recorder.end(step.traces)
         return loss
 
-    def _gather(self, call: Call, outputs: Sequence[Output], loss: Any = None) -> Any:
-        """Joins the outputs of all microbatches; ``loss``: in the place of the module's own."""
-        options, rows, reducer = self.options, call.input.rows, None
-        if self.own_forward or options.reduction is not None:
-            reducer = Reducer(options.reduction, [output.numbers for output in outputs], self._said)
-        for output in outputs if loss is not None else ():
-            output.leaves[output.place] = loss
-        values = [unflatten(output.leaves, output.nesting) for output in outputs]
-        if self.own_forward and len(rows) == 1:
-            return values[0]
-        flags = (options.batched or {}).values() if self.own_forward else ()
-        named = [dim for dim in flags if type(dim) is int and dim > 0]  # Of a state, too, which may be None at first.
-        return gather(values, rows, [*call.input.dims, *named], reducer)
-
-    def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Any]) -> None:
-        """Ends a call that completed."""
-        call = step.call
+    def _end(self, batch: Batch, step: StepRun, outputs: Sequence[Output], loss: Tensor | None) -> Any:
+        """Ends a call that completed; returns the loss of a target, or the output, with the module's own ``loss``."""
+        call, rows, reduction, reducer, value = step.call, step.call.input.rows, self.options.reduction, None, loss
+        if batch.target is None:
+            for output in outputs if loss is not None else ():
+                output.leaves[output.place] = loss
+            values = [unflatten(output.leaves, output.nesting) for output in outputs]
+            if self.own_forward or reduction is not None:
+                reducer = Reducer(reduction, [output.numbers for output in outputs], self._said)
+            along = sorted({dim for dim in (*call.input.dims, *self.named_dims) if dim is not None}) or [0]
+            value = values[0] if self.own_forward and len(rows) == 1 else gather(values, rows, along, reducer)
         if call.state.grad and self._known is not None:
             self._last = [stage.own for stage in step.stages]
         call.end()
-        if not self.own_forward and not self._looked and call.state.grad and call.microbatches > 1:
-            self._looked = True
+        if not self.own_forward and call.first and call.state.grad and call.microbatches > 1:
             warn_of_losses(batch.module)
+        return value
 
     def _begin(self, batch: Batch, state: State, drop_in: bool) -> tuple[StepRun, Division | None]:
         """The step of a call, and the target."""
-        resources, options, layers = self._resources, self.options, self._layers(batch)
+        resources, options, training = self._resources, self.options, batch.module.training
+        objective, layers = None if batch.target is None else self._objective, self._known
+        anew = layers is None or not layers.same()
+        if layers is None or anew or self._key != (objective, *map(len, self.called)):
+            verify_ungathered(batch.module)
+            layers = self._layers(batch.module, objective, anew)
+            self._key = objective, *map(len, self.called)
+            self._known = None if layers.computed else layers
+            if objective is not None:
+                objective.compiled = is_compiled(objective.loss_fn)
         if layers.computed and state.grad and (options.split_backward or not drop_in):
             raise RuntimeError(
                 f"{layers.computed[0]!r} is computed from other tensors (as by torch.func.functional_call), to which "
                 "each microbatch would run backward: expected backward='autograd', checkpoint='never' and no schedule."
             )
-        division, target = self.divide(batch)
+        division, target = self.divider.divide(batch.args, batch.kwargs, batch.target, batch.unsplit)
         microbatches = len(division.rows)
-        tail = UNCHECKPOINTED_TAIL[options.checkpoint] if batch.module.training and state.grad else None
+        tail = UNCHECKPOINTED_TAIL[options.checkpoint] if training and state.grad else None
         checkpointed = 0 if tail is None else max(0, microbatches - tail)
-        kind = batch.module.training, state.grad, microbatches > 1
+        kind = training, state.grad, microbatches > 1
         call = Call(division, options.places, state, checkpointed, self.own_forward, self.draws, kind)
         sharded = any([isinstance(x, Tensor) and hasattr(x, "full_tensor") for x in call.leaves])  # A DTensor.
         odd = thread_state.is_odd() or layers.odd or call.watched or sharded
@@ -232,22 +236,11 @@ class Runtime:
             traces=() if recorder is None else recorder.begin(stages),
         ), target
 
-    def divide(self, batch: Batch) -> tuple[Division, Division | None]:
-        """The microbatches of the arguments, and of the target if there is one."""
-        return self._divider.divide(batch.args, batch.kwargs, batch.target, batch.unsplit)  # type: ignore[no-any-return]
-
-    def _layers(self, batch: Batch) -> ModelLayers:
-        """The layers of all stages, of which the loss is the last if there is a target."""
-        options, objective = self.options, None if batch.target is None else self._objective
-        if self._known is not None and self._known[0] is objective and self._known[1].same():
-            return self._known[1]
-        stages = self._stages(batch.module)
+    def _layers(self, module: nn.Module, objective: Objective | None, anew: bool) -> ModelLayers:
+        """The layers of all stages, and the loss; ``anew``: the module may have other parts than before."""
+        stages = self._stages(module)
         self._compiler.compile(layer for stage in stages for _, layer in stage)
-        layers = ModelLayers(batch.module, stages, options.places, options.schedule, objective)
-        if objective is not None:
-            objective.compiled = is_compiled(objective.loss_fn)
-        self._known = None if layers.computed else (objective, layers)
-        return layers
+        return ModelLayers(module, stages, self.options.places, self.options.schedule, objective)
 
     def _stages(self, module: nn.Module) -> list[list[Named]]:
         layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]

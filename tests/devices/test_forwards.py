@@ -27,7 +27,6 @@ def again(case: Case) -> bool:
 @pytest.mark.cuda
 @pytest.mark.devices(3)
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:the loss of the last call was dropped")
 @pytest.mark.filterwarnings("ignore:.* named in cuts=, but not called:UserWarning")
 @settings(max_examples=15, phases=[Phase.explicit, Phase.generate], suppress_health_check=[*HealthCheck])
 @given(forwards())

@@ -191,19 +191,6 @@ def test_a_model_with_a_schedule_is_a_layer_of_another(loss: bool, backward: Any
     assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], "gradients")
 
 
-def test_a_loss_that_was_dropped_without_a_backward_is_warned_of_once() -> None:
-    _, model = twins(mlp(5), "1f1b", 2, chunks=2)
-    x = torch.randn(4, 4)
-    kept = model(x, target=0.25) + model(x, target=0.25)  # The first one is dropped, its graph is not.
-    with torch.no_grad():
-        model(x, target=0.25)
-    kept.backward()
-    model(x, target=0.25)
-    with pytest.warns(UserWarning, match=r"last call was dropped without a backward: .* Expected loss.backward\(\)"):
-        model(x, target=0.25)
-    model(x, target=0.25).backward()
-
-
 USED: dict[str, tuple[str, dict[str, Any]]] = {
     "zb-v": ("zb-v", {}), "zb-h1, autograd": ("zb-h1", {"backward": "autograd"}), "1f1b": ("1f1b", {}),
     "v-half, checkpointed": ("v-half", {"checkpoint": "always"}),

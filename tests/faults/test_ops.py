@@ -177,7 +177,6 @@ def test_an_interrupt_leaves_the_model_unchanged(name: str, kinds: dict[str, boo
 
 @pytest.mark.timeout(60)
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:the loss of the last call was dropped")
 def test_after_a_short_soak_nothing_is_left_behind_and_what_would_be_is_told() -> None:
     from tests.tools.soak import grown, soak  # Which takes its cases from here.
 

@@ -185,7 +185,8 @@ OPTIONS: Rows = {
     "grad_scaler": each(TypeError, "grad_scaler", [2.0, "auto", torch.amp.GradScaler, Odd()]),
     "stash_limit": each(TypeError, "stash_limit", UNWHOLE) + each(ValueError, "stash_limit", [-1]),
     "split": each(TypeError, "split", [1, "rows", {"x": 1}, Odd()]),
-    "reduction": each(ValueError, "reduction", ["", "max"]) + each(TypeError, "reduction", [1, Odd()]),
+    "reduction": [*each(ValueError, "reduction", ["", "max"]), *each(TypeError, "reduction", [1, Odd()]),
+                  *each(ValueError, "a schedule runs backward before all losses are known", [sum])],
     "compile": COMPILE,
 }
 PIPE = Door(

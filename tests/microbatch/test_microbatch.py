@@ -5,13 +5,14 @@ from collections import OrderedDict, UserDict, UserList, defaultdict, deque, nam
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.microbatch.divider import Divider
+from splitpipe.microbatch.division import Divider, read_input
 from splitpipe.microbatch.gather import gather
 from splitpipe.microbatch.tree import flatten, unflatten, verify_open
 from tests.helpers.twin import assert_same
@@ -26,7 +27,7 @@ class Holder:
 
 def split(value: Any, chunks: int) -> list[Any]:
     """The microbatches of a value."""
-    division, _ = Divider((None, None), None, chunks).divide((value,), {})
+    division, _ = Divider(partial(read_input, flags=None), None, chunks).divide((value,), {})
     return [unflatten(leaves, nesting) for leaves, nesting in division.scatter()]
 
 
@@ -132,7 +133,7 @@ def test_containers_that_differ_in_more_than_their_parts_can_not_be_joined() -> 
         gather([defaultdict(factory, x=torch.rand(2)) for factory in (int, float)], [2, 2])
 
 
-def joined(function: Callable[[Tensor], Any], rows: Sequence[int], along: Sequence[int | None] = (0,)) -> Any:
+def joined(function: Callable[[Tensor], Any], rows: Sequence[int], along: Sequence[int] = (0,)) -> Any:
     """The outputs of a function for microbatches, joined."""
     x = torch.arange(float(sum(rows) * 4)).view(-1, 4)
     return gather([function(part) for part in x.split(list(rows))], rows, along)
@@ -144,12 +145,12 @@ def whole(function: Callable[[Tensor], Any], rows: Sequence[int]) -> Any:
 
 
 #: A function of rows of four; the dimensions along which the input was split.
-JOINED: dict[str, tuple[Callable[[Tensor], Any], Sequence[int | None]]] = {
+JOINED: dict[str, tuple[Callable[[Tensor], Any], Sequence[int]]] = {
     "a row for each row": (lambda y: y, (0,)),
     "any nesting": (lambda y: {"a": [(y, {"b": None, "c": Point(y, "text")}), []], 7: (), "d": deque([y])}, (0,)),
     "plain values": (lambda y: (y, None, 3, "mask", 2.5, True, b"raw", 1j, torch.float32, torch.Size([3])), (0,)),
     "the batch second, as the input's": (lambda y: y.t(), (1,)),
-    "either": (lambda y: (y, y.t().expand(5, 4, -1).transpose(1, 2), y.t()), (0, 1, None)),
+    "either": (lambda y: (y, y.t().expand(5, 4, -1).transpose(1, 2), y.t()), (0, 1)),
     "a weight": (lambda y: (y, WEIGHT), (0,)),
     "equal positions": (lambda y: {"y": y, "positions": torch.arange(5)}, (0,)),
     "several entries per row": (lambda y: torch.stack([y, -y], 1).flatten(0, 1), (0,)),
@@ -211,7 +212,7 @@ def test_where_batched_names_another_dimension_the_first_still_counts_if_only_th
 def test_entries_of_rows_that_are_second_are_an_error_as_their_order_is_unknown() -> None:
     for function in (lambda y: y.t().flatten(), lambda y: y.t()[y.t() > 3]):  # Length first, or only some.
         with pytest.raises(ValueError, match="and not flattened"):
-            joined(function, EVEN, (1, None))
+            joined(function, EVEN, (1,))
 
 
 def test_dataclasses_are_containers() -> None:

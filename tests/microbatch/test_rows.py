@@ -1,16 +1,19 @@
 """What the sizes of a call say: the rows, the dimension of each tensor, and lists with one entry per row."""
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import UserDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from splitpipe.microbatch.divider import ArgumentDivider
-from splitpipe.microbatch.rows import Reading
+from splitpipe.microbatch.arguments import read_arguments
+from splitpipe.microbatch.division import Divider, decide, find_size
 
 
 def any_forward(*args: Any, **kwargs: Any) -> None:
@@ -20,13 +23,18 @@ def any_forward(*args: Any, **kwargs: Any) -> None:
 pytestmark = pytest.mark.filterwarnings("ignore:argument .* every microbatch gets all of it")
 
 
+def divider_of(forward: Callable[..., Any], batched: Any, chunks: int) -> Divider:
+    return Divider(partial(read_arguments, inspect.signature(forward), batched or {}, "the input"), None, chunks)
+
+
 def read(*values: Any, flags: Any = ()) -> Any:
     """The rows, the dimensions along which leaves are split, and for each value whether it is split between entries."""
-    divider = ArgumentDivider(any_forward, {f"a{k}": flag for k, flag in enumerate(flags)}, None, 2)
-    root = divider._tree((), {f"a{k}": value for k, value in enumerate(values)})
-    found = Reading(root, 2)
+    given, named = ({f"a{k}": x for k, x in enumerate(each)} for each in (values, flags))
+    root = read_arguments(inspect.signature(any_forward), named, "the input", **given)
+    found = find_size(root, 2)
+    decide(root, found)
     own = root.children[1].children  # type: ignore[index]
-    return found.size, [leaf.dim for leaf in root.leaves()], [bool(node.children and node.times) for node in own or ()]
+    return found.rows, [leaf.dim for leaf in root.leaves], [bool(node.children and node.times) for node in own or ()]
 
 
 def images(count: int, channels: int = 3) -> list[Tensor]:
@@ -110,18 +118,18 @@ def test_what_is_said_wrongly_is_an_error(values: Any, flags: Any, says: str) ->
 
 @pytest.mark.parametrize("batched", [{"mems": 1}, {"mems[0]": 1, "mems[1]": 1}])
 def test_a_flag_for_all_of_star_arguments_or_for_one(batched: Any) -> None:
-    divider = ArgumentDivider(lambda data, *mems, **more: None, batched, None, 2)
+    divider = divider_of(lambda data, *mems, **more: None, batched, 2)
     for given in ((x(4),), (x(4), x(3, 4), x(4, 4))):  # The first segment has no memories.
         assert divider.divide(given, {})[0].dims == [0, 1, 1][: len(given)]
     with pytest.raises(ValueError, match="batched names 'more', which the call doesn't have"):
-        ArgumentDivider(lambda x, **more: None, {"more": 0}, None, 2).divide((x(4),), {})
+        divider_of(lambda x, **more: None, {"more": 0}, 2).divide((x(4),), {})
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_of_a_single_microbatch_no_error_shows_two_readings(rows: int) -> None:
     given = x(rows, 2), x(2 * rows), [x(rows)] * rows, x(3, rows, 2)
     for chunks in (1, 2):
-        divider = ArgumentDivider(any_forward, None, None, chunks)
+        divider = divider_of(any_forward, None, chunks)
         if min(chunks, rows) == 1:
             assert len(divider.divide(given, {})[0].rows) == 1
         else:
@@ -134,7 +142,7 @@ def test_of_a_single_microbatch_no_error_shows_two_readings(rows: int) -> None:
     ((x(8, 5), x(5, 5), x(1), x(()), ["a"] * 9, [x(4)] * 8), None, 0),
 ])
 def test_a_tensor_of_an_odd_size_is_warned_of_once(values: Any, batched: Any, count: int) -> None:
-    divider = ArgumentDivider(any_forward, batched, None, 2)
+    divider = divider_of(any_forward, batched, 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         divider.divide(values, {})

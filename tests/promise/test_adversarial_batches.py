@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from splitpipe import SplitPipe, check
-from splitpipe.microbatch.divider import divide_target
+from splitpipe.microbatch.division import divide_target
 from tests.helpers.modules import Rows
 
 LIMITS = " ".join((Path(__file__).parents[2] / "docs" / "limits.md").read_text().split())

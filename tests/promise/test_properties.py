@@ -26,8 +26,6 @@ from tests.helpers.randomized import (
     writes,
 )
 
-# What a step that is thrown away is told of.
-pytestmark = pytest.mark.filterwarnings("ignore:the loss of the last call was dropped")
 #: Of blocks that change lists of their caller, on a later stage or checkpointed.
 CHANGED = "a block changed a list or dict"
 #: What a write to a kept value may be refused with: another has the same memory, or a block is run again with it.
