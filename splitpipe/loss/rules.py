@@ -16,8 +16,6 @@ from splitpipe.loss.numbers import Number, Unknown
 
 #: What a result of a call is; None: not recognised.
 Rule = Callable[[FunctionCall], Meaning | None]
-#: Elementwise functions, with broadcasting.
-each_entry: Rule = FunctionCall.joined
 _RESHAPING = frozenset("view reshape view_as reshape_as flatten unflatten ravel repeat_interleave".split())
 _TURNING = frozenset("t T mT H mH adjoint transpose swapaxes permute movedim unsqueeze".split())
 _DIVIDING = frozenset("unbind split chunk tensor_split".split())
@@ -265,20 +263,21 @@ OF_ANYTHING = frozenset([*ANSWERS, index])
 #: Rules for which a number of Python is a size or a position, not a factor.
 BY_PLACE = frozenset([view, index, join, keep, along, create])
 _GROUPS: list[tuple[Rule, str]] = [
-    (each_entry, "abs absolute acos and asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil cos cosh "
-                 "digamma elu erf exp exp2 expit expm1 fill floor floor_divide floordiv fmod gelu hardtanh invert "
-                 "leaky_relu lgamma log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or "
-                 "logical_xor logit logsigmoid masked_fill mish mod or positive pow relu relu6 remainder ror round "
-                 "rpow rsqrt sgn sigmoid sign silu sin softplus sqrt square tan tanh trunc xlogy xor isfinite isinf "
-                 "isnan where neg negative rand_like randn_like bernoulli dropout eq ne lt gt le ge less greater "
-                 "less_equal greater_equal not_equal add radd iadd sub subtract isub rsub clamp clamp_min clip "
-                 "clamp_max maximum minimum mul multiply rmul imul reciprocal div divide true_divide truediv "
-                 "itruediv idiv rdiv rtruediv broadcast_tensors"),
+    (FunctionCall.joined, "abs absolute acos and asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil "
+                           "cos cosh digamma elu erf exp exp2 expit expm1 fill floor floor_divide floordiv fmod gelu "
+                           "hardtanh invert leaky_relu lgamma log log10 log1p log2 log_sigmoid logaddexp logical_and "
+                           "logical_not logical_or logical_xor logit logsigmoid masked_fill mish mod or positive pow "
+                           "relu relu6 remainder ror round rpow rsqrt sgn sigmoid sign silu sin softplus sqrt square "
+                           "tan tanh trunc xlogy xor isfinite isinf isnan where neg negative rand_like randn_like "
+                           "bernoulli dropout eq ne lt gt le ge less greater less_equal greater_equal not_equal add "
+                           "radd iadd sub subtract isub rsub clamp clamp_min clip clamp_max maximum minimum mul "
+                           "multiply rmul imul reciprocal div divide true_divide truediv itruediv idiv rdiv rtruediv "
+                           "broadcast_tensors"),
     (along, " ".join(_ALONG)), (matmul, "matmul linear"), (add_up, "scatter_add"),
     (create, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
              f"new_tensor arange {' '.join(_COPIES)}"),
     (keep, "to type type_as float double half bfloat16 long int bool detach clone contiguous requires_grad cpu "
-                 "cuda alias data real one_hot view_as_real pad interpolate"),
+           "cuda alias data real one_hot view_as_real pad interpolate"),
     (view, " ".join({"squeeze", "expand", "expand_as", "broadcast_to", "select"}.union(
         _RESHAPING, _TURNING, _DIVIDING))),
     (join, "stack cat concat concatenate hstack"),

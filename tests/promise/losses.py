@@ -56,12 +56,6 @@ def _sparse(rows: int, even: bool) -> Tensor:
     return found
 
 
-def _letters(rows: int, even: bool) -> Tensor:
-    found = torch.randint(1, CLASSES, (rows, 2))
-    found[::2, 1] = 0
-    return found
-
-
 #: Targets of so many rows: (rows, whether all microbatches have as many that count).
 BATCHES: dict[str, Callable[[int, bool], Tensor]] = {
     "tokens": _tokens,
@@ -75,7 +69,6 @@ BATCHES: dict[str, Callable[[int, bool], Tensor]] = {
     "sign": lambda rows, even: torch.randint(2, (rows,)).double() * 2 - 1,
     "shares": lambda rows, even: torch.randn(rows, CLASSES).double().softmax(1),
     "sparse": _sparse,
-    "letters": _letters,
 }
 FLAT = {"some", "classes", "flat", "binary", "signs", "sign", "shares", "sparse"}
 
@@ -90,11 +83,6 @@ def counted(t: Tensor) -> Tensor:
 
 
 # torch's own, with each of their reductions. What a module has as its name, its function has, too.
-
-def _ctc(o: Tensor, t: Tensor, **how: Any) -> Tensor:
-    lengths = torch.full((len(o),), WORDS)
-    return F.ctc_loss(o.log_softmax(-1).transpose(0, 1), t, lengths, (t > 0).sum(1), **how)
-
 
 _REDUCED: Table = {
     "l1": ("values", F.l1_loss),
@@ -546,9 +534,6 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 SAID: Table = {
     "rows up to a size": ("flat", lambda o, t: F.mse_loss(o[: len(t)], t)),
     "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
-    "ctc": ("letters", _ctc),
-    "letters of words first": ("letters", lambda o, t: F.ctc_loss(
-        o.transpose(0, 1).log_softmax(2), t, torch.full((len(o),), WORDS), (t > 0).sum(1), reduction="sum")),
     "products of each row": ("values", lambda o, t: torch.bmm(o, t.mT).square().mean() + (o @ t.mT).mean()),
     "gathered weights": ("classes", lambda o, t: (
         WEIGHT.gather(-1, t) * F.cross_entropy(o, t, reduction="none")).mean()),

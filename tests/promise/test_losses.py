@@ -195,17 +195,6 @@ def test_in_the_first_microbatch_of_an_unknown_loss_nothing_may_count(kind: torc
         assert_close(backward(model, found(x, y)), by_rows(plain, expected, x, y))
 
 
-def test_a_tensor_that_counts_rows_is_an_error() -> None:
-    class Counted(Own):
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            return {"y": self.last(self.first(x)), "rows": torch.tensor(len(x))}
-
-    model = cut(Counted(F.mse_loss))
-    for rows in (EVEN, UNEVEN):
-        with pytest.raises(ValueError, match="a number of type torch.int64, which is different"):
-            model(*batch("flat", rows))
-
-
 def test_sizes_of_nothing_are_no_factors() -> None:
     *_, found = made("own", lambda o, t: (lambda size: (o * size).clamp(min=0.0).sum())(o[:, :0].shape[1] + len(t)))
     with pytest.warns(UserWarning, match="a number that may count rows"):
