@@ -228,7 +228,7 @@ def _entries(call: FunctionCall) -> Meaning | None:
             return None  # Its mean divides by their sum.
         if call.kwargs.get("reduction") == "batchmean" and not isinstance(call.of(x), Rows):
             return None  # It divides by the length of a constant.
-        return call.joined(shape=torch.broadcast_shapes(*[y.shape for y in call.operands]))
+        return call.joined(shape=torch.broadcast_tensors(*call.operands)[0].shape)
     rows, others = call.of(x), [(y, call.of(y)) for y in call.operands if y is not x and y is not weight]
     if not isinstance(rows, Rows) or not isinstance(call.of(weight), Constant):
         return None

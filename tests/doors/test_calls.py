@@ -27,21 +27,23 @@ def test_a_step_enters_few_files_and_functions(module: Any, where: Any, schedule
     """Files, functions without lambdas and comprehensions, and how deep these call each other, in a third step."""
     entered: dict[tuple[str, str, int], int] = {}
 
+    def ours(frame: Any) -> bool:
+        return frame.f_code.co_filename.startswith(ROOT) and frame.f_code.co_name[0] != "<"
+
     def note(frame: Any, event: str, _: Any) -> None:
-        callers = []
-        while frame is not None:
-            code, frame = frame.f_code, frame.f_back
-            callers.append((code.co_filename, code.co_name, code.co_firstlineno))
-        ours = [x for x in callers if x[0].startswith(ROOT) and x[1][0] != "<"]
-        if event == "call" and ours[:1] == callers[:1]:
-            entered[ours[0]] = max(len(ours), entered.get(ours[0], 0))
+        if event == "call" and ours(frame):
+            code, depth = frame.f_code, 0
+            while frame is not None:
+                depth, frame = depth + ours(frame), frame.f_back
+            key = code.co_filename, code.co_name, code.co_firstlineno
+            entered[key] = max(depth, entered.get(key, 0))
 
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     options: Any = {"checkpoint": "never"} if schedule is None else {"schedule": schedule, "loss_fn": nn.MSELoss()}
+    model = SplitPipe(module, devices=["cpu", "cpu"], chunks=4, **where, **options)
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        model = SplitPipe(module, devices=["cpu", "cpu"], chunks=4, **where, **options)
         for _ in range(3):
             entered.clear()
             (model(x).square().mean() if schedule is None else model(x, target=y)).backward()
