@@ -145,7 +145,7 @@ class SplitPipe(Resident):
 
     @property
     def schedule(self) -> Schedule:
-        """The order of ops on each device; drop-in, gpipe's, but B begins with the last microbatch, and W is last."""
+        """The order of ops on each device; drop-in, gpipe's, but B begins with the last microbatch, and W may wait."""
         options = self._runtime.options
         return build("gpipe", len(options.places), options.chunks) if options.schedule is None else options.schedule
 

@@ -1,4 +1,4 @@
-"""One flat walk through the graph of a microbatch on a stage: nodes whose weight gradients may wait, and other leaves.
+"""One flat walk through a microbatch's graph on a stage, and the rules that say which weight gradients may wait.
 
     roots ──> ... ──> AddmmBackward0 ──┬──> ... ──> guard          B goes on to the stage's inputs
                                        └──> weight, bias           W computes these, from what the node has saved

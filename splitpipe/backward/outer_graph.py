@@ -13,7 +13,7 @@
 
 start and the releases give CPU tensors, so start runs in the thread that called backward. In a device thread of
 autograd's, it would wait for workers whose B needs that thread: a deadlock. While a B in the calling thread waits for a
-device, this thread may run nodes of the caller's graph that are ready. No release is, until start has ended.
+device, this thread may run nodes of the caller's graph that are ready. No release is ready until start has ended.
 
 Nothing in the call refers to these nodes, so it is freed as soon as it is dropped. After a backward, they refer to
 nothing in the call, unless the graph is retained: a loss may live longer.

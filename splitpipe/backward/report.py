@@ -27,7 +27,7 @@ def uses(roots: Iterable[GradientEdge], ends: Collection[Any], graph: Walk, hook
         owned[node] = {id(x) for x in own.weights if x is not None}
         for key in owned[node]:
             seen.setdefault(key, {})[getattr(own.accumulate, "__self__", own.accumulate).__name__] = True
-    refused = ": a hook was set on an activation in this forward" if hooked else ": its rule doesn't take this call"
+    refused = ": a hook was set in this forward" if hooked else ": its rule doesn't take this call"
     visited = {None, *ends}
     stack: list[Any] = [edge.node for edge in roots]
     while stack:

@@ -5,11 +5,11 @@
                                              └──> other leaves  added to the sums
     W    what B(0), B(1), ... have left ──> one product for several microbatches, where that is faster ──> sums
 
-B is one call of autograd's engine, which captures all these on the way. Hooks of parameters are silent meanwhile: they
-see the gradients of the batch, once.
+B is one call of autograd's engine, which captures all these on the way. Hooks of parameters are parked until all B have
+ended: they see the gradients of the batch, once.
 
 Drop-in, W comes right after a microbatch's gradient has left for the stage before if more waits than ``limit``:
-what waits keeps the inputs of layers alive, which would undo what checkpointing saves. On an accelerator, W runs on a
+what waits keeps the inputs of layers alive, which would undo what checkpointing saves. On an accelerator, it runs on a
 second stream. Its inputs are kept until the compute stream, whose allocator reuses their memory, waits for that W.
 
 W reads tensors after autograd would have. So their versions are compared with those at the end of F and of B.

@@ -1,7 +1,7 @@
-"""Drop-in: the caller's backward starts the second half of a call, B and W, and gets what that has computed.
+"""Drop-in: the caller's backward starts the second half of a call, R, B and W, and gets what that has computed.
 
-If the calling thread is none of Python's (a backward inside a backward), or anything odd is around, the second half
-runs in it, op after op.
+If the forward ran in the caller's thread, or backward is called in a thread that is none of Python's (a backward inside
+a backward) or with anything odd around, the second half runs there, op after op.
 """
 from __future__ import annotations
 

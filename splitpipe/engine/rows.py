@@ -44,7 +44,7 @@ def backward_rows(microbatches: int, workers: tuple[int, ...], lowest: int, chec
         for j, i in [(j, i) for _, j, (i,) in reversed(forwards) if j >= lowest]:
             rows[-1] += [OpRun("R", j, (i,))] if i < checkpointed else []
             rows[-1].append(OpRun("B", j, (i,)))
-            if i == 0 and weights:
+            if i == 0 and weights:  # After the stage's last B.
                 rows[-1].append(OpRun("W", j, tuple(range(microbatches))))
     return rows
 

@@ -62,7 +62,7 @@ class SequentialForward:
                 run = CheckpointedRun(own.recomputed, RNGStates(stage.device, call.watched), stage.name)
                 values = run.first(layers)
                 if step.drop_in:
-                    segment.close(False, own)  # Its graph is dropped, but shows the leaves.
+                    segment.close(False, own)  # It shows the leaves; it is dropped with this frame.
                 stage.fwd_cache[i] = Segment(partial(_recompute, i, given, _versions(given), _signatures(values), run))
             else:
                 values = layers()

@@ -127,7 +127,7 @@ class Executor:
             if self._errors or not row or number in busy or self._alone and self._at_work:
                 continue
             run, kind = row[0], row[0].kind[0]
-            other = {"F": run.stage - 1, "B": run.stage + 1}.get(kind, -1)
+            other = {"F": run.stage - 1, "B": run.stage + 1}.get(kind, -1)  # The stage for which it waits.
             if 0 <= other <= self._last and (kind, other, run.microbatches[0]) not in self._ended:
                 continue
             thread = 0 if self._alone else number
@@ -155,7 +155,7 @@ class StepRun:
     route: Callable[[int, int], Route | None]  #: That between two stages; None: nothing is copied.
     split: bool  #: Whether weight gradients may wait for W.
     drop_in: bool  #: Whether the caller's backward starts B: then the leaves of the stages' graphs must be known.
-    hooks: LeafHooks  #: Where hooks of leaves are parked while B runs.
+    hooks: LeafHooks  #: Where hooks of leaves are parked from their first B to the end of the rows.
     launching: LaunchLock
     recorder: Recorder | None = None
     traces: Sequence[StageTrace] = ()  #: Those of a recording: one per stage, or none.
@@ -210,7 +210,7 @@ class StepRun:
             with self.at_work(op):
                 if kind == "F":
                     self.call.contexts[i].run(self.forwards[i].forward, op.stage)
-                elif kind == "R" and (dropped := stage.fwd_cache[i]).recompute is not None:  # Else it is kept.
+                elif kind == "R" and (dropped := stage.fwd_cache[i]).recompute is not None:  # Or it was kept.
                     stage.store.finish()  # What W has read is let go of: R needs as much.
                     segment = dropped.recompute(self, stage)
                     segment.arrived = dropped.arrived  # Not a copy: a later stage may be adding to it.

@@ -1,4 +1,4 @@
-"""Numbers of the batch: sums over its rows, and what is computed of these.
+"""Numbers of microbatches, and how they become those of the batch: sums over rows, and what is computed of these.
 
 What code computes of sums is recorded, and computed again of those of the batch. A mean is a quotient: of a sum, and of
 what it counts.

@@ -194,7 +194,6 @@ class BatchLoss:
         return first
 
 
-
 def _slopes(number: Number, amounts: Sequence[Amount]) -> tuple[dict[int, Tensor], bool]:
     """The number's derivatives by each sum that has a graph, and whether they depend on no sum."""
     with torch.inference_mode(False), torch.enable_grad():

@@ -1,6 +1,6 @@
 """A call of a pipelined module, from its arguments to the output or the loss.
 
-    divide the batch ── the stages' layers ── begin ── a forward for each microbatch ── rows of ops ── end
+    the stages' layers ── divide the batch ── call ─── a forward for each microbatch ── rows of ops ── end
                                                                                      │
                                               drop-in: outputs, in the outer graph ──┤
                                               scheduled: the loss, with gradients ───┘

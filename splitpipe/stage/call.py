@@ -1,6 +1,6 @@
 """What a call has in all stages: its microbatches, and the caller's state and streams.
 
-    scatter    make the stages' streams wait for the caller's; the stages run
+    scatter    cut the values into microbatches, and make the stages' streams wait for the caller's; the stages run
     rejoin     make the caller's streams wait for the stages'; the output or the loss is put together
     end        note whether the CPU's generator has moved, and update the statistics of deferred BatchNorm
 """

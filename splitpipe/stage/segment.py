@@ -49,7 +49,7 @@ class Guard(Function):
 class Segment:
     """What F of a microbatch on a stage leaves for B.
 
-    Checkpointed, that is ``recompute``, which makes the segment with a graph, given the step and the stage.
+    ``recompute``: of a checkpointed one, a function of the step and the stage that makes the segment with a graph.
     """
 
     def __init__(self, recompute: Callable[[Any, Any], Segment] | None = None) -> None:
@@ -61,8 +61,8 @@ class Segment:
         self.arrived: list[tuple[int, Tensor, torch.Event | None]] = []
         self.recompute = recompute
         self.ran = False  #: Whether B has begun.
-        #: The number of the next hook. If it has moved by B, a hook of an activation may change a gradient behind the
-        #: edge where B captures it for W: then B computes all.
+        #: The number of the next hook in the process. If it has moved by B, the hook may be one of an activation, and
+        #: change a gradient behind the edge where B captures it for W: then B computes all.
         self.handle: int = RemovableHandle.next_id
 
     def enter(self, leaves: Sequence[Any], origins: Sequence[Origin | None]) -> list[Any]:
@@ -96,7 +96,7 @@ class Segment:
 class RunningStage:
     """A stage in one call: what its microbatches leave for B (``fwd_cache``), and for W (``store``).
 
-    Drop-in, ``streams``: those of W; ``limit``: how many bytes may wait for it. ``names``: of parameters.
+    Drop-in, ``streams`` makes those of W, and ``limit`` bytes may wait for it. ``names``: of parameters.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ def test_a_hook_on_an_activation_is_the_reason_until_a_microbatch_has_none() -> 
 
     model = pipeline(Call(hooked, w=torch.randn(4, 4)))
     step(model, torch.randn(4, 4))
-    why = "MmBackward0: a hook was set on an activation in this forward"
+    why = "MmBackward0: a hook was set in this forward"
     assert fused(model) == {"0.w": why}
     hooks.clear()
     step(model, torch.randn(4, 4))
