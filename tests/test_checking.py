@@ -5,7 +5,6 @@ import copy
 import math
 import random
 from collections import Counter, deque
-from threading import current_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -299,11 +298,16 @@ def test_what_is_rounding_and_what_rows_do_to_attributes_is_no_difference() -> N
 
 
 @pytest.mark.draws
-def test_microbatches_run_at_the_same_time() -> None:
-    names = set[str]()
-    net = nn.Sequential(*(module_of(lambda _, x: (names.add(current_thread().name), x + 1)[1]) for _ in range(2)))
-    assert check(SplitPipe(net, [1, 1], devices=CPUS, chunks=2), torch.rand(4, 2))
-    assert names == {"MainThread", "splitpipe worker 0", "splitpipe worker 1"}  # The first call shows what is drawn.
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "never"}, {"schedule": "1f1b", "loss_fn": F.mse_loss}])
+def test_microbatches_surely_overwrite_an_attribute_that_they_share_before_any_call(options: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.mean = x.mean(1, keepdim=True)
+        return self.last(self.first(x - self.mean)) + self.mean
+
+    model = module_of(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, WIDTH))
+    splitpipe.attach(model, cuts=["last"], devices=CPUS, chunks=4, **options)
+    x = torch.randn(ROWS, WIDTH)
+    assert not check(model, x, **({"target": x} if "schedule" in options else {}))
 
 
 def test_sparse_buffers_and_gradients_are_compared_too() -> None:
@@ -318,7 +322,7 @@ def test_differences_that_a_cast_may_have_made_are_said_to_be_that() -> None:
     net = type("Casting", (Net,), {"between": lambda net, x: F.linear(x.float(), net.first.weight.float()).double()})()
     model = SplitPipe(net.double(), cuts=["last"], devices=CPUS, chunks=4)
     found = check(model, x := torch.randn(ROWS, WIDTH).double())
-    assert not found and "this is rounding: pass tolerance=1e-3" in str(found) and check(model, x, tolerance=1e-3)
+    assert not found and "this may be rounding" in str(found) and check(model, x, tolerance=1e-3)
 
 
 def centring(self: Any, y: Tensor, target: Tensor) -> Tensor:

@@ -28,8 +28,9 @@ _ADVICE = {
                "was not split as it should be: look at batched= and split=.",
     "loss": "The loss isn't a sum or mean over rows: look at reduction=, let loss_fn return (total, count), or leave "
             "out the schedule and compute the loss from model(x).",
-    "gradients": "The loss was averaged over rows, as a warning says; or a backward depends on the whole batch, or on "
-                 "a write that torch can't see, for which try backward='autograd' and checkpoint='never'.",
+    "gradients": "The loss was averaged over rows, if a warning says so; a backward depends on the whole batch; or a "
+                 "recomputation on an attribute that microbatches overwrite, or a write that torch can't see: try "
+                 "checkpoint='never' and backward='autograd'.",
     "state": "The forward writes to a buffer, a parameter or a counter once for each microbatch: do so after the step.",
 }
 #: By how much values and gradients may differ, by the lowest dtype that occurs. Gradients are sums of more elements.
@@ -111,6 +112,7 @@ def check(
     if target is not None and options.loss_fn is None:
         kwargs, target = {**kwargs, "target": target}, None  # It is the forward's own.
     several = _fresh(runtime, options.chunks)
+    several.one_worker = True  # Microbatches then surely overwrite what they share.
     division, batch = _chosen(several, several.batch(model, args, kwargs, target), rows, loss is None)
     pieces = len(division.rows)
     if pieces == 1 and against is None:
@@ -120,7 +122,7 @@ def check(
     for quiet in range(3):  # No schedule runs if the model itself is in eval mode.
         given = batch, loss if target is None else options.loss_fn, quiet
         one, _ = _run(other, alone, *given), _run(model, several, *given)
-        many = _run(model, several, *given)  # Not its first call: microbatches run at the same time.
+        many = _run(model, several, *given)  # Not its first call, in which one microbatch may follow another.
         if not one.drew and not many.drew:
             break
     mode = "train mode without dropout and batch statistics." if model.training else "eval mode."
@@ -178,7 +180,8 @@ def _run(model: nn.Module, runtime: Runtime | None, batch: Batch, loss_fn: Any, 
     parts, parameters = dict(whole.named_modules()), dict(whole.named_parameters())
     trained = {name: x for name, x in parameters.items() if x.requires_grad}
     devices = {x.device for x in parameters.values()} | {x.device for x in (runtime.options.places if runtime else ())}
-    with restore_after([*parts.values()], [*devices]), torch.enable_grad():
+    hooked = frozenset(["_compiled_call_impl"])  # Without hooks of calls, each run would be a first call.
+    with restore_after([*parts.values()], [*devices], hooked), torch.enable_grad():
         for part in parts.values():
             _silence(part, quiet > (part is parts[""]))
         before, numbers = _positions(parts, devices), _numbers(parts, parameters)
@@ -263,13 +266,15 @@ def _compared(one: Run, many: Run, how: str, division: Division, tolerance: floa
             worst += [errors[name] for name in different[kind]]
             lines.append(_line(kind, errors, different[kind]))
     first = next((kind for kind, names in different.items() if names), None)
+    if first is None and many.drew:
+        lines.append("The forward draws random numbers there, too; those of a recomputation may be others.")
     lines.append(f"{'The' if first is None else 'Not the'} same. (Numbers are parts of the largest element of each.)")
     if first is not None:
         lines += division.described()
         tensors = [x for name in different[first] if isinstance(x := one.values[first].get(name), Tensor) and x.numel()]
         advice = f"{_ADVICE[first]} See docs/limits.md."
-        if max(worst) < 1e-3:
-            advice = f"If the forward casts to a lower dtype, this is rounding: pass tolerance=1e-3. If not: {advice}"
+        if max(worst) < 1e-3 or first == "gradients" and dtypes & {torch.float16, torch.bfloat16}:
+            advice = f"In a lower dtype, this may be rounding: use float32 or a larger tolerance=. If not: {advice}"
         if any(not x.isfinite().any() for x in tensors):
             advice = "Some values aren't finite in one microbatch, either, so that nothing can be concluded."
         if one.drew or many.drew:

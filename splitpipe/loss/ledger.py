@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from splitpipe.core.tensors import tensors_in, version_of
 from splitpipe.core.torch_private import DisableTorchFunction, tree_flatten
 from splitpipe.loss.numbers import SCALING, Amount, Number, Unknown, amount, mean
+from splitpipe.microbatch.tree import hidden
 
 MAY_COUNT = Unknown("a number that may count rows")
 
@@ -103,11 +104,10 @@ class Ledger:
 
     def begin(self, value: Any, dim: int, number: Meaning = GIVEN) -> None:
         """Records an argument, or an output, of a batch along this dimension, and what numbers in it are."""
-        for x in tensors_in(value):
+        for x in hidden((value,)):
             if x.dim() and not isinstance(self.of(x), (Rows, Number)):
                 other = 0 < dim < x.dim() and x.shape[dim] == self.rows
-                rows = Rows(selected=x.dtype is torch.bool)
-                self.put(x, Unknown(f"a batch along dimension {dim}") if other else rows)
+                self.put(x, Unknown(f"a batch along dimension {dim}") if other else Rows(None, x.dtype is torch.bool))
             elif id(x) not in self._entries and not x.dim():
                 self.put(x, number)
 
@@ -116,7 +116,7 @@ class Ledger:
         if isinstance(value, (list, tuple)) and len(value) == self.rows:
             self.sizes.add(self.rows)
             self.note_numbers(value, "a list with one number per row")
-            for x in tensors_in(value):
+            for x in hidden(value):
                 self.put(x, Unknown("an entry of a list with one per row"))
 
     def link(self, x: Tensor, y: Tensor) -> None:

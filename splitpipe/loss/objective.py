@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from splitpipe.compiled.layers import is_compiled
-from splitpipe.core.tensors import tensors_in
 from splitpipe.core.torch_private import DisableTorchFunction
 from splitpipe.loss.numbers import AS_PAIR, Amount, Number, Unknown, amount, batch, mean, quotient, warn
 from splitpipe.loss.trace import Trace
+from splitpipe.microbatch.tree import hidden
 from splitpipe.skip.tracker import Key, Namespace, opened
 
 Count = Callable[[], list[Number | Unknown]]
@@ -79,7 +79,7 @@ class Objective(nn.Module):
         trace.ledger.begin(output, trace.ledger.dim, Unknown("a layer"))
         trace.ledger.begin(target, [*self._target, 0][0])
         # A list of values without a batch may have one entry per row.
-        if not self._target or not any([x.dim() and x.shape[0] == trace.ledger.rows for x in tensors_in(target)]):
+        if not self._target or not any([x.dim() and x.shape[0] == trace.ledger.rows for x in hidden((target,))]):
             trace.ledger.begin_entries(target)
         return trace
 

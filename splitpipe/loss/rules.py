@@ -174,7 +174,7 @@ def create(call: FunctionCall) -> Meaning | None:
         return None  # torch.tensor([mask.sum()])
     if ledger.may_count(scalars_in(each), size=each is value or not call.out.is_floating_point()):
         return MAY_COUNT
-    return Constant.UNIFORM if len(each) == len(scalars_in(each)) == 1 else VARIED
+    return Constant.UNIFORM if len(each) == len(scalars_in(each)) == 1 else GIVEN if len(each) % ledger.most else VARIED
 
 
 _COPIES = "tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor"

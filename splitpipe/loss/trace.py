@@ -42,7 +42,7 @@ class Trace(TorchFunctionMode):
         self.ledger.given = {input.leaves[k] for k in input.common_places if type(input.leaves[k]) in (int, float)}
         for k, leaf in zip(input.places[i], leaves):
             if k not in input.shared_places:
-                self.ledger.begin(leaf if isinstance(leaf, Tensor) else [*hidden(leaf)], input.dims[k] or 0)
+                self.ledger.begin(leaf, input.dims[k] or 0)
         if input.root is not None and len(input.common_places) < len(input.leaves):
             for value in values:
                 self.ledger.begin_entries(value)
@@ -52,7 +52,7 @@ class Trace(TorchFunctionMode):
         ledger = self.ledger
         with DisableTorchFunction():
             numbers = ledger.note_numbers(value, block)
-            for x in tensors_in(value):
+            for x in hidden((value,)):
                 number = not block and (x.numel() < ledger.rows or isinstance(ledger.of(x), Number))
                 ledger.put(x, ledger.of(x) if number else ledger.of_block(x, block))
                 numbers = numbers or number
@@ -112,11 +112,12 @@ def _meaning(call: FunctionCall, function: Callable[..., Any], in_place: bool) -
 
 def _may_count(call: FunctionCall) -> bool:
     """Whether a number of Python, which may be a number of rows, may be a factor of the result, or of its entries."""
-    may_count, sums = call.ledger.may_count, any([isinstance(x, Number) and x.formula.grows for x in call.meanings])
-    if call.name in _FACTORS or "alpha" in call.kwargs:
-        return may_count(call.scalars, size=Rows not in call.kinds and not sums)
+    may_count, each = call.ledger.may_count, [x for x in call.scalars if abs(x) >= 1]
+    grows = Rows in call.kinds or any([isinstance(x, Number) and x.formula.grows for x in call.meanings])
+    if call.name in _FACTORS or "alpha" in call.kwargs:  # Of a mean, 0.5 is no count.
+        return may_count(call.scalars) if grows else may_count(each, size=True)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
-        return sums and call.name in ADDING and may_count([x for x in call.scalars if abs(x) >= 1])
+        return grows and call.name in ADDING and may_count(each)
     return may_count([x for x in call.scalars if type(x) is float or call.name == "pad"], size=True)
 
 

@@ -30,6 +30,12 @@ def gather(
     ``along``: the dimensions along which values of the input were split; ``where``: what messages call the output.
     """
     first = outputs[0]
+    counts = [first] if type(first) is int else [*first[:1]] if type(first) is torch.Size else []
+    if len(outputs) > 1 and len({*rows}) == 1 and rows[0] in counts:
+        raise ValueError(
+            f"{where} is {first!r}, and each microbatch has {rows[0]} rows, which it may count: expected a tensor with "
+            "a row for each, or another number of chunks."
+        )
     if len(outputs) > 1 and all(x is first for x in outputs):
         return first
     if all(isinstance(x, Tensor) for x in outputs):
@@ -85,7 +91,7 @@ def _join_tensors(
     try:
         return torch.cat(column, dims[0])
     except RuntimeError as error:
-        add_note(error, f"in joining {where}: pad it; if it compares rows, return the features; or use chunks=1.")
+        add_note(error, f"in joining {where}: pad it, squeeze(-1) if one row lost it; chunks=1 if it compares rows.")
         raise
 
 

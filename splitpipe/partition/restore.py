@@ -22,10 +22,13 @@ _TABLES = list, set, dict, OrderedDict, defaultdict, Counter, deque
 
 
 @contextmanager
-def restore_after(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
+def restore_after(
+    modules: Sequence[nn.Module], devices: Sequence[torch.device], kept: frozenset[str] = frozenset()
+) -> Iterator[None]:
     """Restores gradients, attributes, buffers and random numbers at the end. Inside, no parameter has a gradient.
 
     Of what attributes refer to, tensors and tables are restored; what these, or other objects, refer to is not.
+    ``kept``: attributes that stay if the run has set them.
     Parameters that the run writes to aren't, either: a copy of all of them may not fit.
     """
     grads = [(weight, weight.grad) for part in modules for weight in part._parameters.values() if weight is not None]
@@ -44,7 +47,7 @@ def restore_after(modules: Sequence[nn.Module], devices: Sequence[torch.device])
         for weight, grad in grads:
             weight.grad = grad if grad is None else grad.to(weight.device)  # It may have been moved to its stage.
         for now, own in attributes:
-            for name in now.keys() - own.keys():
+            for name in now.keys() - own.keys() - kept:
                 del now[name]
             now.update({name: value for name, value in own.items() if name != "_compiled_call_impl"})
         for table, entries in tables:

@@ -85,6 +85,8 @@ class Runtime:
     own_forward = False  #: Whether a microbatch runs through the module's own forward, rather than layer by layer.
     named_dims: Sequence[int] = ()  #: Those that ``batched`` names, even of a state that is None at first.
     called: Sequence[Any] = ()  #: With cuts, the modules that each stage has called.
+    #: Whether one worker runs all rows, in which ops of other microbatches surely come between two stages of one.
+    one_worker: bool = False
 
     def __init__(self, options: Options, divider: Divider | None = None) -> None:
         self.options = options
@@ -224,13 +226,14 @@ class Runtime:
             self._objective.begin(division.rows, division.dims, target.dims)
             odd = odd or self._objective.compiled
         # Forwards that stay on their threads' stacks need one each, next to those of the workers.
-        pool = None if odd else resources.pool(layers.workers, microbatches if self.own_forward else 0)
+        workers = (0,) * len(layers.workers) if self.one_worker else layers.workers
+        pool = None if odd else resources.pool(workers, microbatches if self.own_forward else 0)
         sides = resources.named if drop_in else None
         stages = [RunningStage(own, call, options.stash_limit, sides, layers.names) for own in layers.stages]
         # Another thread may begin or end a recording: a step has the same one from start to end.
         recorder = self.recordings.current if state.grad and not drop_in else None
         return StepRun(
-            call, stages, pool, layers.workers, resources.routes((*call.computes,)), drop_in=drop_in,
+            call, stages, pool, workers, resources.routes((*call.computes,)), drop_in=drop_in,
             split=options.split_backward and state.grad, hooks=self._hooks, launching=resources.launching,
             recorder=recorder,
             traces=() if recorder is None else recorder.begin(stages),

@@ -1,7 +1,9 @@
 """The batch's loss, made of the microbatches': means by rows, totals by counts, where nothing counts, and faults."""
 from __future__ import annotations
 
+from collections import UserDict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from splitpipe import SplitPipe
 from splitpipe.loss.numbers import Amount, Number, Unknown, amount, batch, quotient
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import linears, module_of
 from tests.helpers.scheduled import mlp, twins
 from tests.helpers.twin import assert_same_tensors
 
@@ -66,6 +69,19 @@ def test_in_a_single_microbatch_any_loss_is_that_of_the_batch() -> None:
 
     plain, model = twins(mlp(4), "1f1b", 2, loss_fn=loss_fn, chunks=1)
     assert_equal(plain, model, torch.randn(3, 4), torch.randn(3, 4), loss_fn)
+
+
+def test_rows_are_known_in_any_mapping_and_in_objects_that_blocks_return() -> None:
+    def loss(o: Tensor, t: Any) -> Tensor:
+        return (o - t["y"]).square().sum() / t["m"].sum()
+
+    plain, model = twins(mlp(4), "1f1b", 2, loss_fn=loss, chunks=2)
+    assert_equal(plain, model, torch.randn(3, 4), UserDict(y=torch.randn(3, 4), m=torch.arange(3.0)[:, None]), loss)
+    counting = module_of(lambda _, x: SimpleNamespace(m=(x > 0).double()))
+    own = module_of(lambda self, x: {"loss": self.b(self.a(x)).square().sum() / self.counting(x).m.sum()},
+                    counting=counting, **linears("a", "b")).double()
+    x, cut = torch.randn(3, 4), SplitPipe(own, cuts=["b"], devices=["cpu"] * 2, chunks=2)
+    torch.testing.assert_close(cut(x)["loss"], own(x)["loss"])
 
 
 def test_a_list_of_targets_has_one_for_each_row_whatever_their_sizes() -> None:

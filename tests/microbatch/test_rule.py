@@ -88,6 +88,12 @@ def test_what_cannot_be_one_number_is_refused(function, reduction, error, words)
         piped(lambda net, x: function(net.features(x)), reduction=reduction)(torch.randn(7, 6))
 
 
+@pytest.mark.parametrize("function", [len, lambda y: y.shape])
+def test_numbers_that_may_count_rows_are_refused(function: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(ValueError, match="each microbatch has 2 rows, which it may count"):
+        piped(lambda net, x: {"y": net.features(x), "n": function(x)})(torch.randn(6, 6))
+
+
 HOW = " (batched= or split= changes how they are split)\n    "
 
 

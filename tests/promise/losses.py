@@ -240,16 +240,6 @@ def in_place(o: Tensor, t: Tensor) -> Tensor:
     return found.neg_().neg_().div_(2)
 
 
-def by_order(o: Tensor, t: Tensor) -> Tensor:
-    """Losses of words with weights by their rank in the row, as in the Lovasz loss."""
-    losses, order = each(o, t).sort(1, descending=True)
-    rows = torch.arange(len(t))
-    wide, flat = rows[:, None].expand(len(t), WORDS), rows.reshape(-1, 1).repeat(1, WORDS).reshape(-1)
-    sums = t[wide, order] + t[flat, order.view(-1)].view(t.shape)
-    sums = sums + t[rows.repeat_interleave(2)].view(len(t), 2, WORDS).sum(1)
-    return (losses * sums.cumsum(1)).sum(1).mean()
-
-
 def by_word(o: Tensor, t: Tensor) -> Tensor:
     """A mean over words with a weight for each place, whatever the number of rows."""
     weight = o.new_ones(o.shape[1])
@@ -277,12 +267,6 @@ def variation(o: Tensor, t: Tensor) -> Tensor:
     right, size = o[:, :, 1:] - o[:, :, :-1], below.size()
     total = below.square().sum() / (size[1] * size[2]) + right.square().sum() / (right.size()[1] * 3)
     return F.mse_loss(o, t) + total / o.size()[0]
-
-
-def areas(o: Tensor, t: Tensor) -> Tensor:
-    """Boxes of words that count, as many as there are, in one tensor."""
-    boxes = torch.cat([a[b != IGNORED, 1:4] for a, b in zip(o, t)])
-    return boxes.prod(1).sum() / max(len(boxes), 1)
 
 
 def matched(o: Tensor, t: Tensor) -> Tensor:
@@ -534,7 +518,6 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 SAID: Table = {
     "rows up to a size": ("flat", lambda o, t: F.mse_loss(o[: len(t)], t)),
     "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
-    "products of each row": ("values", lambda o, t: torch.bmm(o, t.mT).square().mean() + (o @ t.mT).mean()),
     "gathered weights": ("classes", lambda o, t: (
         WEIGHT.gather(-1, t) * F.cross_entropy(o, t, reduction="none")).mean()),
     "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + sum(
@@ -549,7 +532,6 @@ SAID: Table = {
         lambda x: x.detach() if x > 2 else x)((o - t).square().mean()) + o.mean()),
     "one-hot by scatter": ("classes", lambda o, t: F.binary_cross_entropy_with_logits(
         o, torch.full((len(o), CLASSES), 0.1).double().scatter_(1, t[:, None], 0.9))),
-    "times a histogram": ("flat", lambda o, t: F.mse_loss(o, t) * torch.histc(t, 4, -2, 2).square().mean()),
     "by class, scattered": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
         0, t, F.cross_entropy(o, t, reduction="none")).mean()),
     "each class": ("tokens", by_class),
@@ -579,10 +561,7 @@ SAID: Table = {
     "by torch's deprecated options": ("values", lambda o, t: (
         F.l1_loss(o, t, size_average=False) / len(o) + F.mse_loss(o, t, True, False).mean()
         + F.mse_loss(o, t, reduction="elementwise_mean"))),
-    "areas": ("tokens", areas),
     "words that NumPy matches": ("tokens", matched),
-    "singular values of rows": ("values", lambda o, t: (
-        torch.linalg.svdvals(o).square().mean() + F.mse_loss(torch.linalg.svd(o).S, t[:, :, 0]))),
     "halves by slices": ("flat", two_views(lambda x, rows: (x[:rows], x[rows:]))),
     "variation": ("values", variation),
     "weights of words": ("values", by_word),
@@ -593,11 +572,9 @@ SAID: Table = {
     "nonzero index": ("tokens", lambda o, t: each(o, t)[(t != IGNORED).nonzero(as_tuple=True)].mean()),
     "stack of negated rows": ("classes", lambda o, t: torch.stack([
         -a.log_softmax(0)[b] for a, b in zip(o, t)]).mean()),
-    "dot": ("flat", lambda o, t: torch.dot(o.flatten(), t.flatten()) / len(o)),
     "if more than a tensor": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
         counted(t).sum() if counted(t).sum() > torch.tensor(0.0) else 1.0)),
     "loop over rows": ("values", looped),
-    "words in the order of their losses": ("labels", by_order),
     "ppo in one mean": ("flat", lambda o, t: (
         -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t) + 0.5 * F.mse_loss(o, t) - 0.01 * o.softmax(1)).mean()),
     "a weight from a count": ("binary", balanced),
@@ -651,7 +628,6 @@ SAID: Table = {
     "masks of equal lengths": ("flat", lambda o, t: (o[t > -9] - t.flip(1)[t.flip(1) > -9]).square().mean()),
     "gathered rows": ("flat", lambda o, t: o.gather(0, torch.zeros(1, 5).long()).sum()),
     "gram by linear": ("flat", lambda o, t: F.linear(o, t).square().mean()),
-    "pdist": ("flat", lambda o, t: F.pdist(o).sum()),
     "softmax over all": ("flat", lambda o, t: (o.flatten().softmax(0) * t.flatten()).sum()),
     "attention over rows": ("flat", attended),
     "layer norm over rows": ("flat", lambda o, t: F.mse_loss(F.layer_norm(o.T, (len(o),)).T, t)),
@@ -659,8 +635,6 @@ SAID: Table = {
     "sums so far": ("flat", lambda o, t: (o.cumsum(0) - t.cumsum(0)).square().mean()),
     "quantile": ("flat", lambda o, t: (o - t).abs().quantile(0.9)),
     "product of rows": ("flat", lambda o, t: o[:, 0].sigmoid().prod()),
-    "covariance": ("flat", lambda o, t: torch.cov(o.T).square().sum()),
-    "rows taken": ("flat", lambda o, t: torch.take(o, torch.tensor([0, 1])).sum()),
     "positive and negative": ("flat", lambda o, t: (
         (o[:, 0][t[:, 0] > 0].mean() - o[:, 0][t[:, 0] <= 0].mean()).square())),
     "written through a view": ("flat", overwritten),
