@@ -28,7 +28,7 @@ _ADVICE = {
                "was not split as it should be: look at batched= and split=.",
     "loss": "The loss isn't a sum or mean over rows: look at reduction=, let loss_fn return (total, count), or leave "
             "out the schedule and compute the loss from model(x).",
-    "gradients": "The loss was averaged over rows, if a warning says so; a backward depends on the whole batch; or a "
+    "gradients": "The loss was averaged over rows, with a warning; a backward depends on the whole batch; or a "
                  "recomputation on an attribute that microbatches overwrite, or a write that torch can't see: try "
                  "checkpoint='never' and backward='autograd'.",
     "state": "The forward writes to a buffer, a parameter or a counter once for each microbatch: do so after the step.",

@@ -114,7 +114,7 @@ def _may_count(call: FunctionCall) -> bool:
     """Whether a number of Python, which may be a number of rows, may be a factor of the result, or of its entries."""
     may_count, each = call.ledger.may_count, [x for x in call.scalars if abs(x) >= 1]
     grows = Rows in call.kinds or any([isinstance(x, Number) and x.formula.grows for x in call.meanings])
-    if call.name in _FACTORS or "alpha" in call.kwargs:  # Of a mean, 0.5 is no count.
+    if call.name in _FACTORS or "alpha" in call.kwargs:  # 0.5 * mean has no count.
         return may_count(call.scalars) if grows else may_count(each, size=True)
     if Number in call.kinds:  # mask.numel() - mask.sum() counts elements, but 0.5 doesn't.
         return grows and call.name in ADDING and may_count(each)
