@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import splitpipe
 from splitpipe import SplitPipe, detach
 from splitpipe.partition import placement
+from tests.helpers.modules import linears, module_of
 from tests.helpers.twin import assert_same
 
 GIVEN: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 2}
@@ -201,3 +202,12 @@ def test_an_attached_module_says_that_it_is_not_moved_and_its_parent_is() -> Non
         assert parent["head"].weight.is_meta and net.first.weight.dtype == torch.float32
         net(torch.randn(4, 4)).sum().backward()
         assert detach(net).to("meta").first.weight.is_meta  # As the warning says.
+
+
+def test_a_model_that_was_changed_is_detached_without_a_trace() -> None:
+    net = module_of(lambda net, x: net.b(net.a(x)), **linears("a", "b"))
+    model = SplitPipe(net, cuts=["b"], devices=["cpu"] * 2, chunks=2)
+    for layer in (net.a, nn.Linear(4, 4)):
+        net.a = layer
+        model(torch.rand(4, 4))
+    assert not any(vars(part).get("_compiled_call_impl") for part in detach(model).modules())

@@ -17,6 +17,7 @@ from splitpipe.backward.graph_walk import walk
 from tests.helpers.deferring import Call, deferred, drop_in, fused, in_more_ways, trained, tried
 from tests.helpers.deferring import apart as apart
 from tests.helpers.deferring import double as double
+from tests.helpers.modules import module_of
 from tests.helpers.scheduled import assert_transparent
 from tests.helpers.twin import twins
 
@@ -209,3 +210,13 @@ def test_a_convolution_that_does_not_pay_is_fused(monkeypatch: pytest.MonkeyPatc
     layers = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.Tanh(), nn.Conv2d(4, 16, 3, bias=False))
     model = trained(layers, torch.randn(6, 3, 6, 6), checkpoint="never")
     assert deferred(model) == {"1.2.weight": "convolution"} and fused(model) == {"1.0.weight": CONV}
+
+
+def test_a_transposed_weight_of_a_convolution_is_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_walk, "_MANY", 0)
+    layer = module_of(lambda self, x: F.conv1d(x, self.w.transpose(0, 1)), w=nn.Parameter(torch.randn(4, 4, 3)))
+    plain, model = twins(nn.Sequential(layer, nn.Tanh()), [1, 1], chunks=2)
+    x = torch.randn(4, 4, 6)
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])

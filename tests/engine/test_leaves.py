@@ -228,3 +228,24 @@ def test_a_loss_may_be_scaled_added_to_and_differentiated_twice(use: Any, way: s
     use(plain, mean(plain(x), 0.25))
     use(model, model(x, target=0.25))
     assert_same_tensors(model, plain)
+
+
+def test_of_two_backwards_each_gives_its_own_inputs_gradient() -> None:
+    layers = nn.Sequential(Apply(lambda pair: (pair[0] * 2, pair[1] * 3)), Apply(lambda pair: pair))
+    a, b = (torch.rand(4, 3, requires_grad=True) for _ in range(2))
+    y, z = SplitPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)((a, b))
+    y.sum().backward(retain_graph=True)
+    z.sum().backward()
+    assert torch.equal(a.grad, torch.full((4, 3), 2.0)) and torch.equal(b.grad, torch.full((4, 3), 3.0))
+
+
+def test_parameters_whose_gradients_are_one_tensor_are_scaled_once() -> None:
+    layer = module_of(lambda self, x: (x + self.p) + self.q, **{k: nn.Parameter(torch.zeros(2, 3)) for k in "pq"})
+    model = SplitPipe(nn.Sequential(layer, nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=1, schedule="1f1b",
+                      loss_fn=mean)
+    x = torch.rand(2, 3)
+    (2 * model(x, target=0.25)).backward()
+    found = layer.p.grad.clone(), layer.q.grad.clone()
+    layer.zero_grad()
+    (2 * mean(torch.tanh(layer(x)), 0.25)).backward()
+    torch.testing.assert_close(found, (layer.p.grad, layer.q.grad))

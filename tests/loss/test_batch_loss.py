@@ -167,3 +167,9 @@ def test_sums_of_whole_numbers_are_whole_numbers() -> None:
     assert found is not None and found.dtype == torch.int64 and int(found) == 3 * 2**40 + 3
     small = combined([amount("sum", torch.tensor(2, dtype=torch.int32))] * 3)
     assert small is not None and small.dtype == torch.int32
+
+
+def test_half_precision_sums_of_many_microbatches_are_exact() -> None:
+    own = module_of(lambda self, x: self.b(self.a(x)).sum(), a=nn.Identity(), b=nn.Identity())
+    x = torch.ones(1024, 1, dtype=torch.bfloat16)
+    assert SplitPipe(own, cuts=["b"], devices=["cpu"] * 2, chunks=1024)(x).item() == 1024

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -125,3 +126,14 @@ def test_an_error_tells_of_an_input_and_its_target() -> None:
     said = notes(lambda: model(torch.rand(8, 3), target=torch.rand(8, 3)), UserWarning)
     assert f"microbatches of 2 rows of 8, as the input has them{HOW}split along dimension 0: the input (8, 3)" in said
     assert "    split along dimension 0: the target (8, 3)" in said
+
+
+@dataclass
+class Out:
+    y: Tensor
+
+
+def test_what_a_forward_has_returned_stays_as_it_was() -> None:
+    kept: list[Out] = []
+    out = piped(lambda net, x: kept.append(Out(net.features(x))) or kept[-1])(torch.randn(6, 6))
+    assert [len(x.y) for x in kept] == [2, 2, 2] and len(out.y) == 6

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import splitpipe
 from splitpipe import SplitPipe
-from splitpipe.partition.by_bytes import cuts_of_map, memory_of
+from splitpipe.partition.by_bytes import cuts_of_map, memory_of, parts_of
 from tests.engine.models import Stack
+from tests.helpers.modules import linears, module_of
 
 A, B, C = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 
@@ -174,3 +175,11 @@ def test_a_hook_of_another_kind_stays() -> None:
     splitpipe.attach(model, cuts=["1"], devices=["cpu", "cpu"], chunks=2)
     y: Tensor = model(torch.randn(4, 4))
     assert y.shape == (4, 4) and hook.calls
+
+
+def test_a_sample_is_not_written_to_and_a_tied_weight_counts_once() -> None:
+    given, net = torch.ones(4, 4), module_of(lambda net, x: net.b(net.a(x.mul_(2))), **linears("a", "b"))
+    SplitPipe(net, cuts=["b"], devices=["cpu"] * 2, chunks=2, sample=given)
+    assert torch.equal(given, torch.ones(4, 4))
+    net.b.weight = net.a.weight
+    assert [part.weights for part in parts_of(nn.Sequential(net.a, net.b), ["1"])] == [80, 16]

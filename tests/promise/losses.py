@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 WORDS, CLASSES, IGNORED = 4, 5, -100
@@ -204,13 +203,6 @@ AROUND: Table = {
 
 # Means by hand.
 
-def looped(o: Tensor, t: Tensor) -> Tensor:
-    total: Any = 0
-    for row, target in zip(o, t):
-        total = total + F.mse_loss(row, target)
-    return total / len(o)  # type: ignore[no-any-return]
-
-
 def smoothed(o: Tensor, t: Tensor) -> Tensor:
     logs = o.log_softmax(-1)
     right = -logs.gather(1, t.unsqueeze(1)).squeeze(1)
@@ -240,12 +232,6 @@ def in_place(o: Tensor, t: Tensor) -> Tensor:
     return found.neg_().neg_().div_(2)
 
 
-def by_word(o: Tensor, t: Tensor) -> Tensor:
-    """A mean over words with a weight for each place, whatever the number of rows."""
-    weight = o.new_ones(o.shape[1])
-    return (((o - t).square().mean(-1) * weight).sum(-1) / weight.sum()).mean()
-
-
 def two_views(halves: Callable[[Tensor, int], Any]) -> Loss:
     """Of one batch with two views of each row, as for a discriminator, and SimSiam."""
 
@@ -259,23 +245,6 @@ def two_views(halves: Callable[[Tensor, int], Any]) -> Loss:
         return total  # type: ignore[return-value]
 
     return loss
-
-
-def variation(o: Tensor, t: Tensor) -> Tensor:
-    """The total variation of SRGAN: divided by sizes without rows, then by the number of rows."""
-    below = o[:, 1:] - o[:, :-1]
-    right, size = o[:, :, 1:] - o[:, :, :-1], below.size()
-    total = below.square().sum() / (size[1] * size[2]) + right.square().sum() / (right.size()[1] * 3)
-    return F.mse_loss(o, t) + total / o.size()[0]
-
-
-def matched(o: Tensor, t: Tensor) -> Tensor:
-    """Words that NumPy has matched in each row, as in DETR: no word of a row without any."""
-    chosen = [np.argsort(np.asarray(a.detach()[:, 0]))[: int((b != IGNORED).sum())] for a, b in zip(o, t)]
-    words = [torch.as_tensor(each, dtype=torch.int64) for each in chosen]
-    rows = torch.cat([torch.full_like(each, i) for i, each in enumerate(words)])
-    found = o[rows, torch.cat(words)]
-    return 5 * (found - 1).abs().mean() + 2 * (found + 1).square().mean()
 
 
 def masked_by_index(o: Tensor, t: Tensor) -> Tensor:
@@ -405,11 +374,6 @@ def written(o: Tensor, t: Tensor) -> Tensor:
     return found.sum()
 
 
-def balanced(o: Tensor, t: Tensor) -> Tensor:
-    ones = t.sum().item()
-    return F.binary_cross_entropy_with_logits(o, t, pos_weight=torch.tensor([(t.numel() - ones + 0.5) / (ones + 0.5)]))
-
-
 def centred(o: Tensor, t: Tensor) -> Tensor:
     values = t[:, 0].tolist()
     return F.mse_loss(o - sum(values) / len(values), t)
@@ -453,10 +417,6 @@ def scaled_view(o: Tensor, t: Tensor) -> Tensor:
     return x.abs().sum()
 
 
-def attended(o: Tensor, t: Tensor) -> Tensor:
-    return F.mse_loss(F.scaled_dot_product_attention(o, t, t), t)
-
-
 def logged(o: Tensor, t: Tensor) -> Tensor:
     loss = F.mse_loss(o, t)
     return loss * (2.0 if loss.item() > 1 else 1.0)
@@ -495,15 +455,6 @@ def hooked_then_written(o: Tensor, t: Tensor) -> Tensor:
     return loss * 2
 
 
-def by_class(o: Tensor, t: Tensor) -> Tensor:
-    """A mean for each class that there is."""
-    losses, total = each(o, t), o.new_zeros(())
-    for k in range(CLASSES):
-        if (t == k).any():
-            total = total + losses[t == k].mean()
-    return total
-
-
 def hooked(o: Tensor, t: Tensor) -> Tensor:
     loss = F.mse_loss(o, t) * 2
     loss.register_hook(lambda grad: 2 * grad)
@@ -518,10 +469,6 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 SAID: Table = {
     "rows up to a size": ("flat", lambda o, t: F.mse_loss(o[: len(t)], t)),
     "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
-    "gathered weights": ("classes", lambda o, t: (
-        WEIGHT.gather(-1, t) * F.cross_entropy(o, t, reduction="none")).mean()),
-    "vae of distributions": ("flat", lambda o, t: F.mse_loss(o, t) + sum(
-        kl_divergence(Normal(o, o.exp()), Normal(0.0, scale)).sum(1).mean() for scale in (1.0, 2.0))),
     "a guard of what doesn't count": ("flat", lambda o, t: (lambda m: F.binary_cross_entropy_with_logits(
         o, m.double(), reduction="sum") / m.sum() if m.any() else o.sum() * 0)(t > 1.5)),
     "by the length of ones": ("flat", lambda o, t: (
@@ -530,63 +477,35 @@ SAID: Table = {
     "a constant written after its use": ("flat", written_later),
     "detached in some microbatches": ("flat", lambda o, t: (
         lambda x: x.detach() if x > 2 else x)((o - t).square().mean()) + o.mean()),
-    "one-hot by scatter": ("classes", lambda o, t: F.binary_cross_entropy_with_logits(
-        o, torch.full((len(o), CLASSES), 0.1).double().scatter_(1, t[:, None], 0.9))),
     "by class, scattered": ("classes", lambda o, t: torch.zeros(5).double().scatter_add(
         0, t, F.cross_entropy(o, t, reduction="none")).mean()),
-    "each class": ("tokens", by_class),
     "a hook of a number": ("flat", hooked),
     "up to the longest": ("tokens", cropped),
-    "narrowed": ("tokens", lambda o, t: o.narrow(1, 0, int(counted(t).sum(1).max())).square().mean()),
     "if more than one counts": ("tokens", lambda o, t: (
         F.cross_entropy(o.flatten(0, 1), t.flatten()) if counted(t).sum() > 1 else 0 * o.sum())),
     "a sum if any": ("tokens", lambda o, t: o.square().sum() if counted(t).any() else 0 * o.sum()),
-    "by a list": ("tokens", lambda o, t: each(o, t).sum() / len([x for x in t.flatten().tolist() if x != IGNORED])),
     "by what NumPy counts": ("tokens", lambda o, t: each(o, t).sum() / (t.numpy() != IGNORED).sum()),
-    "by what is not zero": ("tokens", lambda o, t: each(o, t).sum() / (t != IGNORED).nonzero().shape[0]),
     "by a tensor of a count": ("tokens", lambda o, t: (each(o, t).sum() / torch.tensor([counted(t).sum()])).sum()),
     "weights by rows": ("classes", lambda o, t: ((WEIGHT / len(o))[t] * F.cross_entropy(o, t, reduction="none")).sum()),
     "where of a share": ("flat", lambda o, t: (torch.where(t > 0, 1 / len(o), 0.0) * o.square()).sum()),
-    "rounded": ("flat", lambda o, t: torch.div(o.square().sum(), 2, rounding_mode="floor") + F.mse_loss(o, t)),
-    "written shares": ("classes", lambda o, t: (lambda w: (w.masked_fill(t == 0, 1.0) * F.cross_entropy(
-        o, t, reduction="none")).sum())(WEIGHT[t] / WEIGHT[t].sum())),
     "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
     "tasks": ("tokens", tasks),
     "rows, and tokens if there are any": ("tokens", guarded),
-    "words first": ("values", lambda o, t: (o - t).square().transpose(0, 1).sum(0).mean()),
     "where guard": ("some", lambda o, t: torch.where((t != IGNORED).any(), F.cross_entropy(o, t), o.sum() * 0)),
     "masked_select": ("tokens", lambda o, t: each(o, t).masked_select(t != IGNORED).mean()),
-    "stack times weights": ("flat", lambda o, t: (torch.stack([
-        (o - t)[:, k].square().mean() for k in range(CLASSES)]) * WEIGHT).sum()),
     "by torch's deprecated options": ("values", lambda o, t: (
         F.l1_loss(o, t, size_average=False) / len(o) + F.mse_loss(o, t, True, False).mean()
         + F.mse_loss(o, t, reduction="elementwise_mean"))),
-    "words that NumPy matches": ("tokens", matched),
     "halves by slices": ("flat", two_views(lambda x, rows: (x[:rows], x[rows:]))),
-    "variation": ("values", variation),
-    "weights of words": ("values", by_word),
-    "index by where": ("some", lambda o, t: F.cross_entropy(
-        o[torch.where(t != IGNORED)[0]], t[torch.where(t != IGNORED)[0]])),
     "length of a selection": ("tokens", lambda o, t: (lambda e: e.sum() / max(len(e), 1))(each(o, t)[t != IGNORED])),
     "item": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum().item()),
-    "nonzero index": ("tokens", lambda o, t: each(o, t)[(t != IGNORED).nonzero(as_tuple=True)].mean()),
-    "stack of negated rows": ("classes", lambda o, t: torch.stack([
-        -a.log_softmax(0)[b] for a, b in zip(o, t)]).mean()),
-    "if more than a tensor": ("tokens", lambda o, t: (each(o, t) * counted(t)).sum() / (
-        counted(t).sum() if counted(t).sum() > torch.tensor(0.0) else 1.0)),
-    "loop over rows": ("values", looped),
-    "ppo in one mean": ("flat", lambda o, t: (
-        -torch.min(o.exp() * t, o.exp().clamp(0.8, 1.2) * t) + 0.5 * F.mse_loss(o, t) - 0.01 * o.softmax(1)).mean()),
-    "a weight from a count": ("binary", balanced),
     "mask by index": ("tokens", masked_by_index),
     "weights times a size": ("classes", lambda o, t: (
         (WEIGHT * len(o))[t] * F.cross_entropy(o, t, reduction="none")).mean()),
     "for each word and row": ("values", lambda o, t: F.mse_loss(o, t).expand(WORDS, len(o)).sum()),
     "normalised weights": ("tokens", lambda o, t: (each(o, t) * (counted(t) / counted(t).sum())).sum()),
-    "by shares": ("tokens", lambda o, t: (each(o, t) / ((counted(t) + 1) / (counted(t) + 1).sum())).sum()),
     "padded with a size": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=len(o)).sum()),
     "if": ("flat", lambda o, t: F.mse_loss(o, t) if F.mse_loss(o, t) < 2 else F.l1_loss(o, t)),
-    "divided by the batch's sum": ("flat", lambda o, t: ((o - t).square() / (o - t).square().sum().detach()).sum()),
     "a single piece": ("flat", lambda o, t: 2 * torch.stack([F.mse_loss(o, t)]).unbind()[0]),
     "nothing is 0": ("flat", lambda o, t: o[t > 0].square().mean().nan_to_num() * 2),
     "keywords alone": ("flat", lambda o, t: torch.mean(input=torch.stack(tensors=[(o - t).square(), o.abs()]))),
@@ -601,53 +520,23 @@ SAID: Table = {
     "rows and a penalty": ("flat", lambda o, t: (o.square() - (o * t).sum() / len(o) / 7).mean()),
     "a delta of the errors": ("flat", lambda o, t: F.huber_loss(o, t, delta=(o - t).abs().median().item())),
     "weights of elements": ("flat", lambda o, t: F.mse_loss(o, t, weight=o.detach().abs() + 1)),
-    "class weights by rows": ("classes", lambda o, t: F.cross_entropy(
-        o, t, weight=torch.full((CLASSES,), 1 / len(o)).double(), reduction="sum")),
-    "soft targets by rows": ("flat", lambda o, t: F.cross_entropy(o, t.softmax(1) / len(o), reduction="sum")),
     "a share in the shape of rows": ("flat", lambda o, t: (
         torch.broadcast_tensors(torch.tensor(1 / len(o)), o)[0] * o.square()).sum()),
-    "a number of rows in a table": ("flat", lambda o, t: F.mse_loss(o, t) * torch.zeros(CLASSES).double().scatter_add(
-        0, (t[:, 0] > 0).long(), torch.tensor(1 / len(t)).double().expand(len(t))).square().sum()),
-    "discounts": ("flat", lambda o, t: (o.square().mean(1) * torch.full_like(o[:, 0], 0.9).cumprod(0)).mean()),
     "a number in the shape of rows": ("flat", lambda o, t: F.mse_loss(o, t).expand_as(o).sum()),
-    "by the classes that there are": ("classes", lambda o, t: F.cross_entropy(o, t) * (lambda n: n[n > 0].numel())(
-        torch.zeros(CLASSES).scatter_add(0, t, torch.ones(len(t))))),
     "by a prior": ("shares", lambda o, t: F.kl_div(WEIGHT.log_softmax(0), t, reduction="batchmean") + o.mean()),
-    "by rows in the second place": ("values", lambda o, t: (lambda y: y.square().sum() / y.size(1))(o.transpose(0, 1))),
     "where weights are not masked": ("tokens", lambda o, t: (
         (each(o, t) * counted(t)).sum() / o.detach().exp().sum() if counted(t).any() else 0 * o.sum())),
-    "as many places as rows": ("classes", lambda o, t: F.cross_entropy(o, t) * torch.zeros(len(t)).scatter_add(
-        0, t * 0, torch.ones(len(t))).mean()),
-    "a part for each row": ("flat", lambda o, t: o.square().sum() / torch.cat([WEIGHT] * len(o)).sum()),
-    "weights for each row": ("flat", lambda o, t: o.square().sum() / WEIGHT.repeat(len(o), 1).sum()),
-    "by places that aren't 0": ("classes", lambda o, t: F.cross_entropy(o, t) / len(
-        F.one_hot(t, CLASSES).sum(0).nonzero())),
     # Rows meet where it is hard to see, or a number does.
     "by ones over their number": ("flat", lambda o, t: ((o - t).square().T * (torch.ones(len(o)) / len(o))).sum()),
     "columns and rows": ("flat", lambda o, t: (o[:, 0] - t[:, :1]).square().mean()),
-    "masks of equal lengths": ("flat", lambda o, t: (o[t > -9] - t.flip(1)[t.flip(1) > -9]).square().mean()),
     "gathered rows": ("flat", lambda o, t: o.gather(0, torch.zeros(1, 5).long()).sum()),
     "gram by linear": ("flat", lambda o, t: F.linear(o, t).square().mean()),
-    "softmax over all": ("flat", lambda o, t: (o.flatten().softmax(0) * t.flatten()).sum()),
-    "attention over rows": ("flat", attended),
-    "layer norm over rows": ("flat", lambda o, t: F.mse_loss(F.layer_norm(o.T, (len(o),)).T, t)),
-    "sorted rows": ("flat", lambda o, t: (o[:, 0].sort().values - t[:, 0].sort().values).abs().mean()),
-    "sums so far": ("flat", lambda o, t: (o.cumsum(0) - t.cumsum(0)).square().mean()),
-    "quantile": ("flat", lambda o, t: (o - t).abs().quantile(0.9)),
-    "product of rows": ("flat", lambda o, t: o[:, 0].sigmoid().prod()),
-    "positive and negative": ("flat", lambda o, t: (
-        (o[:, 0][t[:, 0] > 0].mean() - o[:, 0][t[:, 0] <= 0].mean()).square())),
     "written through a view": ("flat", overwritten),
     "divided through a view": ("flat", scaled_view),
-    "strided": ("flat", lambda o, t: torch.as_strided(o * 1, (5,), (1,)).sum()),
-    "by NumPy's number": ("flat", lambda o, t: (o - t).square().sum() / np.float64(len(o))),
-    "by NumPy's sum": ("flat", lambda o, t: (o - t).square().sum() / (t.numpy() > 0).sum().clip(1)),
     "a reading that chooses": ("flat", logged),
     "another loss if nothing counts": ("flat", lambda o, t: (
         o[t > 1].square().mean() if (t > 1).any() else o.square().mean())),
     "by a filled tensor in place": ("flat", lambda o, t: (o.square() * torch.empty_like(o).fill_(1 / len(o))).sum()),
-    "a filled weight": ("binary", lambda o, t: F.binary_cross_entropy_with_logits(
-        o, t, weight=torch.full_like(o, 1 / len(o)), reduction="sum")),
     "by a filled tensor": ("flat", lambda o, t: ((o - t).square() * torch.full_like(o, 1 / len(o))).sum()),
     "written without a graph": ("flat", unseen),
     "written after its use": ("flat", left_behind),

@@ -1,6 +1,7 @@
 """Checkpointing drops what autograd saves, and changes nothing else."""
 from __future__ import annotations
 
+import contextvars
 import copy
 import threading
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from splitpipe import SplitPipe, is_checkpointing, is_recomputing
+from splitpipe.engine import block_checkpoint
 from tests.helpers.modules import linears, module_of, popping, stashing
 from tests.helpers.scheduled import assert_steps, inside, loss_of, mean
 from tests.helpers.twin import assert_same_tensors, twins
@@ -252,3 +254,44 @@ def test_a_leaf_that_a_recomputation_makes_gets_its_gradient() -> None:
     model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Apply(moved)), [2], devices=["cpu"], chunks=2, checkpoint="always")
     model(torch.rand(4, 3)).sum().backward()
     assert [x.grad is not None for x in made] == [False, False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_autograd_grad_adds_to_no_leaf_that_a_recomputation_makes() -> None:
+    made: list[Tensor] = []
+
+    def moved(x: Tensor) -> Tensor:
+        made.append(torch.zeros_like(x, requires_grad=True))
+        return x + made[-1]
+
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Apply(moved)), [2], devices=["cpu"], chunks=2, checkpoint="always")
+    torch.autograd.grad(model(torch.rand(4, 3)).sum(), [*model.parameters()])
+    assert [x.grad for x in made] == [None] * 4
+
+
+def test_each_recomputation_begins_with_the_context_of_the_forward() -> None:
+    var, seen = contextvars.ContextVar("var", default=0), list[int]()
+
+    def counts(x: Tensor) -> Tensor:
+        seen.append(var.get())
+        var.set(var.get() + 1)
+        return x * 1
+
+    model = SplitPipe(nn.Sequential(nn.Linear(3, 3), Apply(counts), nn.Linear(3, 3)), [3], devices=["cpu"], chunks=1,
+                      checkpoint="always", backward="autograd")
+    loss = model(torch.rand(4, 3)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [0, 0, 0]
+
+
+def test_a_chain_of_checkpointed_blocks_ends_at_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    chains, begin = list[Any](), block_checkpoint.BlockChain.__init__
+    monkeypatch.setattr(block_checkpoint.BlockChain, "__init__", lambda *args: chains.append(1) or begin(*args))
+    model = SplitPipe(module_of(lambda net, x: net.c(net.b(net.a(x))), **linears(*"abc")), cuts=["c"],
+                      devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    for cap, blocks in ((2**30, 4), (1, 6)):
+        monkeypatch.setattr(block_checkpoint, "_CAP", cap)
+        chains.clear()
+        model(torch.rand(4, 4)).sum().backward()
+        assert len(chains) == blocks
