@@ -29,8 +29,8 @@ _ADVICE = {
     "loss": "The loss isn't a sum or mean over rows: look at reduction=, let loss_fn return (total, count), or leave "
             "out the schedule and compute the loss from model(x).",
     "gradients": "The loss was averaged over rows, with a warning; a backward depends on the whole batch; or a "
-                 "recomputation on an attribute that microbatches overwrite, or a write that torch can't see: try "
-                 "checkpoint='never' and backward='autograd'.",
+                 "recomputation on an attribute that microbatches overwrite, or a write that torch can't see, "
+                 "for which try backward='autograd' and checkpoint='never'.",
     "state": "The forward writes to a buffer, a parameter or a counter once for each microbatch: do so after the step.",
 }
 #: By how much values and gradients may differ, by the lowest dtype that occurs. Gradients are sums of more elements.

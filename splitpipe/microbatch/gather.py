@@ -91,7 +91,7 @@ def _join_tensors(
     try:
         return torch.cat(column, dims[0])
     except RuntimeError as error:
-        add_note(error, f"in joining {where}: pad it, squeeze(-1) if one row lost it; chunks=1 if it compares rows.")
+        add_note(error, f"in joining {where}: pad it, or use squeeze(-1); if it compares rows, return the features.")
         raise
 
 

@@ -484,7 +484,6 @@ SAID: Table = {
     "if more than one counts": ("tokens", lambda o, t: (
         F.cross_entropy(o.flatten(0, 1), t.flatten()) if counted(t).sum() > 1 else 0 * o.sum())),
     "a sum if any": ("tokens", lambda o, t: o.square().sum() if counted(t).any() else 0 * o.sum()),
-    "by what NumPy counts": ("tokens", lambda o, t: each(o, t).sum() / (t.numpy() != IGNORED).sum()),
     "by a tensor of a count": ("tokens", lambda o, t: (each(o, t).sum() / torch.tensor([counted(t).sum()])).sum()),
     "weights by rows": ("classes", lambda o, t: ((WEIGHT / len(o))[t] * F.cross_entropy(o, t, reduction="none")).sum()),
     "where of a share": ("flat", lambda o, t: (torch.where(t > 0, 1 / len(o), 0.0) * o.square()).sum()),

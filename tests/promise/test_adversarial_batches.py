@@ -37,7 +37,7 @@ SILENT: dict[str, tuple[str, Callable[..., Any], Callable[[int], tuple[Any, ...]
                          lambda net, a: net.features(a.softmax(0)), lambda n: (x(n, 5),)),
     "numbers of rows": ("row numbers (`torch.arange(len(y))`",
                         lambda net, a: (net.features(a), torch.arange(len(a))), lambda n: (x(n),)),
-    "the number of rows": ("sizes (`len(y)`)", lambda net, a: (net.features(a), len(a)), lambda n: (x(n),)),
+    "the number of rows": ("sizes (`len(y)`)", lambda net, a: (net.features(a), a.numel()), lambda n: (x(n),)),
     "pairs of rows": ("`y @ y.T`", lambda net, a: net.features(a) @ net.features(a).T, lambda n: (x(n),)),
     "entries not side by side": ("`torch.cat([x, -x])` then comes in another order",
                                  lambda net, a: torch.cat([net.features(a), -net.features(a)]), lambda n: (x(n),)),
