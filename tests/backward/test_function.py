@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -185,3 +186,11 @@ def test_backwards_run_outside_of_autocast(inside: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         run(type("Asking", (Affine,), {name: asking(getattr(Affine, name)) for name in (INPUT, WEIGHT)}), inside)
     assert modes and not any(modes)
+
+
+def test_what_is_saved_goes_with_the_backward_though_the_loss_lives_on() -> None:
+    x = leaf(2, 6) * 2
+    saved, loss = weakref.ref(x), Affine.apply(x, leaf(6), leaf(6)).sum()
+    del x
+    loss.backward()
+    assert saved() is None and loss.isfinite()

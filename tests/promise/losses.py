@@ -467,6 +467,9 @@ def cropped(o: Tensor, t: Tensor) -> Tensor:
 
 
 SAID: Table = {
+    "columns and rows": ("flat", lambda o, t: (o[:, 0] - t[:, :1]).square().mean()),
+    "another loss if nothing counts": ("flat", lambda o, t: (
+        o[t > 1].square().mean() if (t > 1).any() else o.square().mean())),
     "rows up to a size": ("flat", lambda o, t: F.mse_loss(o[: len(t)], t)),
     "by a condition in the type of rows": ("flat", lambda o, t: F.mse_loss(o, t) * (1 - ((t > 0).sum() > 99).to(o))),
     "a guard of what doesn't count": ("flat", lambda o, t: (lambda m: F.binary_cross_entropy_with_logits(
@@ -481,10 +484,6 @@ SAID: Table = {
         0, t, F.cross_entropy(o, t, reduction="none")).mean()),
     "a hook of a number": ("flat", hooked),
     "up to the longest": ("tokens", cropped),
-    "if more than one counts": ("tokens", lambda o, t: (
-        F.cross_entropy(o.flatten(0, 1), t.flatten()) if counted(t).sum() > 1 else 0 * o.sum())),
-    "a sum if any": ("tokens", lambda o, t: o.square().sum() if counted(t).any() else 0 * o.sum()),
-    "by a tensor of a count": ("tokens", lambda o, t: (each(o, t).sum() / torch.tensor([counted(t).sum()])).sum()),
     "weights by rows": ("classes", lambda o, t: ((WEIGHT / len(o))[t] * F.cross_entropy(o, t, reduction="none")).sum()),
     "where of a share": ("flat", lambda o, t: (torch.where(t > 0, 1 / len(o), 0.0) * o.square()).sum()),
     "max": ("tokens", lambda o, t: each(o, t).sum() / max(counted(t).sum(), 1)),  # type: ignore[call-overload]
@@ -499,8 +498,6 @@ SAID: Table = {
     "length of a selection": ("tokens", lambda o, t: (lambda e: e.sum() / max(len(e), 1))(each(o, t)[t != IGNORED])),
     "item": ("tokens", lambda o, t: each(o, t).sum() / counted(t).sum().item()),
     "mask by index": ("tokens", masked_by_index),
-    "weights times a size": ("classes", lambda o, t: (
-        (WEIGHT * len(o))[t] * F.cross_entropy(o, t, reduction="none")).mean()),
     "for each word and row": ("values", lambda o, t: F.mse_loss(o, t).expand(WORDS, len(o)).sum()),
     "normalised weights": ("tokens", lambda o, t: (each(o, t) * (counted(t) / counted(t).sum())).sum()),
     "padded with a size": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=len(o)).sum()),
@@ -509,13 +506,11 @@ SAID: Table = {
     "nothing is 0": ("flat", lambda o, t: o[t > 0].square().mean().nan_to_num() * 2),
     "keywords alone": ("flat", lambda o, t: torch.mean(input=torch.stack(tensors=[(o - t).square(), o.abs()]))),
     "an alpha of entries": ("flat", lambda o, t: torch.add(o.abs(), (o - t).square(), alpha=1 / len(o)).sum()),
-    "entries by rows and words": ("values", lambda o, t: ((o - t).square() / (len(o) * WORDS)).sum()),
     "entries and a share": ("values", lambda o, t: ((o - t).square() + 1 / o.numel()).sum()),
     "padded with a share": ("values", lambda o, t: F.pad((o - t).square(), (0, 1), value=1 / o.numel()).sum()),
     "at most a share": ("values", lambda o, t: (o - t).square().clamp(max=1 / o.numel()).sum()),
     "a size less a count": ("flat", lambda o, t: o[t <= 0].square().sum() / (t.numel() - (t > 0).sum())),
     "a share of two terms": ("tokens", lambda o, t: (1.0 / counted(t).sum()) * (each(o, t).sum() + o.mean())),
-    "sums by a count": ("tokens", lambda o, t: (each(o, t).sum() + 0.1 * o.square().sum()) / counted(t).sum()),
     "rows and a penalty": ("flat", lambda o, t: (o.square() - (o * t).sum() / len(o) / 7).mean()),
     "a delta of the errors": ("flat", lambda o, t: F.huber_loss(o, t, delta=(o - t).abs().median().item())),
     "weights of elements": ("flat", lambda o, t: F.mse_loss(o, t, weight=o.detach().abs() + 1)),
@@ -527,20 +522,16 @@ SAID: Table = {
         (each(o, t) * counted(t)).sum() / o.detach().exp().sum() if counted(t).any() else 0 * o.sum())),
     # Rows meet where it is hard to see, or a number does.
     "by ones over their number": ("flat", lambda o, t: ((o - t).square().T * (torch.ones(len(o)) / len(o))).sum()),
-    "columns and rows": ("flat", lambda o, t: (o[:, 0] - t[:, :1]).square().mean()),
     "gathered rows": ("flat", lambda o, t: o.gather(0, torch.zeros(1, 5).long()).sum()),
     "gram by linear": ("flat", lambda o, t: F.linear(o, t).square().mean()),
     "written through a view": ("flat", overwritten),
     "divided through a view": ("flat", scaled_view),
     "a reading that chooses": ("flat", logged),
-    "another loss if nothing counts": ("flat", lambda o, t: (
-        o[t > 1].square().mean() if (t > 1).any() else o.square().mean())),
     "by a filled tensor in place": ("flat", lambda o, t: (o.square() * torch.empty_like(o).fill_(1 / len(o))).sum()),
     "by a filled tensor": ("flat", lambda o, t: ((o - t).square() * torch.full_like(o, 1 / len(o))).sum()),
     "written without a graph": ("flat", unseen),
     "written after its use": ("flat", left_behind),
     "written after a hook": ("flat", hooked_then_written),
-    "for each row": ("flat", lambda o, t: F.mse_loss(o, t).expand(len(o)).sum()),
     "times ones of rows": ("flat", lambda o, t: (o.new_ones(len(o)) * F.mse_loss(o, t)).sum()),
     "addcmul": ("flat", lambda o, t: torch.addcmul(
         F.mse_loss(o, t), (o - t).square().sum(), torch.tensor(2.0).double(), value=1 / len(o))),
